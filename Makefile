@@ -1,0 +1,101 @@
+# make demo and make test are all that a fresh clone needs: both install what is missing first.
+# Needed on the machine: Python >= 3.11 with pip, and make.
+#
+#   PYTHON=...      the interpreter for .venv, if the first suitable one is not the one you want
+#   ARGS=...        passed on: make test ARGS="tests/pure -k slots", make demo ARGS="--json"
+#   TORCH_ARGS=...  passed to the pip call that installs torch: the index of another build, say
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(VENV)/.stamp-run
+DEV := $(VENV)/.stamp-dev
+SPEC := pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+ARGS ?=
+TORCH_ARGS ?=
+
+# A stamp holds the folder it was made in. In a checkout that was moved or copied, the scripts and the
+# editable install of .venv point elsewhere: everything is installed again.
+ifneq ($(shell cat $(RUN) 2>/dev/null),$(CURDIR))
+$(RUN): FORCE
+endif
+
+# The first interpreter that is new enough and can make an environment. Debian's has no ensurepip unless
+# python3-venv is installed; its pip can fill an empty environment as well.
+define MAKE_VENV
+if $(BIN)/python -m pip --version >/dev/null 2>&1 && grep -qsF "$(CURDIR)/$(VENV)" $(BIN)/activate; then \
+  echo "[1/3] $(VENV) is there: $$($(BIN)/python --version)"; exit 0; \
+fi; \
+for py in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+  "$$py" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue; \
+  if "$$py" -c 'import ensurepip' >/dev/null 2>&1; then \
+    echo "[1/3] creating $(VENV) with $$("$$py" --version)"; \
+    exec "$$py" -m venv --clear $(VENV); \
+  fi; \
+  if "$$py" -m pip --version >/dev/null 2>&1; then \
+    echo "[1/3] creating $(VENV) with $$("$$py" --version), without ensurepip"; \
+    "$$py" -m venv --clear --without-pip $(VENV) && \
+    exec "$$py" -m pip --disable-pip-version-check --python $(VENV) install pip; \
+    exit 1; \
+  fi; \
+done; \
+echo "error: tried $(or $(PYTHON),python3.11 python3.12 python3.13 python3) and found no Python >= 3.11 with pip." >&2; \
+echo "  Install one (on Debian: python3 python3-venv python3-pip), or name one: make PYTHON=/path/to/python3" >&2; \
+exit 1
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-pure test-slow check format bench clean FORCE
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
+	  printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+venv: $(DEV)  ## .venv with everything for working on Ramify
+	@echo "$(VENV) is ready"
+
+demo: $(RUN)  ## 32 questions about one document: cache off, cold, warm
+	@$(BIN)/ramify demo $(ARGS)
+
+test: $(DEV)  ## the test suite, without the slow ones
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-pure: $(DEV)  ## the tests that need no torch: seconds
+	@$(BIN)/python -m pytest tests/pure $(ARGS)
+
+test-slow: $(DEV)  ## the slow tests only
+	@RAMIFY_SLOW=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(DEV)  ## lint, format, types, import contracts
+	@echo "ruff check" && $(BIN)/ruff check
+	@echo "ruff format --check" && $(BIN)/ruff format --check
+	@echo "mypy" && $(BIN)/mypy
+	@echo "lint-imports" && $(BIN)/lint-imports --no-logo
+
+format: $(DEV)  ## rewrite what ruff can
+	@$(BIN)/ruff check --fix --exit-zero
+	@$(BIN)/ruff format
+
+bench: $(DEV)  ## Ramify against Hugging Face generate on shared prefixes
+	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)
+
+clean:  ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps are removed first and written last: an interrupted install leaves none.
+$(RUN): $(SPEC)
+	@rm -f $(RUN) $(DEV)
+	@$(MAKE_VENV)
+	@echo "[2/3] installing $(TORCH) (the largest part: 0.2 to 3 GB, depending on the build)"
+	@$(PIP) install -c constraints.txt $(TORCH_ARGS) $(TORCH)
+	@echo "[3/3] installing ramify"
+	@$(PIP) install -c constraints.txt -e .
+	@printf '%s\n' "$(CURDIR)" > $(RUN)
+
+$(DEV): $(RUN) $(SPEC)
+	@rm -f $(DEV)
+	@echo "[dev] installing what tests and checks need"
+	@$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $(DEV)

@@ -1,0 +1,49 @@
+"""Ramify: LLM inference that never computes the same prefix twice.
+
+Names resolve on first use, so that importing the package loads neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
+    from ramify.cache import CacheKey, PrefixCache
+    from ramify.engine.llm import LLM
+    from ramify.errors import RamifyError
+    from ramify.params import FinishReason, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "ramify.engine.llm",
+    "CacheKey": "ramify.cache",
+    "FinishReason": "ramify.params",
+    "PrefixCache": "ramify.cache",
+    "RadixAttentionPlanner": "ramify.attention.planner",
+    "RadixSequence": "ramify.attention.planner",
+    "RamifyError": "ramify.errors",
+    "RequestOutput": "ramify.params",
+    "SamplingParams": "ramify.params",
+}
+
+__all__ = [
+    "LLM",
+    "CacheKey",
+    "FinishReason",
+    "PrefixCache",
+    "RadixAttentionPlanner",
+    "RadixSequence",
+    "RamifyError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

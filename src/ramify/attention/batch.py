@@ -1,0 +1,96 @@
+"""What a step computes, as arrays: complete, frozen, built by one factory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.kv.block_table import PagedBlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """One request's share of a step: `num_new` tokens appended after `num_cached`."""
+
+    request_id: int
+    row: int  # of the block table, which owns the pages
+    num_cached: int
+    num_new: int
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens visible to attention once this step has written its own."""
+        return self.num_cached + self.num_new
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Attention metadata of one step over B requests with T new tokens in all.
+
+    Query row i of a request sits at position `kv_len - q_len + i`. An empty batch is legal.
+    """
+
+    cu_seqlens_q: NDArray[np.int32]  # [B + 1] offsets of each request's query rows
+    seq_lens_kv: NDArray[np.int32]  # [B] tokens visible, those of this step included
+    num_cached: NDArray[np.int32]  # [B] tokens whose K/V was there before this step
+    block_table: NDArray[np.int32]  # [B, P] pages in order, -1 beyond the last
+    positions: NDArray[np.int32]  # [T]
+    slot_mapping: NDArray[np.int64]  # [T] where each new token's K/V goes
+    page_size: int
+    max_q_len: int
+    max_kv_len: int
+    total_kv: int  # sum of seq_lens_kv
+    has_cached: bool  # whether any request has K/V from before this step
+
+    @property
+    def num_seqs(self) -> int:
+        """B."""
+        return len(self.seq_lens_kv)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of query rows."""
+        return len(self.positions)
+
+    @classmethod
+    def build(cls, extends: Sequence[Extend], table: PagedBlockTable) -> AttentionBatch:
+        """The metadata of a step, with one vectorised pass per array."""
+        page_size = table.page_size
+        rows = np.fromiter((one.row for one in extends), np.int64, len(extends))
+        cached = np.fromiter((one.num_cached for one in extends), np.int32, len(extends))
+        new = np.fromiter((one.num_new for one in extends), np.int32, len(extends))
+        kv = cached + new
+        cu_q = np.zeros(len(extends) + 1, np.int32)
+        np.cumsum(new, out=cu_q[1:])
+        total, max_kv = int(cu_q[-1]), int(kv.max(initial=0))
+        width = -(-max_kv // page_size)
+        pages = table.array[rows, :width]
+        pages[np.arange(width) >= -(-kv[:, None] // page_size)] = -1
+        owner = np.repeat(np.arange(len(extends)), new)
+        positions = np.arange(total, dtype=np.int32) - np.repeat(cu_q[:-1] - cached, new)
+        page_of = pages[owner, positions // page_size].astype(np.int64)
+        assert total == 0 or page_of.min() >= 0, "a new token has no page"
+        slots = page_of * page_size + positions % page_size
+        arrays = (cu_q, kv, cached, pages, positions, slots)
+        for array in arrays:
+            array.flags.writeable = False
+        return cls(
+            *arrays,
+            page_size=page_size,
+            max_q_len=int(new.max(initial=0)),
+            max_kv_len=max_kv,
+            total_kv=int(kv.sum()),
+            has_cached=bool(cached.any()),
+        )
+
+    def kv_slots(self, seq: int) -> NDArray[np.int64]:
+        """Slots of all keys that request `seq` sees, in position order: [kv_len]."""
+        kv_len = int(self.seq_lens_kv[seq])
+        position = np.arange(kv_len)
+        pages = self.block_table[seq].astype(np.int64)
+        slots: NDArray[np.int64] = pages[position // self.page_size] * self.page_size
+        slots += position % self.page_size
+        return slots

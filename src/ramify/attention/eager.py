@@ -1,0 +1,112 @@
+"""The reference: plain float32 attention, one request at a time. Supports everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import AttentionSpec
+from ramify.attention.batch import AttentionBatch
+
+KEY_STEP = 256
+ROW_STEP = 8  # rows of float32 products are independent of each other in multiples of 8
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request: its query rows, the slots of its keys, and the positions of both."""
+
+    start: int
+    stop: int
+    slots: Tensor  # [kv_len] int64
+    query_positions: Tensor  # [q_len] int64
+    key_positions: Tensor  # [kv_len] int64
+
+
+def spans_of(batch: AttentionBatch, device: torch.device) -> list[Span]:
+    """The requests of a batch, each with its own slots and positions."""
+    positions = torch.as_tensor(batch.positions.astype("int64"), device=device)
+    found = []
+    for seq in range(batch.num_seqs):
+        start, stop = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
+        slots = torch.from_numpy(batch.kv_slots(seq)).to(device)
+        keys = torch.arange(len(slots), device=device)
+        found.append(Span(start, stop, slots, positions[start:stop], keys))
+    return found
+
+
+def visible(span: Span, window: int | None) -> Tensor:
+    """Which keys each query sees: [q_len, kv_len] bool, causal, at most `window` tokens back."""
+    behind = span.query_positions[:, None] - span.key_positions[None, :]
+    seen = behind >= 0
+    return seen if window is None else seen & (behind < window)
+
+
+class EagerBackend:
+    """Scores, softmax and weighted sum in float32 over a dense copy of each request's K/V.
+
+    A query row reduces over as many keys as its own position asks for, rounded up to whole
+    `KEY_STEP`s and masked, and rows are padded to `ROW_STEP`s, so that its bits depend neither
+    on chunking nor on who shares the batch.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
+        """Everything, slowly."""
+        return None
+
+    def plan(self, batch: AttentionBatch) -> list[Span]:
+        """Runs of query rows that reduce over the same number of keys."""
+        return [part for span in spans_of(batch, self.device) for part in _by_key_steps(span)]
+
+    def run(self, plan: list[Span], layer: int, q: Tensor, planes: Mapping[str, Tensor]) -> Tensor:
+        """See `AttentionBackend.run`."""
+        spec = self.spec
+        out = torch.zeros_like(q)
+        for span in plan:
+            num_rows = span.stop - span.start
+            keys, values = (
+                planes[name].flatten(0, 1)[span.slots].float().repeat_interleave(spec.group, 1)
+                for name in ("k", "v")
+            )
+            seen = visible(span, spec.windows[layer])
+            values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # may be NaN
+            rows = q.new_zeros(-(-num_rows // ROW_STEP) * ROW_STEP, *q.shape[1:]).float()
+            rows[:num_rows] = q[span.start : span.stop]
+            rows, keys, values = (x.transpose(0, 1).contiguous() for x in (rows, keys, values))
+            scores = torch.matmul(rows, keys.transpose(1, 2)) * spec.scale
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            scores[:, :num_rows].masked_fill_(~seen, -torch.inf)
+            scores[:, num_rows:] = 0.0
+            mixed = torch.matmul(scores.softmax(-1), values)[:, :num_rows]
+            out[span.start : span.stop] = mixed.transpose(0, 1).to(q.dtype)
+        return out
+
+
+def _by_key_steps(span: Span) -> list[Span]:
+    ends = (span.query_positions // KEY_STEP + 1) * KEY_STEP  # ascending
+    parts = []
+    start = span.start
+    for end, count in zip(*torch.unique_consecutive(ends, return_counts=True), strict=True):
+        stop = start + int(count)
+        slots = span.slots.new_zeros(int(end))
+        slots[: len(span.slots)] = span.slots[: int(end)]
+        places = torch.arange(int(end), device=slots.device)
+        parts.append(
+            Span(
+                start,
+                stop,
+                slots,
+                span.query_positions[start - span.start : stop - span.start],
+                places,
+            )
+        )
+        start = stop
+    return parts

@@ -1,0 +1,324 @@
+"""Requests in, attention metadata out: the query is only what the cache does not have.
+
+`plan` is atomic and runs in this order: validate all, pin all prefixes, check capacity for all,
+and only then evict, allocate and announce. Sequences of one batch share too: a later one attaches
+to the pages that an earlier one is about to compute.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
+from ramify.cache.prefix_cache import Lease, PrefixCache
+from ramify.errors import CacheError, OutOfPagesError
+from ramify.kv.block_table import PagedBlockTable
+
+
+@dataclass(slots=True, eq=False)
+class RadixSequence:
+    """One request as the planner sees it.
+
+    The caller owns `tokens` and may append to it between steps; `namespace` and `reuse` are
+    fixed. `reuse=False` reads nothing from the cache but publishes what it computes. The rest
+    is the planner's to write and everyone's to read.
+    """
+
+    tokens: array[int]
+    namespace: bytes = b""
+    reuse: bool = True
+    num_computed: int = 0  # committed length: K/V is there for so many tokens
+    num_planned: int = 0  # of them new in the plan that is not committed yet
+    num_read: int = 0  # tokens found computed when first planned
+    num_shared: int = 0  # tokens attached to while another sequence computed them
+    row: int | None = None
+    lease: Lease | None = None
+    private: list[int] = field(default_factory=list)  # pages after the lease's
+    released: bool = False
+    order: int = 0  # when it was planned; a leader comes before its followers
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose K/V is still to be computed (before the first plan: all of them)."""
+        return len(self.tokens) - self.num_computed
+
+    def key(self, num_tokens: int) -> CacheKey:
+        """The cache key of the first `num_tokens` tokens."""
+        return CacheKey(self.tokens[:num_tokens], self.namespace)
+
+
+class RadixAttentionPlanner:
+    """A prefix cache and a block table behind three calls: `plan`, `commit`, `release`.
+
+    Args:
+        cache: owns the pages.
+        table: rows for the live sequences; same page size as the cache.
+        max_pool_pages: pages of the K/V pool, if there is one; the cache must not have more.
+        share: False gives every sequence pages of its own and publishes nothing.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        table: PagedBlockTable,
+        *,
+        max_pool_pages: int | None = None,
+        share: bool = True,
+    ) -> None:
+        if table.page_size != cache.page_size:
+            raise ValueError(
+                f"the table's pages have {table.page_size} tokens, the cache's {cache.page_size}"
+            )
+        if max_pool_pages is not None and cache.num_pages > max_pool_pages:
+            raise ValueError(f"cache of {cache.num_pages} pages over a pool of {max_pool_pages}")
+        self.cache, self.table, self.share = cache, table, share
+        self.page_size = cache.page_size
+        self._order = count(1)
+        self._holders: dict[int, RadixSequence] = {}  # lease id → its sequence
+        self._deferred: list[RadixSequence] = []  # committed before their leader
+
+    # -- plan ------------------------------------------------------------------------------
+
+    def plan(
+        self, sequences: Sequence[RadixSequence], num_new: Sequence[int] | None = None
+    ) -> AttentionBatch:
+        """Give every sequence pages for its uncomputed tokens; returns the step's metadata.
+
+        Args:
+            sequences: any mix of fresh ones, later chunks and decode steps.
+            num_new: at most so many tokens per sequence; by default all that are uncomputed.
+
+        Raises:
+            CacheError: a sequence was released, is in a plan already, is named twice, has
+                nothing to compute, or does not fit in a row of the block table.
+            OutOfPagesError: the batch does not fit; nothing was evicted or changed.
+
+        An interrupt half-way puts the sequences of the batch back as `abandon` does.
+        """
+        limits = [one.num_uncomputed for one in sequences] if num_new is None else list(num_new)
+        self._validate(sequences, limits)
+        fresh = [one for one in sequences if one.lease is None]
+        try:
+            for one in fresh:
+                self._attach(one)
+            asked = self._demand(sequences, limits)
+            if asked > self.cache.num_available:
+                stats = self.cache.stats()
+                raise OutOfPagesError(
+                    asked, stats.free_pages, stats.evictable_pages, stats.num_pages
+                )
+        except BaseException:
+            for one in fresh:
+                if one.lease is not None:
+                    self._detach(one)
+            raise
+        begun: list[RadixSequence] = []
+        try:
+            for one, limit in zip(sequences, limits, strict=True):
+                begun.append(one)
+                self._begin(one, limit)
+            extends = [
+                Extend(one.order, self._row(one), one.num_computed, one.num_planned)
+                for one in sequences
+            ]
+            return AttentionBatch.build(extends, self.table)
+        except BaseException:
+            self.abandon(begun)
+            for one in fresh:
+                if one.lease is not None:
+                    self._detach(one)
+            raise
+
+    def _validate(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> None:
+        if len(set(map(id, sequences))) != len(sequences):
+            raise CacheError("a sequence is named twice in one plan")
+        rows = 0
+        for one, limit in zip(sequences, limits, strict=True):
+            if one.released:
+                raise CacheError("the sequence was released; make a new one to go on")
+            if one.num_planned:
+                raise CacheError("the sequence is in a plan that was not committed or abandoned")
+            if one.num_uncomputed < 1 or limit < 1:
+                raise CacheError(
+                    f"the sequence has {one.num_uncomputed} uncomputed tokens and may compute "
+                    f"{limit}; both must be at least 1, append a token first"
+                )
+            if len(one.tokens) > self.table.max_tokens:
+                raise CacheError(
+                    f"the sequence has {len(one.tokens)} tokens but a row of the block table "
+                    f"holds {self.table.max_tokens}; build the table with more pages"
+                )
+            rows += one.row is None
+        if rows > self.table.num_free_rows:
+            raise CacheError(
+                f"{rows} new sequences but {self.table.num_free_rows} free rows in the block "
+                "table; release some, or build it with more rows"
+            )
+
+    def _demand(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> int:
+        """Pages that `_begin` will reserve in all, sharing inside the batch included."""
+        page_size, page_bytes = self.page_size, self.page_size * ATOM_BYTES
+        leaders: dict[tuple[bytes, bytes], list[bytes]] = {}
+        total = 0
+        for one, limit in zip(sequences, limits, strict=True):
+            assert one.lease is not None
+            held = len(one.lease.pages) + len(one.private)
+            if one.row is not None or not (self.share and one.reuse):
+                end = min(len(one.tokens), one.num_computed + limit)
+                total += max(0, -(-end // page_size) - held)
+                continue
+            atoms = one.tokens.tobytes()
+            start = held * page_bytes
+            group = leaders.setdefault((one.namespace, atoms[: start + page_bytes]), [])
+            usable = atoms[: (len(one.tokens) - 1) // page_size * page_bytes]
+            shared = max(
+                (common_pages(usable, other, page_bytes, start) for other in group), default=0
+            )
+            end = min(len(one.tokens), (held + shared) * page_size + limit)
+            total += -(-end // page_size) - held - shared
+            announced = atoms[: end // page_size * page_bytes]
+            if end - (held + shared) * page_size > 1:  # single tokens are not announced
+                group.append(announced)
+        return total
+
+    def _attach(self, one: RadixSequence) -> None:
+        key = CacheKey(one.tokens if self.share and one.reuse else b"", one.namespace)
+        one.lease = self.cache.attach(key)
+        one.num_computed = one.lease.num_tokens
+
+    def _detach(self, one: RadixSequence) -> None:
+        assert one.lease is not None
+        self.cache.cancel(one.lease)
+        one.lease, one.num_computed = None, 0
+
+    def _begin(self, one: RadixSequence, limit: int) -> None:
+        """Pages, row and announcement of one sequence; capacity is known to suffice."""
+        one.order = next(self._order)
+        if one.row is None:
+            first = one.lease
+            self._attach(one)  # again: earlier sequences of this batch have announced pages
+            assert first is not None
+            assert one.lease is not None
+            self.cache.cancel(first)
+            one.num_shared = one.lease.num_pending * self.page_size
+            one.num_read = one.num_computed - one.num_shared
+            one.row = self.table.allocate()
+            self._holders[one.lease.id] = one
+            self.table.append(one.row, one.lease.pages)
+        assert one.lease is not None
+        one.num_planned = min(limit, one.num_uncomputed)
+        end = one.num_computed + one.num_planned
+        held = len(one.lease.pages) + len(one.private)
+        pages = self.cache.reserve(max(0, -(-end // self.page_size) - held))
+        one.private += pages
+        self.table.append(one.row, pages)
+        if self.share and one.num_planned > 1:
+            self._move(one, self.cache.announce(one.lease, one.key(end), one.private))
+
+    def _move(self, one: RadixSequence, lease: Lease) -> None:
+        """Adopt a newer lease: the pages that it took are the tree's from now on."""
+        old = one.lease
+        assert old is not None
+        if lease is old:
+            return
+        start = len(old.pages)
+        self.table.rewrite(self._row(one), start, lease.pages[start:])
+        del one.private[: len(lease.pages) - start]
+        one.lease = lease
+        self._holders[lease.id] = self._holders.pop(old.id)
+
+    @staticmethod
+    def _row(one: RadixSequence) -> int:
+        assert one.row is not None
+        return one.row
+
+    # -- after the forward pass --------------------------------------------------------------
+
+    def commit(self, sequences: Sequence[RadixSequence], kept: Sequence[int] | None = None) -> None:
+        """The planned K/V is computed: publish whole pages and use the canonical ones.
+
+        Args:
+            sequences: planned ones, in any order, a part of the batch or all of it.
+            kept: m ≤ planned tokens that count, per sequence; the caller drops the others from
+                `tokens`. By default all.
+
+        Raises:
+            CacheError: a sequence is not planned, or `kept` cuts into announced pages.
+        """
+        counts = [one.num_planned for one in sequences] if kept is None else list(kept)
+        for one, num_kept in zip(sequences, counts, strict=True):
+            if not one.num_planned or not 0 <= num_kept <= one.num_planned:
+                raise CacheError(f"{num_kept} tokens kept of {one.num_planned} planned ones")
+            assert one.lease is not None
+            if one.num_computed + num_kept < one.lease.num_tokens:
+                raise CacheError(
+                    f"{num_kept} tokens kept, but pages up to token {one.lease.num_tokens} were "
+                    "announced as certain"
+                )
+        for one, num_kept in zip(sequences, counts, strict=True):
+            one.num_computed += num_kept
+            one.num_planned = 0
+        waiting = sorted([*self._deferred, *sequences], key=lambda one: one.order)
+        self._deferred = [one for one in waiting if not self._publish(one)]
+
+    def _publish(self, one: RadixSequence) -> bool:
+        """Publish what is computed; False when its leader has to come first."""
+        if one.lease is None or not self.share:
+            return True
+        if self.cache.is_blocked(one.lease):
+            return False
+        whole = one.num_computed // self.page_size
+        if whole > len(one.lease.pages) or one.lease.num_pending:
+            key = one.key(one.num_computed)
+            self._move(one, self.cache.publish(one.lease, key, one.private))
+        return True
+
+    def abandon(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:
+        """The step failed: nothing that was planned is computed.
+
+        The sequences, and others that depended on pages which they announced, are put back to
+        the state before their first plan and hold nothing; what they had published stays warm.
+
+        Returns:
+            every sequence that was put back.
+        """
+        back = {id(one): one for one in sequences if one.lease is not None}
+        for one in list(back.values()):
+            assert one.lease is not None
+            if not self.cache.is_withdrawn(one.lease):
+                for lease in self.cache.withdraw(one.lease):
+                    dependent = self._holders[lease.id]
+                    back[id(dependent)] = dependent
+        for one in back.values():
+            self._let_go(one)
+        return list(back.values())
+
+    def release(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:
+        """End sequences: published pages stay warm, all others return. Idempotent.
+
+        Returns:
+            other sequences that depended on pages which now nobody computes; they hold nothing
+            any more and can be planned again from the start.
+        """
+        back = self.abandon([one for one in sequences if one.num_planned])
+        for one in sequences:
+            if one.lease is not None:
+                self._let_go(one)
+            one.released = True
+        return [one for one in back if not one.released]
+
+    def _let_go(self, one: RadixSequence) -> None:
+        assert one.lease is not None
+        self._holders.pop(one.lease.id, None)
+        self.cache.release(one.lease, one.private)
+        if one.row is not None:
+            self.table.release(one.row)
+        if one in self._deferred:
+            self._deferred.remove(one)
+        one.lease, one.row = None, None
+        one.private = []
+        one.num_computed = one.num_planned = one.num_read = one.num_shared = 0

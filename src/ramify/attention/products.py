@@ -1,0 +1,80 @@
+"""The two products inside exact attention, and whether their rows are independent here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ramify.attention.exact import Exactness, ProbeStore
+
+# [..., rows, n] x [..., n, m] -> [..., rows, m], float32, rows a multiple of ROW_MULTIPLE
+Product = Callable[[Tensor, Tensor], Tensor]
+
+ROW_MULTIPLE = 8  # float32 rows are independent of each other in multiples of 8 (AVX2, AVX-512)
+TOGETHER, TILED = "together", "tiled"
+_ROW_COUNTS = (8, 16, 24, 32, 64, 96, 128, 256, 504)
+_BATCHES = ((1, 1), (1, 3), (5, 1), (4, 2))  # requests, blocks
+
+
+def choose_product(
+    num_kv_heads: int, head_dim: int, block_keys: int, store: ProbeStore
+) -> tuple[Product, Exactness]:
+    """One call for all, if there a row's bits do not depend on the others; else tile by tile."""
+
+    def probe() -> tuple[str, str]:
+        failed = _differing(num_kv_heads, head_dim, block_keys)
+        if not failed:
+            return TOGETHER, "rows agree at every count and batch tried"
+        return TILED, f"together: rows differ for {', '.join(failed)}"
+
+    verdict = store.verdict(
+        "attention products",
+        (num_kv_heads, head_dim, block_keys),
+        torch.float32,
+        probe,
+        strategies=(TOGETHER, TILED),
+    )
+    return (torch.matmul if verdict.strategy == TOGETHER else tiled_product), verdict
+
+
+def tiled_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The product by calls of one shape: `ROW_MULTIPLE` rows against one matrix."""
+    out = rows.new_empty(*rows.shape[:-1], matrix.shape[-1])
+    flat_rows, flat_matrix = rows.flatten(0, -3), matrix.flatten(0, -3)
+    for into, some, one in zip(out.flatten(0, -3), flat_rows, flat_matrix, strict=True):
+        for at in range(0, some.shape[0], ROW_MULTIPLE):
+            torch.mm(some[at : at + ROW_MULTIPLE], one, out=into[at : at + ROW_MULTIPLE])
+    return out
+
+
+def _differing(heads: int, dim: int, block_keys: int) -> list[str]:
+    """What fails, tried on the shapes and layouts that attention uses."""
+    draw = torch.Generator().manual_seed(0)
+    requests, blocks = (max(sizes) for sizes in zip(*_BATCHES, strict=True))
+    num_rows = max(_ROW_COUNTS) + ROW_MULTIPLE
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(requests, heads, blocks, *shape, generator=draw)
+
+    queries, keys, values = random(num_rows, dim), random(block_keys, dim), random(block_keys, dim)
+    weights = random(num_rows, block_keys).exp_()
+    failed = []
+    for name, rows, matrix in (
+        ("scores", queries, keys.transpose(-1, -2)),
+        ("values", weights, values),
+    ):
+        whole = torch.matmul(rows, matrix)
+        for num_requests, num_blocks in _BATCHES:
+            for count in _ROW_COUNTS:
+                start = (count // ROW_MULTIPLE) % 2 * ROW_MULTIPLE
+                part = (slice(num_requests), slice(None), slice(num_blocks))
+                at = (*part, slice(start, start + count))
+                # contiguous and transposed as in a step: layout decides which kernel runs
+                other = matrix.transpose(-1, -2)[part].contiguous().transpose(-1, -2)
+                other = other if name == "scores" else matrix[part].contiguous()
+                found = torch.matmul(rows[at].contiguous(), other)
+                if not torch.equal(found, whole[at]):
+                    failed.append(f"{name} at {count} rows of {num_requests}x{num_blocks}")
+    return failed

@@ -1,0 +1,18 @@
+"""The cache core: who holds which page, and which prefixes are known. Standard library only."""
+
+from ramify.cache.key import CacheKey, namespace_of
+from ramify.cache.pages import PageLedger
+from ramify.cache.prefix_cache import CacheStats, Lease, Match, PrefixCache
+from ramify.cache.tree import Node, RadixTree
+
+__all__ = [
+    "CacheKey",
+    "CacheStats",
+    "Lease",
+    "Match",
+    "Node",
+    "PageLedger",
+    "PrefixCache",
+    "RadixTree",
+    "namespace_of",
+]

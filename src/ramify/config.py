@@ -1,0 +1,177 @@
+"""What the user asked for, and what that came to. Every default has its reason beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """Which weights, and in which precision they compute."""
+
+    model: str = "ramify-tiny"  # ships with the package: every command works without a download
+    dtype: str = "auto"  # the checkpoint's own; float16 becomes float32 on CPU
+    max_model_len: int | None = None  # the model's own context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSection:
+    """The page pool and what is kept in it."""
+
+    page_size: int = 16  # short enough to share most of a prefix, long enough for cheap tables
+    kv_cache_tokens: int | None = None  # rounds down to pages
+    kv_cache_memory: int | None = None  # bytes; used when kv_cache_tokens is not given
+    prefix_cache: bool = True  # never changes an answer, so there is no reason to start without
+    policy: str = "lru"  # the only one so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSection:
+    """How much one step may do."""
+
+    max_num_seqs: int = 64  # beyond it a step on a few cores only gets longer, not more efficient
+    max_batch_tokens: int = 512  # matmuls are near their peak, and a decode step waits < 1 chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSection:
+    """Which attention, and whether answers may depend on the cache by rounding."""
+
+    attention_backend: str = "auto"  # the first of the table that supports the model
+    exact: bool = True  # an answer that a cache hit can change is not worth having on CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What was asked, frozen; `EngineConfig.of` takes flat options."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    cache: CacheSection = field(default_factory=CacheSection)
+    scheduler: SchedulerSection = field(default_factory=SchedulerSection)
+    attention: AttentionSection = field(default_factory=AttentionSection)
+
+    @classmethod
+    def of(cls, **options: object) -> EngineConfig:
+        """Build from flat options.
+
+        Raises:
+            UnknownOptionError: a name that no section has.
+            ConfigError: a value outside its range.
+        """
+        homes = {one.name: home for home, section in _SECTIONS.items() for one in fields(section)}
+        asked: dict[str, dict[str, object]] = {home: {} for home in _SECTIONS}
+        for name, value in options.items():
+            if name not in homes:
+                raise UnknownOptionError(name, homes)
+            asked[homes[name]][name] = value
+        config = cls(**{home: cls_(**asked[home]) for home, cls_ in _SECTIONS.items()})
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        """Raise ConfigError for a value outside its range, naming it, the limit, the way out."""
+        for name, value in (
+            ("page_size", self.cache.page_size),
+            ("max_num_seqs", self.scheduler.max_num_seqs),
+            ("max_batch_tokens", self.scheduler.max_batch_tokens),
+            ("kv_cache_tokens", self.cache.kv_cache_tokens),
+            ("kv_cache_memory", self.cache.kv_cache_memory),
+            ("max_model_len", self.model.max_model_len),
+        ):
+            if value is None and name in ("kv_cache_tokens", "kv_cache_memory", "max_model_len"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} but it must be an integer >= 1")
+        for name, flag in (
+            ("prefix_cache", self.cache.prefix_cache),
+            ("exact", self.attention.exact),
+        ):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name}={flag!r} but it must be True or False")
+        if self.model.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
+
+
+_SECTIONS = {
+    "model": ModelSection,
+    "cache": CacheSection,
+    "scheduler": SchedulerSection,
+    "attention": AttentionSection,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """What the options came to for one model on one machine."""
+
+    asked: EngineConfig
+    max_model_len: int  # tokens, prompt and output together
+    page_size: int
+    num_pages: int
+    token_bytes: int  # K/V bytes of one token over all layers
+    max_num_seqs: int
+    max_batch_tokens: int
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_pages * self.page_size
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory of the pool, without its padding page."""
+        return self.kv_cache_tokens * self.token_bytes
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_model_len // self.page_size)
+
+
+MEMORY_SHARE = 0.3  # of the free memory: weights, activations and the page cache need the rest
+
+
+def resolve(
+    asked: EngineConfig, *, model_max_len: int, token_bytes: int, free_memory: int
+) -> ResolvedConfig:
+    """Fit what was asked to a model and a machine.
+
+    Args:
+        model_max_len: tokens that the model's positions allow.
+        token_bytes: K/V bytes of one token over all layers.
+        free_memory: bytes that could be allocated now.
+
+    Raises:
+        ConfigError: max_model_len is beyond the model's.
+        PoolTooSmallError: not one page, or less than a token of prompt and one of output.
+    """
+    max_len = asked.model.max_model_len or model_max_len
+    if max_len > model_max_len:
+        raise ConfigError(
+            f"max_model_len={max_len} but the model's positions end at {model_max_len}; "
+            "ask for at most that"
+        )
+    page_size, max_seqs = asked.cache.page_size, asked.scheduler.max_num_seqs
+    tokens = asked.cache.kv_cache_tokens
+    if tokens is None:
+        memory = asked.cache.kv_cache_memory
+        if memory is None:  # what all requests at their longest could use, if it fits
+            most = max_seqs * -(-max_len // page_size) * page_size * token_bytes
+            memory = min(int(free_memory * MEMORY_SHARE), most)
+        tokens = memory // token_bytes
+    num_pages = tokens // page_size
+    if num_pages < 1:
+        raise PoolTooSmallError(tokens, page_size, "not a single page")
+    return ResolvedConfig(
+        asked=asked,
+        max_model_len=max_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        token_bytes=token_bytes,
+        max_num_seqs=max_seqs,
+        max_batch_tokens=asked.scheduler.max_batch_tokens,
+    )

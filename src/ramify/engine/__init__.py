@@ -1,0 +1,1 @@
+"""Continuous batching around the cache: schedule → plan → execute → commit → update."""

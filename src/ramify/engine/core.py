@@ -1,0 +1,331 @@
+"""The engine without tensors: requests in, steps planned, carried out, committed and told."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from ramify.attention.planner import RadixAttentionPlanner
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.config import ResolvedConfig
+from ramify.engine.request import Request
+from ramify.engine.scheduler import Scheduled, Scheduler
+from ramify.engine.step import Draw, Executor, Score, StepPlan, StepResult
+from ramify.errors import (
+    EmptyPromptError,
+    InvalidParamsError,
+    PromptTooLongError,
+    RequestTooLargeError,
+    StepFailedError,
+    TokenOutOfRangeError,
+    UnknownRequestError,
+)
+from ramify.kv.block_table import PagedBlockTable
+from ramify.params import FinishReason, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 2  # a step that fails is tried once more: the fault may lie with a batch mate
+
+
+class TextDecoder(Protocol):
+    """Turns one request's tokens into text as they come."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; it may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did for one request; `output` is there when it has ended."""
+
+    request_id: int
+    new_token_ids: tuple[int, ...]
+    output: RequestOutput | None
+
+
+class EngineCore:
+    """Single-threaded by contract: whoever owns it calls `step` until nothing is unfinished.
+
+    Args:
+        config: sizes; `config.asked` says whether prefixes are shared.
+        executor: carries out the steps.
+        vocab_size: token ids are below it.
+        eos_token_ids: the model's own ends of sequence.
+        namespace: what the K/V depends on beside the tokens: model, weights, dtype.
+        text_decoder: makes a decoder per request; None when the model has no tokenizer.
+        clock: seconds; another one can be passed in tests.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        executor: Executor,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        namespace: bytes = b"",
+        text_decoder: Callable[[], TextDecoder] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config, self.executor, self.vocab_size = config, executor, vocab_size
+        self.eos_token_ids, self.namespace = frozenset(eos_token_ids), namespace
+        self.cache = PrefixCache(
+            config.num_pages, config.page_size, policy=config.asked.cache.policy
+        )
+        width = min(config.max_pages_per_seq, config.num_pages)
+        self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
+        self.planner = RadixAttentionPlanner(
+            self.cache, self.table, share=config.asked.cache.prefix_cache
+        )
+        self.scheduler = Scheduler(
+            self.planner,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+        )
+        self.num_steps = 0
+        self.num_computed_tokens = 0  # query rows of all steps so far
+        self._text_decoder, self._clock = text_decoder, clock
+        self._decoders: dict[int, TextDecoder] = {}
+        self._requests: dict[int, Request] = {}
+        self._ids = count()
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self, token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None
+    ) -> int:
+        """Queue a request; returns its id.
+
+        Raises:
+            RequestError: it can never be served. Nothing is queued, others are untouched.
+        """
+        ids = self._checked_ids(token_ids)
+        max_len = self._max_len(len(ids), params)
+        if params.stop and self._text_decoder is None:
+            raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
+        request_id = next(self._ids)
+        stop_ids = frozenset(params.stop_token_ids)
+        sequence = Request.new_sequence(array("i", ids), self.namespace, params)
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            prompt_ids=ids,
+            params=params,
+            max_len=max_len,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
+            seed=secrets.randbits(62) if params.seed is None else params.seed,
+            namespace=self.namespace,
+            arrival_s=self._clock(),
+            sequence=sequence,
+        )
+        self._requests[request_id] = request
+        if self._text_decoder is not None:
+            self._decoders[request_id] = self._text_decoder()
+        self.scheduler.add(request)
+        return request_id
+
+    def abort(self, request_id: int) -> RequestOutput:
+        """End a live request now; what it computed stays warm.
+
+        Raises:
+            UnknownRequestError: no live request has this id.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            raise UnknownRequestError(request_id)
+        return self._end(request, FinishReason.ABORT)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is live."""
+        return self.scheduler.has_unfinished
+
+    def _checked_ids(self, token_ids: Sequence[int]) -> array[int]:
+        if len(token_ids) == 0:
+            raise EmptyPromptError
+        wide = np.asarray(token_ids)
+        if wide.ndim != 1 or wide.dtype.kind not in "iu":
+            raise InvalidParamsError("prompt", type(token_ids).__name__, "text or integer ids")
+        outside = (wide < 0) | (wide >= self.vocab_size)
+        if outside.any():
+            position = int(outside.argmax())
+            raise TokenOutOfRangeError(int(wide[position]), position, self.vocab_size)
+        return array("i", wide.astype(np.int32).tobytes())
+
+    def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
+        limit = self.config.max_model_len
+        if num_prompt >= limit:
+            raise PromptTooLongError(num_prompt, limit)
+        page_size, num_pages = self.config.page_size, self.config.num_pages
+        if params.max_tokens is None:  # as long as context and pool allow
+            asked = min(limit, max(num_prompt, num_pages * page_size) + 1)
+        else:
+            asked = min(limit, num_prompt + params.max_tokens)
+        pages = -(-(asked - 1) // page_size)  # the last token's K/V is never needed
+        if pages > num_pages:
+            raise RequestTooLargeError(asked, pages, num_pages, page_size)
+        return asked
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """schedule → plan → execute → commit → update; what it did, request by request."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return []
+        now = self._clock()
+        for request in scheduled.requests:
+            if request.first_step_s is None:
+                request.first_step_s = now
+        plan = self._step_plan(scheduled)
+        try:
+            result = self.executor.execute(plan)
+        except Exception as error:  # noqa: BLE001 - contained here: the step's requests are told
+            return self._step_failed(scheduled, error)
+        except BaseException:  # an interrupt: the engine stays whole for whoever goes on
+            self._put_back(scheduled)
+            raise
+        self.planner.commit([request.sequence for request in scheduled.requests])
+        self.num_steps += 1
+        self.num_computed_tokens += plan.batch.num_tokens
+        outputs = []
+        for request in scheduled.requests:
+            sequence = request.sequence
+            request.max_computed = max(request.max_computed, sequence.num_computed)
+            if request.id in result.scored:
+                request.prompt_logprobs.extend(result.scored[request.id])
+            if sequence.num_uncomputed == 0:
+                outputs.append(self._advance(request, result))
+        return outputs
+
+    def _step_plan(self, scheduled: Scheduled) -> StepPlan:
+        batch = scheduled.batch
+        ids = np.empty(batch.num_tokens, np.int64)
+        draws, scores = [], []
+        for index, request in enumerate(scheduled.requests):
+            sequence, params = request.sequence, request.params
+            start, stop = int(batch.cu_seqlens_q[index]), int(batch.cu_seqlens_q[index + 1])
+            begin, end = sequence.num_computed, sequence.num_computed + stop - start
+            ids[start:stop] = np.frombuffer(sequence.tokens[begin:end], np.int32)
+            if end == len(sequence.tokens):
+                draws.append(
+                    Draw(
+                        request.id,
+                        stop - 1,
+                        end,
+                        request.seed,
+                        params.temperature,
+                        params.top_k,
+                        params.top_p,
+                        params.logprobs,
+                    )
+                )
+            if params.prompt_logprobs is not None:
+                first = max(begin, len(request.prompt_logprobs))
+                targets = request.prompt_ids[first + 1 : end + 1]
+                if targets:
+                    score = Score(
+                        request.id, start + first - begin, tuple(targets), params.prompt_logprobs
+                    )
+                    scores.append(score)
+        return StepPlan(batch, ids, tuple(draws), tuple(scores))
+
+    def _advance(self, request: Request, result: StepResult) -> StepOutput:
+        """One new token: append it, and end the request if it is the last."""
+        drawn = result.drawn[request.id]
+        token = drawn.token_id
+        if request.first_token_s is None:
+            request.first_token_s = self._clock()
+        request.output_ids.append(token)
+        if drawn.logprob is not None:
+            request.logprobs.append(drawn.logprob)
+        reason = None
+        if token in request.stop_ids:
+            reason, request.stop_reason = FinishReason.STOP, token
+        elif self._finds_stop_text(request, token):
+            reason = FinishReason.STOP
+        elif len(request.prompt_ids) + len(request.output_ids) >= request.max_len:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            request.sequence.tokens.append(token)
+            return StepOutput(request.id, (token,), None)
+        return StepOutput(request.id, (token,), self._end(request, reason))
+
+    def _finds_stop_text(self, request: Request, token: int) -> bool:
+        """Add the token's text; True when a stop text is complete, which is cut off."""
+        decoder = self._decoders.get(request.id)
+        if decoder is None:
+            return False
+        known = len(request.text)
+        request.text += decoder.step(token)
+        return self._cut_at_stop(request, known)
+
+    @staticmethod
+    def _cut_at_stop(request: Request, known: int) -> bool:
+        found = [
+            (at, stop)
+            for stop in request.params.stop
+            if (at := request.text.find(stop, max(0, known - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return False
+        at, request.stop_reason = min(found)
+        request.text = request.text[:at]
+        return True
+
+    def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
+        """End a request, once: nothing of it stays but published pages."""
+        self.scheduler.remove(request)
+        decoder = self._decoders.pop(request.id, None)
+        if decoder is not None and not isinstance(request.stop_reason, str):
+            known = len(request.text)
+            request.text += decoder.finish()
+            self._cut_at_stop(request, known)
+        del self._requests[request.id]
+        request.finish_reason, request.end_s = reason, self._clock()
+        return request.output(cache_on=self.planner.share)
+
+    # -- when a step fails -------------------------------------------------------------------
+
+    def _step_failed(self, scheduled: Scheduled, error: Exception) -> list[StepOutput]:
+        logger.warning("a step of %d requests failed: %s", len(scheduled.requests), error)
+        self._put_back(scheduled)
+        outputs = []
+        for request in scheduled.requests:
+            request.failures += 1
+            if request.failures >= MAX_FAILURES:
+                request.error = StepFailedError(
+                    f"request {request.id} was in {request.failures} failed steps, the limit is "
+                    f"{MAX_FAILURES}; the last one failed with {type(error).__name__}: {error}"
+                )
+                request.error.__cause__ = error
+                outputs.append(StepOutput(request.id, (), self._end(request, FinishReason.ERROR)))
+        return outputs
+
+    def _put_back(self, scheduled: Scheduled) -> None:
+        """Nothing of the step counts: its pages are erased, its requests wait again."""
+        page_size = self.config.page_size
+        touched = []
+        for request in scheduled.requests:
+            sequence = request.sequence
+            assert sequence.row is not None
+            touched += self.table.pages(sequence.row)[sequence.num_computed // page_size :]
+        sequences = [request.sequence for request in scheduled.requests]
+        back = set(map(id, self.planner.abandon(sequences)))
+        self.executor.erase_pages(sorted(set(touched)))
+        running = self.scheduler.running
+        self.scheduler.send_back([one for one in running if id(one.sequence) in back])

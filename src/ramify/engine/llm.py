@@ -1,0 +1,326 @@
+"""`LLM`: a checkpoint, its cache and its engine behind one object, for one thread."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ramify.attention.backend import AttentionSpec, Choice, select_backend
+from ramify.attention.exact import Exactness
+from ramify.attention.tree import TreeBackend
+from ramify.cache.key import namespace_of
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.config import EngineConfig, ResolvedConfig, resolve
+from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.executors import LocalExecutor
+from ramify.engine.runner import ModelRunner
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.errors import (
+    CheckpointError,
+    EmptyPromptError,
+    InvalidParamsError,
+    RequestError,
+    UnknownRequestError,
+)
+from ramify.kv.pool import KVLayout, KVPool
+from ramify.models.config import ModelConfig
+from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
+from ramify.params import (
+    CacheReport,
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
+
+
+class LLM:
+    """Answers prompts with a Hugging Face checkpoint; prefixes are computed once.
+
+    Args:
+        model: a checkpoint directory, the id of a cached hub model, or "ramify-tiny".
+        progress: bars on stderr while weights load, if it is a terminal.
+        options: the options of `ramify.config`: dtype, max_model_len, page_size,
+            kv_cache_tokens, kv_cache_memory, prefix_cache, max_num_seqs, max_batch_tokens,
+            attention_backend, exact; defaults and reasons stand there.
+
+    Raises:
+        ConfigError: an option is unknown or has a value that cannot work.
+        ModelError: the checkpoint is missing, damaged or of an unsupported architecture.
+    """
+
+    def __init__(
+        self, model: str | Path = "ramify-tiny", *, progress: bool = False, **options: Any
+    ) -> None:
+        asked = EngineConfig.of(model=str(model), **options)
+        self.path = find_checkpoint(model)
+        self.model_config: ModelConfig = read_config(self.path)
+        dtype = resolve_dtype(asked.model.dtype, self.model_config)
+        config = self.model_config
+        layout = KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
+        self.config: ResolvedConfig = resolve(
+            asked,
+            model_max_len=config.max_model_len,
+            token_bytes=layout.token_bytes(dtype),
+            free_memory=_free_memory(),
+        )
+        exact = asked.attention.exact
+        spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=self.config.page_size,
+            dtype=dtype,
+            windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
+            scale=config.head_dim**-0.5,
+            exact=exact,
+        )
+        device = torch.device("cpu")
+        self.attention: Choice = select_backend(asked.attention.attention_backend, spec, device)
+        self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
+        weights = load_model(self.path, dtype=asked.model.dtype, exact=exact, progress=progress)
+        self.decoder = weights
+        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=dtype)
+        runner = ModelRunner(
+            weights, pool, self.attention.backend, **({} if exact else {"row_multiple": 1})
+        )
+        tokenizer = self.tokenizer
+        decoder: Callable[[], Detokenizer] | None = None
+        if tokenizer is not None:
+            decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
+        self.core = EngineCore(
+            self.config,
+            LocalExecutor(runner),
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
+            namespace=namespace_of(
+                model=_fingerprint(self.path), kv_dtype=str(dtype), exact=int(exact)
+            ),
+            text_decoder=decoder,
+        )
+        self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
+        self._unread: list[StepOutput] = []
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache: `stats()`, `clear()`, `check()`."""
+        return self.core.cache
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the weights in the dtype that they compute in."""
+        shapes = self.model_config.tensor_shapes().values()
+        return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
+
+    def exactness(self) -> list[Exactness]:
+        """How each operation of the model and its attention is computed, and why."""
+        attention = self.attention.backend
+        own = attention.exactness() if isinstance(attention, TreeBackend) else []
+        return [*self.decoder.exactness(), *own]
+
+    # -- whole answers -----------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finished: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many, in one continuous batch; outputs in the order of prompts.
+
+        Args:
+            prompts: a text, token ids, or a list of either.
+            params: one for all, or one per prompt; None is `SamplingParams()`.
+            on_finished: called with each output as it ends.
+
+        A prompt that cannot be served gets an output whose `error` says why, and the others go
+        on.
+
+        Raises:
+            RequestError: no prompt of the call could be served; this is the first one's error.
+        """
+        many = _as_list(prompts)
+        each = _params_for(many, params)
+        outputs: dict[int, RequestOutput] = {}
+        places: dict[int, int] = {}
+        refused: list[RequestError] = []
+        for place, (prompt, one) in enumerate(zip(many, each, strict=True)):
+            try:
+                places[self.add_request(prompt, one)] = place
+            except RequestError as error:
+                refused.append(error)
+                outputs[place] = _refusal(prompt, error)
+        if many and len(refused) == len(many):
+            raise refused[0]
+        try:
+            while len(outputs) < len(many):
+                for event in self.core.step():
+                    if event.request_id not in places:
+                        self._keep(event)
+                    elif event.output is not None:
+                        outputs[places[event.request_id]] = event.output
+                        if on_finished is not None:
+                            on_finished(event.output)
+        except BaseException:
+            for request_id, place in places.items():
+                if place not in outputs:
+                    self.core.abort(request_id)
+            raise
+        return [outputs[place] for place in range(len(many))]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        Raises:
+            RequestError: as `generate`; also when there is no chat template, or it refuses the
+                messages.
+        """
+        talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if self.tokenizer is None:
+            raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
+        prompts = [self.tokenizer.encode_chat(talk, **template_options) for talk in talks]  # type: ignore[arg-type]
+        return self.generate(prompts, params)
+
+    # -- step by step ------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue one prompt; returns its id.
+
+        Raises:
+            RequestError: it can never be served; nothing is queued.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        return self.core.add_request(self._encode(prompt), params or SamplingParams(), prompt=text)
+
+    def step(self) -> list[tuple[int, list[int], bool]]:
+        """One step of the engine: (request id, new token ids, finished) for whoever got any."""
+        events = self._unread or self.core.step()
+        self._unread = []
+        for event in events:
+            if event.output is not None:
+                self._outputs[event.request_id] = event.output
+        while len(self._outputs) > MAX_KEPT_OUTPUTS:
+            self._outputs.popitem(last=False)
+        return [
+            (event.request_id, list(event.new_token_ids), event.output is not None)
+            for event in events
+        ]
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._unread) or self.core.has_unfinished
+
+    def take_output(self, request_id: int) -> RequestOutput:
+        """The output of a request that ended under `step` or `abort`, once.
+
+        Raises:
+            UnknownRequestError: it has not ended, was taken, or is too old to be kept.
+        """
+        if request_id not in self._outputs:
+            raise UnknownRequestError(request_id)
+        return self._outputs.pop(request_id)
+
+    def abort(self, request_id: int) -> None:
+        """End a live request now; its output has the finish reason `abort`.
+
+        Raises:
+            UnknownRequestError: no live request has this id.
+        """
+        self._outputs[request_id] = self.core.abort(request_id)
+
+    def _keep(self, event: StepOutput) -> None:
+        self._unread.append(event)
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if not prompt:
+            raise EmptyPromptError
+        if self.tokenizer is None:
+            raise InvalidParamsError(
+                "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
+            )
+        return self.tokenizer.encode(prompt)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, text or ids, becomes a list of one."""
+    if isinstance(prompts, str | array):
+        return [prompts]
+    if len(prompts) and all(isinstance(one, int) for one in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidParamsError(
+            "params", f"{len(params)} of them", f"one, or as many as the {len(prompts)} prompts"
+        )
+    return list(params)
+
+
+def _refusal(prompt: Prompt, error: RequestError) -> RequestOutput:
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(
+        request_id=-1,
+        prompt=text,
+        prompt_token_ids=() if text is not None else tuple(prompt),  # type: ignore[arg-type]
+        completions=(Completion("", (), FinishReason.ERROR),),
+        metrics=RequestMetrics(0.0, None, 0.0, None),
+        cache=CacheReport(0, 0, 0),
+        error=error,
+    )
+
+
+def _load_tokenizer(path: Path) -> Tokenizer | None:
+    if not (path / "tokenizer.json").is_file():
+        return None  # token ids in, token ids out
+    return Tokenizer.load(path)
+
+
+def _fingerprint(path: Path) -> str:
+    """What tells these weights from others: names, sizes and times of the checkpoint's files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
+        try:
+            facts = file.stat()
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        digest.update(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _free_memory() -> int:
+    """Bytes that could be allocated now, the page cache included."""
+    try:
+        facts = Path("/proc/meminfo").read_text("ascii")
+    except OSError:
+        facts = ""
+    for line in facts.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,59 @@
+"""One forward pass: a plan's arrays become tensors, K/V is written, attention reads it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import AttentionBackend
+from ramify.engine.step import StepPlan
+from ramify.kv.pool import KVPool
+from ramify.models.dense import DenseDecoder
+
+ROW_MULTIPLE = 8  # float32 rows are independent of each other in multiples of 8
+
+
+class ModelRunner:
+    """A model, its pool and its attention backend.
+
+    With `exact`, rows are padded to whole multiples of `row_multiple`; the padding rows write
+    their K/V to the pool's padding page.
+    """
+
+    def __init__(
+        self,
+        model: DenseDecoder,
+        pool: KVPool,
+        backend: AttentionBackend,
+        *,
+        row_multiple: int = ROW_MULTIPLE,
+    ) -> None:
+        self.model, self.pool, self.backend = model, pool, backend
+        self._row_multiple = row_multiple
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Tensor:
+        """Hidden rows [T, hidden] of the step; its K/V is in the pool afterwards."""
+        batch = plan.batch
+        num_padding = -batch.num_tokens % self._row_multiple
+        page_size = self.pool.page_size
+        spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
+        token_ids = torch.from_numpy(np.pad(plan.token_ids, (0, num_padding)))
+        positions = torch.from_numpy(np.pad(batch.positions.astype(np.int64), (0, num_padding)))
+        slots = torch.from_numpy(np.concatenate([batch.slot_mapping, spare]))
+        attention = self.backend.plan(batch)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.pool.write(layer, slots, k=k, v=v)
+            return self.backend.run(attention, layer, q, self.pool.planes(layer))
+
+        hidden = self.model.forward(token_ids, positions, attend)
+        return hidden[: batch.num_tokens]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits [len(rows), vocab_size] float32 of some rows of `forward`'s result."""
+        return self.model.logits(hidden[torch.as_tensor(list(rows), dtype=torch.int64)])

@@ -1,0 +1,60 @@
+"""Logits to tokens and log probabilities, one row at a time in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.engine.step import Draw
+from ramify.params import TokenLogprob
+
+Row = NDArray[np.float32]  # [vocab_size]
+
+
+def draw_token(logits: Row, draw: Draw) -> int:
+    """The next token. Equal logits go to the lowest id.
+
+    Temperature 0 is the likeliest token. Otherwise the likeliest `top_k` are kept, then the
+    smallest set of them with a mass of at least `top_p`, and one is drawn by inverting the
+    cumulative distribution with a number that depends on (seed, position) alone.
+    """
+    if draw.temperature == 0.0:
+        return int(logits.argmax())
+    # the largest logit goes to 0 before the division: a tiny temperature must not overflow
+    scaled = (logits.astype(np.float64) - float(logits.max())) / draw.temperature
+    order = np.argsort(-scaled, kind="stable")
+    if draw.top_k is not None:
+        order = order[: draw.top_k]
+    weights = np.exp(scaled[order])
+    mass = np.cumsum(weights)
+    if draw.top_p < 1.0:
+        # the token that crosses the threshold is kept
+        last = int(np.searchsorted(mass, draw.top_p * mass[-1], side="left"))
+        mass = mass[: last + 1]
+    place = int(np.searchsorted(mass, uniform(draw.seed, draw.position) * mass[-1], side="right"))
+    return int(order[min(place, len(mass) - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on its arguments only (Philox, counter-based)."""
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], np.uint64)))
+    return float(generator.random())
+
+
+def log_softmax(logits: Row) -> NDArray[np.float64]:
+    """Natural-log probabilities [vocab_size]."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def token_logprob(logits: Row, token: int, num_top: int) -> TokenLogprob:
+    """Log probability of `token`, and of the `num_top` likeliest, before any temperature."""
+    scores = log_softmax(logits)
+    top: dict[int, float] = {}
+    if num_top:
+        count = min(num_top, len(scores))
+        found = np.argpartition(-scores, count - 1)[:count]
+        for index in found[np.lexsort((found, -scores[found]))]:
+            top[int(index)] = float(scores[index])
+    return TokenLogprob(token, float(scores[token]), top)

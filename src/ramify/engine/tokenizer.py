@@ -1,0 +1,300 @@
+"""Text to token ids and back, chat messages to text, and text as it is generated."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ramify.errors import ChatTemplateError, CheckpointError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+DEFAULT, TOOL_USE = "default", "tool_use"
+REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not, or not yet, a character
+MAX_HELD_TOKENS = 64  # longer than any character; bounds the work on endless broken bytes
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint: `tokenizer.json`, its special tokens and chat templates."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+    ) -> None:
+        """Wrap a tokenizer of the tokenizers package.
+
+        Args:
+            special_tokens: role -> text, such as bos_token -> <s>; templates see them.
+            chat_templates: name -> Jinja source; `default` is the usual one.
+        """
+        self._core = core
+        self._core.no_truncation()
+        self._core.no_padding()
+        self.special_tokens = dict(special_tokens)
+        self._templates = dict(chat_templates)
+        self._environment = _environment()
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """The tokenizer of a checkpoint directory.
+
+        Raises:
+            CheckpointError: no `tokenizer.json`, or a file that cannot be read.
+        """
+        source = path / "tokenizer.json"
+        if not source.is_file():
+            raise CheckpointError(
+                f"{source} is missing; add it, or give prompts as token ids (other tokenizer "
+                "formats are not read)"
+            )
+        try:
+            core = tokenizers.Tokenizer.from_file(str(source))
+        except Exception as error:  # the package raises nothing narrower
+            raise CheckpointError(f"{source} cannot be read: {error}; download it again") from error
+        config = _read_json(path / "tokenizer_config.json")
+        named = _read_json(path / "special_tokens_map.json") | config
+        special = {name: _content(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
+        return cls(core, special_tokens=special, chat_templates=_templates(path, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that have a text, added tokens included."""
+        return self._core.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, if this tokenizer names one."""
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end of text; the model's configuration may name more."""
+        token = self._id_of("eos_token")
+        return () if token is None else (token,)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out unless told otherwise."""
+        added = self._core.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered at all."""
+        return DEFAULT in self._templates
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._core.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
+        """Token ids as 32-bit integers; with special tokens, what the model expects around text."""
+        return array("i", self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of these ids; ids without a text, as of padded vocabularies, are left out."""
+        return self._core.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special ones and leading spaces included.
+
+        Part of a character is shown as U+FFFD, an id without a text as nothing.
+        """
+        piece = self._core.id_to_token(token_id)
+        if piece is None:
+            return ""
+        text = self._core.decode([token_id], skip_special_tokens=False)
+        starts_word = piece.startswith("\u2581") and not text.startswith(" ")
+        return f" {text}" if starts_word else text
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The text that the checkpoint's template makes of a conversation.
+
+        Args:
+            messages: each with `role` and `content`, and whatever else the template reads.
+            add_generation_prompt: end with what begins the assistant's turn.
+            tools: JSON schemas of functions; a template named `tool_use` is preferred for them.
+            kwargs: further variables of the template.
+
+        Raises:
+            ChatTemplateError: there is no template, or it cannot render these messages.
+        """
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            raise ChatTemplateError(
+                "the checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); send a plain prompt instead of messages"
+            )
+        variables = {
+            **self.special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **kwargs,
+            "messages": messages,
+        }
+        try:
+            return self._environment.from_string(self._templates[name]).render(variables)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # What a template does with unexpected messages is up to its author.
+            raise ChatTemplateError(
+                f"the chat template cannot render these {len(messages)} messages: {error}"
+            ) from error
+
+    def encode_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> array[int]:
+        """Token ids of `apply_chat_template`; the template writes the special tokens, nobody else.
+
+        Raises:
+            ChatTemplateError: as `apply_chat_template`.
+        """
+        text = self.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+        return self.encode(text, add_special_tokens=False)
+
+
+class Detokenizer:
+    """The text of a growing sequence, piece by piece, never half a character.
+
+    The pieces together are what `Tokenizer.decode` makes of all tokens. (Where a tokenizer shows
+    each broken byte by itself, or after more than `MAX_HELD_TOKENS` broken bytes in a row, the
+    number of U+FFFD signs can differ.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._silent = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._window: list[int] = []  # the tokens told last, then those not told yet
+        self._num_told = 0
+        self._told = ""  # text of the former: decoders treat the start of a text specially
+        self._held = ""  # text of the latter, when it may still change
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        if token_id in self._silent:
+            return ""
+        self._window.append(token_id)
+        new = self._decode()[len(self._told) :]
+        num_held = len(self._window) - self._num_told
+        if (not new or new.endswith(REPLACEMENT)) and num_held < MAX_HELD_TOKENS:
+            self._held = new
+            return ""
+        self._held = ""
+        self._window = self._window[self._num_told :]
+        self._num_told = len(self._window)
+        self._told = self._decode()
+        return new
+
+    def finish(self) -> str:
+        """What was held back: a character that stays incomplete."""
+        held, self._held = self._held, ""
+        self._window, self._num_told, self._told = [], 0, ""
+        return held
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant says, for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - read by jinja
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements between the tags, as they are."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as chat templates expect it; they are foreign code, so it is the sandboxed one."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter, which models have never seen."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 - local, as templates expect
+
+
+def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; files win over what tokenizer_config.json says."""
+    templates: dict[str, str] = {}
+    found = config.get("chat_template")
+    if isinstance(found, str):
+        templates[DEFAULT] = found
+    elif isinstance(found, list):
+        for entry in found:
+            if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
+                templates[str(entry["name"])] = str(entry["template"])
+    files = {DEFAULT: path / "chat_template.jinja"}
+    files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+    for name, file in files.items():
+        if file.is_file():
+            try:
+                templates[name] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return templates
+
+
+def _content(token: object) -> str:
+    """The text of a special token, which files give plainly or as an object."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An optional object; an absent file is an empty one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds {type(found).__name__}, not an object")
+    return found

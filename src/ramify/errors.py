@@ -1,0 +1,174 @@
+"""Every exception that Ramify raises on purpose.
+
+RamifyError
+├─ ConfigError                    an option has a value that cannot work
+│  ├─ UnknownOptionError          an option nobody knows
+│  ├─ PoolTooSmallError           the pool cannot hold a single request
+│  └─ UnsupportedBackendError     no attention backend can serve this model and device
+├─ ModelError                     a checkpoint cannot be used
+│  ├─ CheckpointError             files are missing, truncated or contradict each other
+│  └─ UnsupportedModelError       the architecture or one of its settings is not built here
+├─ RequestError                   one request is at fault; its neighbours go on
+│  ├─ EmptyPromptError
+│  ├─ PromptTooLongError
+│  ├─ RequestTooLargeError        the request alone needs more pages than the pool has
+│  ├─ TokenOutOfRangeError
+│  ├─ InvalidParamsError          a sampling parameter outside its range
+│  ├─ ChatTemplateError           no chat template, or it cannot render these messages
+│  └─ UnknownRequestError         no live request has this id
+├─ CacheError                     misuse of the cache core, or too little room in it
+│  ├─ OutOfPagesError             nothing was evicted and nothing was changed
+│  ├─ LeaseError                  a lease was released before, or belongs to another cache
+│  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
+│  └─ InvariantError              check() found a contradiction: a bug in Ramify
+└─ StepFailedError                a forward pass failed; its requests were told
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RamifyError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(RamifyError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class UnknownOptionError(ConfigError):
+    """An option nobody knows."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name, self.known = name, tuple(sorted(known))
+        super().__init__(f"unknown option {name!r}; the options are {', '.join(self.known)}")
+
+
+class PoolTooSmallError(ConfigError):
+    """The pool cannot hold a single request."""
+
+    def __init__(self, num_tokens: int, page_size: int, reason: str) -> None:
+        self.num_tokens, self.page_size = num_tokens, page_size
+        super().__init__(
+            f"kv_cache_tokens={num_tokens} is {num_tokens // page_size} pages of {page_size}: "
+            f"{reason}; raise kv_cache_tokens or kv_cache_memory, or lower page_size"
+        )
+
+
+class UnsupportedBackendError(ConfigError):
+    """No attention backend can serve this model on this device; lists every reason."""
+
+    def __init__(self, asked: str, reasons: dict[str, str]) -> None:
+        self.asked, self.reasons = asked, dict(reasons)
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(f"attention_backend={asked!r} cannot be used here ({told})")
+
+
+class ModelError(RamifyError):
+    """A checkpoint cannot be used."""
+
+
+class CheckpointError(ModelError):
+    """Files of a checkpoint are missing, truncated or contradict each other."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or one of its settings, is not built here."""
+
+
+class RequestError(RamifyError, ValueError):
+    """One request is at fault; its neighbours in the batch go on."""
+
+
+class EmptyPromptError(RequestError):
+    """A prompt without a single token."""
+
+    def __init__(self) -> None:
+        super().__init__("the prompt has 0 tokens but at least 1 is needed; send some text")
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for a single output token."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        self.num_tokens, self.limit = num_tokens, limit
+        super().__init__(
+            f"the prompt has {num_tokens} tokens but max_model_len is {limit} and at least one "
+            f"token must be generated; shorten it by {num_tokens - limit + 1}, or raise "
+            "max_model_len if the model allows it"
+        )
+
+
+class RequestTooLargeError(RequestError):
+    """The request alone needs more pages than the whole pool has."""
+
+    def __init__(self, num_tokens: int, num_pages: int, max_pages: int, page_size: int) -> None:
+        self.num_tokens, self.num_pages, self.max_pages = num_tokens, num_pages, max_pages
+        super().__init__(
+            f"the request needs {num_pages} pages for {num_tokens} tokens but the pool has "
+            f"{max_pages} pages of {page_size}; shorten the prompt, or start with "
+            f"kv_cache_tokens >= {num_pages * page_size}"
+        )
+
+
+class TokenOutOfRangeError(RequestError):
+    """A token id that the model has no embedding for."""
+
+    def __init__(self, token: int, position: int, vocab_size: int) -> None:
+        self.token, self.position, self.vocab_size = token, position, vocab_size
+        super().__init__(
+            f"token id {token} at position {position} is outside 0..{vocab_size - 1}; "
+            "encode the prompt with this model's tokenizer"
+        )
+
+
+class InvalidParamsError(RequestError):
+    """A sampling parameter outside its range."""
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        self.name, self.value, self.allowed = name, value, allowed
+        super().__init__(f"{name}={value!r} is not possible: {name} must be {allowed}")
+
+
+class ChatTemplateError(RequestError):
+    """The checkpoint has no chat template, or it cannot render these messages."""
+
+
+class UnknownRequestError(RequestError):
+    """No live request has this id."""
+
+    def __init__(self, request_id: object) -> None:
+        self.request_id = request_id
+        super().__init__(f"no live request has id {request_id!r}; it has ended or never existed")
+
+
+class CacheError(RamifyError):
+    """Misuse of the cache core, or too little room in it."""
+
+
+class OutOfPagesError(CacheError):
+    """The pages asked for cannot be had; nothing was evicted and nothing was changed."""
+
+    def __init__(self, asked: int, free: int, evictable: int, total: int) -> None:
+        self.asked, self.free, self.evictable, self.total = asked, free, evictable, total
+        super().__init__(
+            f"{asked} pages asked for, but of {total} only {free} are free and {evictable} can "
+            "be evicted; release a lease, ask for fewer pages, or use a larger pool"
+        )
+
+
+class LeaseError(CacheError):
+    """A lease was released before, was replaced by a newer one, or is another cache's."""
+
+
+class PageOwnershipError(CacheError):
+    """A page was given back, or published, by someone who does not own it."""
+
+
+class InvariantError(CacheError):
+    """`check()` found a contradiction: a bug in Ramify."""
+
+
+class StepFailedError(RamifyError):
+    """A forward pass failed; its requests were told and hold no pages."""

@@ -1,0 +1,1 @@
+"""Where K/V bytes live: block tables (plain arrays) and pools (tensors)."""

@@ -1,0 +1,1 @@
+"""Decoders: their configuration, their layers and their weights."""

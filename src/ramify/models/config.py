@@ -1,0 +1,327 @@
+"""What a decoder needs to know about itself, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ramify.errors import CheckpointError, UnsupportedModelError
+
+RopeScaling = Literal["default", "linear", "llama3", "dynamic"]
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a `config.json` of this architecture means where it says nothing."""
+
+    model_type: str
+    num_kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    sliding_window: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+FAMILIES: dict[str, _Family] = {
+    "LlamaForCausalLM": _Family("llama", bos_token_id=1, eos_token_id=2),
+    "MistralForCausalLM": _Family(
+        "mistral", num_kv_heads=8, sliding_window=4096, bos_token_id=1, eos_token_id=2
+    ),
+    "Qwen2ForCausalLM": _Family("qwen2", num_kv_heads=32, sliding_window=4096),
+    "Qwen3ForCausalLM": _Family("qwen3", num_kv_heads=32, head_dim=128, sliding_window=4096),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions turn queries and keys.
+
+    `dynamic` scaling changes nothing below `original_max_len` tokens, and no request gets longer,
+    so it is computed like `default`: frequencies that follow the length of a request would make
+    the keys of a shared prefix depend on who reads them.
+    """
+
+    theta: float
+    scaling: RopeScaling = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3 only, as are the next two
+    high_freq_factor: float = 1.0
+    original_max_len: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One dense decoder: sizes, and which of the variants it uses."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_model_len: int  # positions that the model was made for
+    rms_norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool = False  # on the q, k and v projections
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm over each head of q and k
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
+    full_attention_layers: frozenset[int] = frozenset()  # layers that sliding_window spares
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    torch_dtype: str = "float32"
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query of this layer sees, its own included; None means all before it."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint of this model: Hugging Face name -> shape, in file order."""
+        width, inner = self.hidden_size, self.intermediate_size
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linears = (
+            ("self_attn.q_proj", q_width, width, self.attention_bias),
+            ("self_attn.k_proj", kv_width, width, self.attention_bias),
+            ("self_attn.v_proj", kv_width, width, self.attention_bias),
+            ("self_attn.o_proj", width, q_width, self.o_bias),
+            ("mlp.gate_proj", inner, width, self.mlp_bias),
+            ("mlp.up_proj", inner, width, self.mlp_bias),
+            ("mlp.down_proj", width, inner, self.mlp_bias),
+        )
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            for name, rows, columns, bias in linears:
+                shapes[f"{prefix}{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{prefix}{name}.bias"] = (rows,)
+            if self.qk_norm:
+                shapes[f"{prefix}self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[f"{prefix}self_attn.k_norm.weight"] = (self.head_dim,)
+            shapes[f"{prefix}input_layernorm.weight"] = (width,)
+            shapes[f"{prefix}post_attention_layernorm.weight"] = (width,)
+        shapes["model.norm.weight"] = (width,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, width)
+        return shapes
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
+        """The model that a parsed `config.json` describes.
+
+        Args:
+            config: old style (`rope_theta`, `rope_scaling`, `torch_dtype`) or that of
+                transformers 5 (`rope_parameters`, `dtype`).
+            source: where it came from, for messages.
+
+        Raises:
+            UnsupportedModelError: an architecture, or a setting of it, that is not built here.
+            CheckpointError: a value is missing or contradicts another.
+        """
+        fields = _Fields(config, source)
+        architecture = _architecture(fields)
+        family = FAMILIES[architecture]
+        is_llama, is_qwen3 = family.model_type == "llama", family.model_type == "qwen3"
+        activation = config.get("hidden_act") or "silu"
+        if activation != "silu":
+            raise UnsupportedModelError(
+                f"{source}: hidden_act is {activation!r}; only 'silu' is supported"
+            )
+        if config.get("quantization_config"):
+            raise UnsupportedModelError(
+                f"{source}: the checkpoint is quantised (quantization_config); only float32, "
+                "bfloat16 and float16 weights are supported, so use the original checkpoint"
+            )
+        hidden_size = fields.count("hidden_size")
+        num_heads = fields.count("num_attention_heads")
+        num_layers = fields.count("num_hidden_layers")
+        num_kv_heads = fields.count("num_key_value_heads", family.num_kv_heads or num_heads)
+        if config.get("num_key_value_heads", 0) is None:
+            num_kv_heads = num_heads
+        head_dim = fields.count("head_dim", family.head_dim or hidden_size // num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"{source}: num_attention_heads {num_heads} is no multiple of "
+                f"num_key_value_heads {num_kv_heads}"
+            )
+        if head_dim % 2:
+            raise CheckpointError(f"{source}: head_dim {head_dim} is odd; rotary needs pairs")
+        max_model_len = fields.count("max_position_embeddings")
+        window, full_layers = _windows(fields, family, num_layers)
+        bias = bool(config.get("attention_bias", False)) and (is_llama or is_qwen3)
+        return cls(
+            architecture=architecture,
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=fields.count("intermediate_size"),
+            max_model_len=max_model_len,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=_rope(fields, max_model_len),
+            attention_bias=bias or family.model_type == "qwen2",
+            o_bias=bias,
+            mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
+            qk_norm=is_qwen3,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            sliding_window=window,
+            full_attention_layers=full_layers,
+            bos_token_id=fields.token("bos_token_id", family.bos_token_id),
+            eos_token_ids=token_ids(config.get("eos_token_id", family.eos_token_id), source),
+            torch_dtype=_dtype(fields),
+        )
+
+
+def token_ids(value: object, source: str) -> tuple[int, ...]:
+    """`eos_token_id` of a configuration file, which is null, one id or a list, as a tuple.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise CheckpointError(f"{source}: eos_token_id {value!r} is not a token id or a list")
+    return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed reads of a parsed file; every complaint names the file and the field."""
+
+    config: Mapping[str, Any]
+    source: str
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer; null counts as absent."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found = "is missing" if value is None else f"is {value!r}"
+            raise CheckpointError(f"{self.source}: {name} {found}; it must be an integer >= 1")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; null counts as absent."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            found = "is missing" if value is None else f"is {value!r}"
+            raise CheckpointError(f"{self.source}: {name} {found}; it must be a number > 0")
+        return float(value)
+
+    def token(self, name: str, default: int | None) -> int | None:
+        """A token id or None; here null is a value of its own."""
+        value = self.config.get(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise CheckpointError(f"{self.source}: {name} {value!r} is not a token id")
+        return value
+
+
+def _architecture(fields: _Fields) -> str:
+    """The first architecture named, or the one that `model_type` implies."""
+    named = fields.config.get("architectures") or []
+    if isinstance(named, list | tuple) and named:
+        found = str(named[0])
+        if found in FAMILIES:
+            return found
+    else:
+        found = str(fields.config.get("model_type"))
+        for architecture, family in FAMILIES.items():
+            if family.model_type == found:
+                return architecture
+    raise UnsupportedModelError(
+        f"{fields.source}: architecture {found} is not supported; "
+        f"supported are {', '.join(FAMILIES)}"
+    )
+
+
+def _rope(fields: _Fields, max_model_len: int) -> RopeConfig:
+    """Rotary settings from either generation of configuration files."""
+    config, source = fields.config, fields.source
+    settings: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):  # the newer one wins
+        value = config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{source}: {name} is {value!r}; it must be an object or null")
+        settings |= value
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise UnsupportedModelError(f"{source}: rotary settings per layer type are not supported")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if settings.get(name) is None and config.get(name) is not None:
+            settings[name] = config[name]
+    if settings.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        raise UnsupportedModelError(
+            f"{source}: partial_rotary_factor is {settings['partial_rotary_factor']}; only 1 is "
+            "supported"
+        )
+    kind: Any = settings.get("rope_type", settings.get("type", "default")) or "default"
+    if kind not in get_args(RopeScaling):
+        raise UnsupportedModelError(
+            f"{source}: rope scaling {kind!r} is not supported; supported are "
+            f"{', '.join(get_args(RopeScaling))}"
+        )
+    rope = _Fields(settings, f"{source} (rope)")
+    llama3 = kind == "llama3"
+    return RopeConfig(
+        theta=rope.number("rope_theta", 10000.0),
+        scaling=kind,
+        factor=1.0 if kind == "default" else rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor") if llama3 else 1.0,
+        high_freq_factor=rope.number("high_freq_factor") if llama3 else 1.0,
+        original_max_len=rope.count("original_max_position_embeddings", max_model_len),
+    )
+
+
+def _windows(
+    fields: _Fields, family: _Family, num_layers: int
+) -> tuple[int | None, frozenset[int]]:
+    """The sliding window, and the layers that see everything nevertheless."""
+    config = fields.config
+    if family.sliding_window is None:
+        return None, frozenset()
+    if family.model_type == "mistral":
+        if "sliding_window" in config and config["sliding_window"] is None:
+            return None, frozenset()
+        if config.get("layer_types"):
+            raise UnsupportedModelError(
+                f"{fields.source}: layer_types is not a setting of Mistral models"
+            )
+        return fields.count("sliding_window", family.sliding_window), frozenset()
+    if not config.get("use_sliding_window", False):
+        return None, frozenset()
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return None, frozenset()
+    window = fields.count("sliding_window", family.sliding_window)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise CheckpointError(f"{fields.source}: max_window_layers is {first!r}")
+        return window, frozenset(range(min(max(first, 0), num_layers)))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(known):
+        raise UnsupportedModelError(
+            f"{fields.source}: layer_types must name {num_layers} layers, each "
+            f"{' or '.join(known)}; it is {kinds!r}"
+        )
+    return window, frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
+
+
+def _dtype(fields: _Fields) -> str:
+    """The dtype that the weights are stored in, as far as the configuration says."""
+    value = fields.config.get("dtype") or fields.config.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModelError(
+            f"{fields.source}: dtype {value!r} is not supported; supported are {', '.join(DTYPES)}"
+        )
+    return name

@@ -1,0 +1,290 @@
+"""From a Hugging Face checkpoint directory to a decoder: found, checked, memory-mapped."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ramify.attention.exact import ProbeStore
+from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ramify.models.config import ModelConfig, token_ids
+from ramify.models.dense import DenseDecoder
+
+BUILT_IN = "ramify-tiny"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def find_checkpoint(model: str | Path) -> Path:
+    """The directory of a checkpoint: the built-in one, a local one, or a cached hub snapshot.
+
+    Never opens a connection.
+
+    Raises:
+        CheckpointError: there is no such directory and nothing cached under that name.
+    """
+    if str(model) == BUILT_IN:
+        built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
+        if not isinstance(built_in, Path) or not (built_in / "config.json").is_file():
+            raise CheckpointError(
+                f"the built-in model {BUILT_IN} is not part of this installation; "
+                "reinstall ramify, or name a checkpoint directory"
+            )
+        return built_in
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; name the directory that holds config.json and the weights"
+        )
+    name = str(model)
+    looks_local = isinstance(model, Path) or name.startswith((".", "~", os.sep))
+    if looks_local or name.count("/") > 1 or not name:
+        raise CheckpointError(f"there is no directory {name!r}; name a checkpoint directory")
+    return _cached_snapshot(name)
+
+
+def _cached_snapshot(name: str) -> Path:
+    """The newest snapshot of a hub model in the local cache."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise CheckpointError(
+            f"there is no directory {name!r}, and looking for it among cached hub models needs "
+            "the package huggingface_hub; install it, or name a checkpoint directory"
+        ) from None
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise CheckpointError(
+            f"there is neither a directory {name!r} nor a cached hub model of that name; "
+            f"ramify downloads nothing by itself, so get it with `hf download {name}`, or name "
+            f"a checkpoint directory, or try the built-in {BUILT_IN}"
+        ) from None
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The model that `config.json` describes, with the end tokens of `generation_config.json` too.
+
+    Raises:
+        CheckpointError: no readable config.json, or one that contradicts itself.
+        UnsupportedModelError: a model that is not built here.
+    """
+    source = path / "config.json"
+    found = _read_json(source)
+    config = ModelConfig.from_hf(found, str(source))
+    generation = path / "generation_config.json"
+    if not generation.is_file():
+        return config
+    ends = token_ids(_read_json(generation).get("eos_token_id"), str(generation))
+    if not ends:
+        return config
+    # What the family assumes does not count beside what this checkpoint says.
+    own = config.eos_token_ids if "eos_token_id" in found else ()
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*own, *ends))))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
+            "and tokenizer.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds {type(found).__name__}, not an object")
+    return found
+
+
+def load_weights(
+    path: Path, config: ModelConfig, *, dtype: torch.dtype, progress: bool = False
+) -> dict[str, Tensor]:
+    """Every tensor of `config.tensor_shapes()`, memory-mapped where the file has `dtype` already.
+
+    Args:
+        progress: show a bar on stderr, if that is a terminal.
+
+    Raises:
+        CheckpointError: files or tensors are missing, truncated, superfluous or misshapen.
+    """
+    shapes = config.tensor_shapes()
+    weights: dict[str, Tensor] = {}
+    files = _weight_files(path)
+    with _bar("reading weights", len(shapes), progress) as advance:
+        for file, promised in files.items():
+            try:
+                with safe_open(file, framework="pt", device="cpu") as shard:
+                    present = set(shard.keys())
+                    for name in sorted(promised - present):
+                        raise CheckpointError(
+                            f"{file} lacks the tensor {name} that {INDEX} promises; "
+                            "download both again"
+                        )
+                    for name in sorted(present):
+                        if name in shapes:
+                            shape = tuple(shard.get_slice(name).get_shape())
+                            _check_shape(file, name, shapes[name], shape)
+                            weights[name] = _as(shard.get_tensor(name), dtype, file, name)
+                            advance()
+                        elif not _is_ignorable(name, config):
+                            raise CheckpointError(
+                                f"{file} holds the tensor {name}, which {config.architecture} has "
+                                "no use for with this config.json; is it the right config.json?"
+                            )
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{file} is corrupt or truncated ({error}); download it again"
+                ) from error
+    missing = [name for name in shapes if name not in weights]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
+            f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
+        )
+    return weights
+
+
+def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
+    """Safetensors files of a checkpoint -> the tensors that an index promises to be in them."""
+    if (path / INDEX).is_file():
+        places = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
+        shards: dict[str, set[str]] = {}
+        for name, shard in places.items():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
+            shards.setdefault(shard, set()).add(name)
+        absent = [shard for shard in sorted(shards) if not (path / shard).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{path / absent[0]} is missing ({len(absent)} of {len(shards)} shards that "
+                f"{INDEX} names); download the checkpoint again"
+            )
+        return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}
+    single = path / "model.safetensors"
+    if single.is_file():
+        return {single: frozenset()}
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        raise CheckpointError(
+            f"{path} has {others[0]} but neither model.safetensors nor {INDEX}; download the "
+            "missing files"
+        )
+    pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
+    if pickled:
+        raise CheckpointError(
+            f"{path} has pickled weights only ({pickled[0]}); loading them can run foreign code, "
+            "so they are not read: save the model as safetensors first"
+        )
+    raise CheckpointError(
+        f"{path} has no weights: neither model.safetensors nor {INDEX}; download them, or name "
+        "another directory"
+    )
+
+
+def _check_shape(file: Path, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if expected != found:
+        raise CheckpointError(
+            f"{file}: tensor {name} has shape {list(found)} but config.json asks for "
+            f"{list(expected)}; is config.json of the same model?"
+        )
+
+
+def _as(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
+    """The tensor in `dtype`; the mapped one itself if it has that dtype already."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(
+            f"{file}: tensor {name} is {tensor.dtype}; only float32, bfloat16 and float16 weights "
+            "are supported, so use the original checkpoint"
+        )
+    return tensor.to(dtype)
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Tensors that older tools wrote although they follow from the rest."""
+    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied_head or name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: str = "auto",
+    exact: bool = True,
+    progress: bool = False,
+    store: ProbeStore | None = None,
+    linear_strategy: str | None = None,
+) -> DenseDecoder:
+    """The decoder of a checkpoint directory, ready to run.
+
+    Args:
+        dtype: of weights and arithmetic; auto is the checkpoint's own, float32 for float16.
+        exact, store, linear_strategy: see `DenseDecoder`.
+        progress: show bars on stderr, if that is a terminal.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `read_config` and `load_weights`.
+        ConfigError: no such dtype.
+    """
+    config = read_config(path)
+    chosen = resolve_dtype(dtype, config)
+    weights = load_weights(path, config, dtype=chosen, progress=progress)
+    with _bar("preparing layers", config.num_layers, progress) as advance:
+        return DenseDecoder(
+            config,
+            weights,
+            dtype=chosen,
+            exact=exact,
+            store=store,
+            linear_strategy=linear_strategy,
+            on_layer=advance,
+        )
+
+
+def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
+    """The dtype to compute in; `auto` follows the checkpoint, but float16 becomes float32.
+
+    CPUs have no float16 arithmetic to speak of, and float32 loses nothing.
+
+    Raises:
+        ConfigError: not one of auto, float32, bfloat16.
+    """
+    names: Mapping[str, torch.dtype] = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "auto": torch.bfloat16 if config.torch_dtype == "bfloat16" else torch.float32,
+    }
+    if dtype not in names:
+        raise ConfigError(f"dtype={dtype!r} is not possible; use auto, float32 or bfloat16")
+    return names[dtype]
+
+
+@contextmanager
+def _bar(description: str, total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; yields what advances it by one. Silent unless on a terminal."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,29 @@
+"""What holds for every tier: no network, no surprises in hypothesis, slow tests on request."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before anything imports a library that would look for a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# A deadline measures the machine, not the code; CI replays the same examples on every run.
+settings.register_profile(
+    "ramify",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ramify")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("RAMIFY_SLOW", "0") != "0":
+        return
+    skip = pytest.mark.skip(reason="slow: needs RAMIFY_SLOW=1 (make test-slow)")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,140 @@
+"""The house rules that neither ruff, mypy nor import-linter can decide."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "ramify"
+CODE = ("src", "tests", "scripts", "benchmarks")
+MAX_LINES = 500  # 400 is the aim
+
+# What runs without tensors, and must not even load them on the side.
+DECISIONS = (
+    "ramify",
+    "ramify.errors",
+    "ramify.params",
+    "ramify.config",
+    "ramify.cache",
+    "ramify.kv.block_table",
+    "ramify.attention.planner",
+    "ramify.engine.request",
+    "ramify.engine.scheduler",
+    "ramify.engine.step",
+    "ramify.engine.core",
+)
+CORE_MAY_IMPORT = frozenset({"ramify.cache", "ramify.config", "ramify.params", "ramify.errors"})
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    """Every Python file below these folders of the repository."""
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def text_files() -> Iterator[Path]:
+    """Every file of the project that a reader opens, and what builds and checks it."""
+    yield from python_files(*CODE)
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+    for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"):
+        yield ROOT / name
+
+
+def relative(path: Path) -> str:
+    """The path as the repository writes it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports anywhere, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}: relative import"
+            yield node.module or ""
+
+
+def test_no_file_is_longer_than_one_idea() -> None:
+    """A Python file has at most 500 lines."""
+    lengths = {relative(path): len(path.read_bytes().splitlines()) for path in python_files(*CODE)}
+
+    too_long = {name: length for name, length in lengths.items() if length > MAX_LINES}
+
+    assert not too_long, f"split by idea, not by length: {too_long}"
+
+
+def test_names_say_what_they_own() -> None:
+    """No module is called utils and no class ends in Manager or Helper."""
+    vague = []
+
+    for path in python_files(*CODE):
+        if path.stem.strip("_") in {"util", "utils", "helpers"}:
+            vague.append(relative(path))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper")):
+                vague.append(f"{relative(path)}: {node.name}")
+
+    assert not vague, f"name what it owns: {vague}"
+
+
+def test_no_path_of_one_machine_is_in_the_project() -> None:
+    """Whatever is written here is true on every machine."""
+    machine_paths = ("/" + "work/", "/" + "tmp/w")
+
+    found = [
+        f"{relative(path)}: {machine_path}"
+        for path in text_files()
+        if path.exists()
+        for machine_path in machine_paths
+        if machine_path in path.read_text(encoding="utf-8")
+    ]
+
+    assert not found
+
+
+@pytest.mark.parametrize("module", DECISIONS)
+def test_decisions_load_no_tensors(module: str) -> None:
+    """Importing a module left of the line loads neither torch nor transformers, even indirectly."""
+    code = (
+        f"import sys, {module}\n"
+        "print(*sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
+    )
+
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split() == []
+
+
+def test_the_core_needs_the_standard_library_only() -> None:
+    """ramify.cache imports the standard library, itself and the layers below: nothing to install."""
+    foreign = {
+        f"{relative(path)}: {name}"
+        for path in sorted((SOURCE / "cache").rglob("*.py"))
+        for name in imported_modules(path)
+        if name.split(".")[0] not in sys.stdlib_module_names
+        and ".".join(name.split(".")[:2]) not in CORE_MAY_IMPORT
+    }
+
+    assert not foreign
+
+
+def test_pure_tests_are_pure() -> None:
+    """No test in tests/pure imports a library that the decisions do without."""
+    heavy = {"torch", "transformers", "safetensors", "tokenizers"}
+
+    impure = {
+        f"{relative(path)}: {name}"
+        for path in python_files("tests/pure")
+        for name in imported_modules(path)
+        if name.split(".")[0] in heavy
+    }
+
+    assert not impure
