@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.engine.step import Drawn, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.models.config import FAMILIES, ModelConfig
+from ramify.params import TokenLogprob
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -32,6 +37,171 @@ TINY_CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 _PAD, _BOS, _END = 0, 1, 2
+
+_MULTIPLIER, _STRIDE, _WORD = 6364136223846793005, 0x9E3779B97F4A7C15, (1 << 64) - 1
+_NEVER, _POISONED = -1, -2  # positions of slots that hold nothing, or what a failed step left
+
+
+def fake_next_token(
+    context: Iterable[int], vocab_size: int, *, draw: tuple[int, int] | None = None
+) -> int:
+    """What a `FakeExecutor` answers to a context; it depends on every token of it.
+
+    Args:
+        draw: (seed, position) of a request with a temperature, None for a greedy one.
+    """
+    chain = 0
+    for token in context:
+        chain = _link(chain, token)
+    return _answer(chain, vocab_size, draw)
+
+
+class FakeExecutor:
+    """An `engine.step.Executor` without a model, which sees every fault of a cache.
+
+    It keeps, for every slot, which token was written there, at which position and after which
+    context. Like attention it first writes the K/V of the step, then reads all that each request
+    sees; a slot that was never written, or was written for another position or context, is an
+    AssertionError. Its next token is `fake_next_token` of the context that it read.
+
+    Args:
+        num_pages, page_size: of the cache above it.
+        vocab_size: it answers with ids below.
+        next_token: a script in place of `fake_next_token`; it gets the context.
+        fail_at: numbers of the steps, from 0, that leave garbage in their slots and raise `error`.
+        error: what such a step raises.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        vocab_size: int = 50,
+        next_token: Callable[[Sequence[int]], int] | None = None,
+        fail_at: Container[int] = (),
+        error: BaseException | None = None,
+    ) -> None:
+        self.page_size, self.vocab_size = page_size, vocab_size
+        self.next_token, self.fail_at = next_token, fail_at
+        self.error = RuntimeError("asked to fail") if error is None else error
+        self.num_steps = 0  # failed ones included
+        self.num_computed_tokens = 0  # of the steps that did not fail
+        self.num_erased_pages = 0
+        self._tokens = np.zeros(num_pages * page_size, np.int64)
+        self._positions = np.full(num_pages * page_size, _NEVER, np.int64)
+        self._chains = np.zeros(num_pages * page_size, np.uint64)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`.
+
+        Raises:
+            AssertionError: a request reads what is not there, or two write to one slot.
+        """
+        batch, step = plan.batch, self.num_steps
+        self.num_steps += 1
+        slots = batch.slot_mapping
+        assert len(np.unique(slots)) == len(slots), "two tokens are written to one slot"
+        if step in self.fail_at:
+            self._positions[slots] = _POISONED
+            raise self.error
+        self._write(plan)
+        owners = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens_q))
+        seen = [self.read(batch.kv_slots(seq)) for seq in range(batch.num_seqs)]
+        self.num_computed_tokens += batch.num_tokens
+        drawn = {}
+        for draw in plan.draws:
+            position = int(batch.positions[draw.row])
+            assert draw.position == position + 1, "a drawn token comes after its query row"
+            if self.next_token is None:
+                key = (draw.seed, draw.position) if draw.temperature else None
+                chain = int(self._chains[slots[draw.row]])
+                token = _answer(chain, self.vocab_size, key)
+            else:
+                token = self.next_token(seen[owners[draw.row]][: position + 1])
+            known = None
+            if draw.num_logprobs is not None:
+                known = self._logprob(int(slots[draw.row]), token, draw.num_logprobs)
+            drawn[draw.request_id] = Drawn(token, known)
+        scored = {
+            score.request_id: tuple(
+                self._logprob(int(slots[score.first_row + place]), target, score.num_logprobs)
+                for place, target in enumerate(score.targets)
+            )
+            for score in plan.scores
+        }
+        return StepResult(drawn, scored)
+
+    def erase_pages(self, pages: Sequence[int]) -> None:
+        """See `Executor.erase_pages`."""
+        self.num_erased_pages += len(pages)
+        for page in pages:
+            self._positions[page * self.page_size : (page + 1) * self.page_size] = _NEVER
+
+    def read(self, slots: NDArray[np.int64]) -> list[int]:
+        """The tokens in these slots, which hold one context from its first position on.
+
+        Raises:
+            AssertionError: a slot holds nothing, or something of another position or context.
+        """
+        positions, chains, tokens = self._positions[slots], self._chains[slots], self._tokens[slots]
+        wrong = np.flatnonzero(positions != np.arange(len(slots)))
+        if len(wrong):
+            place = int(wrong[0])
+            told = {_NEVER: "nothing", _POISONED: "what a failed step left"}
+            found = told.get(int(positions[place]), f"K/V of position {positions[place]}")
+            raise AssertionError(f"position {place} is read from slot {slots[place]}: {found}")
+        before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])[: len(slots)]
+        expected = before * np.uint64(_MULTIPLIER) + (tokens.astype(np.uint64) + np.uint64(1)) * (
+            np.uint64(_STRIDE)
+        )
+        wrong = np.flatnonzero(chains != expected)
+        if len(wrong):
+            place = int(wrong[0])
+            raise AssertionError(
+                f"position {place} is read from slot {slots[place]}: K/V of another context"
+            )
+        found_tokens: list[int] = tokens.tolist()
+        return found_tokens
+
+    def _write(self, plan: StepPlan) -> None:
+        """Each token after the one before it, wherever the block table says that one is."""
+        batch = plan.batch
+        for seq in range(batch.num_seqs):
+            start, stop = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
+            first = int(batch.num_cached[seq])
+            before = batch.kv_slots(seq)[:first]
+            chain = int(self._chains[before[-1]]) if first else 0
+            for place in range(start, stop):
+                slot, token = batch.slot_mapping[place], int(plan.token_ids[place])
+                chain = _link(chain, token)
+                self._tokens[slot], self._chains[slot] = token, chain
+            self._positions[batch.slot_mapping[start:stop]] = np.arange(first, first + stop - start)
+
+    def _logprob(self, slot: int, token: int, num_top: int) -> TokenLogprob:
+        """Made up, but of the context and the token: a row too early or too late shows."""
+        first = _link(int(self._chains[slot]), token)
+        values = sorted((-_mixed(first + place) / _WORD for place in range(num_top)), reverse=True)
+        return TokenLogprob(token, -_mixed(first) / _WORD, dict(enumerate(values)))
+
+
+def _link(chain: int, token: int) -> int:
+    """Hash of a context and one token more; linear, so that numpy can check many at once."""
+    return (chain * _MULTIPLIER + (token + 1) * _STRIDE) & _WORD
+
+
+def _mixed(value: int) -> int:
+    """Every bit of a 64-bit value in every bit of the result (splitmix64)."""
+    value = (value + _STRIDE) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def _answer(chain: int, vocab_size: int, draw: tuple[int, int] | None) -> int:
+    for number in draw or ():
+        chain = _link(chain, number)
+    return _mixed(chain) % vocab_size
 
 
 def write_tiny_checkpoint(

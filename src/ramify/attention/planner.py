@@ -140,6 +140,11 @@ class RadixAttentionPlanner:
         for one, limit in zip(sequences, limits, strict=True):
             if one.released:
                 raise CacheError("the sequence was released; make a new one to go on")
+            if getattr(one.tokens, "typecode", None) != "i":
+                raise CacheError(
+                    f"the tokens are {type(one.tokens).__name__} but must be 32-bit integers; "
+                    'use array("i", tokens)'
+                )
             if one.num_planned:
                 raise CacheError("the sequence is in a plan that was not committed or abandoned")
             if one.num_uncomputed < 1 or limit < 1:
@@ -166,23 +171,24 @@ class RadixAttentionPlanner:
         total = 0
         for one, limit in zip(sequences, limits, strict=True):
             assert one.lease is not None
-            held = len(one.lease.pages) + len(one.private)
-            if one.row is not None or not (self.share and one.reuse):
-                end = min(len(one.tokens), one.num_computed + limit)
-                total += max(0, -(-end // page_size) - held)
-                continue
-            atoms = one.tokens.tobytes()
-            start = held * page_bytes
-            group = leaders.setdefault((one.namespace, atoms[: start + page_bytes]), [])
-            usable = atoms[: (len(one.tokens) - 1) // page_size * page_bytes]
-            shared = max(
-                (common_pages(usable, other, page_bytes, start) for other in group), default=0
-            )
-            end = min(len(one.tokens), (held + shared) * page_size + limit)
-            total += -(-end // page_size) - held - shared
-            announced = atoms[: end // page_size * page_bytes]
-            if end - (held + shared) * page_size > 1:  # single tokens are not announced
-                group.append(announced)
+            begin, first = one.num_computed, len(one.lease.pages)
+            held = first + len(one.private)
+            follows = one.row is None and self.share and one.reuse
+            if follows or (self.share and limit > 1):
+                atoms = one.tokens.tobytes()
+                start = first * page_bytes
+                group = leaders.setdefault((one.namespace, atoms[: start + page_bytes]), [])
+                if follows and group:
+                    usable = atoms[: (len(one.tokens) - 1) // page_size * page_bytes]
+                    shared = max(common_pages(usable, each, page_bytes, start) for each in group)
+                    held, begin = held + shared, begin + shared * page_size
+                end = min(len(one.tokens), begin + limit)
+                announced = atoms[: end // page_size * page_bytes]
+                # not announced: single tokens, and what another announces below the same node
+                if end - begin > 1 and len(announced) > start and (follows or not group):
+                    group.append(announced)
+            end = min(len(one.tokens), begin + limit)
+            total += max(0, -(-end // page_size) - held)
         return total
 
     def _attach(self, one: RadixSequence) -> None:
@@ -203,11 +209,11 @@ class RadixAttentionPlanner:
             self._attach(one)  # again: earlier sequences of this batch have announced pages
             assert first is not None
             assert one.lease is not None
+            self._holders[one.lease.id] = one
             self.cache.cancel(first)
             one.num_shared = one.lease.num_pending * self.page_size
             one.num_read = one.num_computed - one.num_shared
             one.row = self.table.allocate()
-            self._holders[one.lease.id] = one
             self.table.append(one.row, one.lease.pages)
         assert one.lease is not None
         one.num_planned = min(limit, one.num_uncomputed)
@@ -247,8 +253,11 @@ class RadixAttentionPlanner:
                 `tokens`. By default all.
 
         Raises:
-            CacheError: a sequence is not planned, or `kept` cuts into announced pages.
+            CacheError: a sequence is not planned or named twice, or `kept` cuts into announced
+                pages.
         """
+        if len(set(map(id, sequences))) != len(sequences):
+            raise CacheError("a sequence is named twice in one commit")
         counts = [one.num_planned for one in sequences] if kept is None else list(kept)
         for one, num_kept in zip(sequences, counts, strict=True):
             if not one.num_planned or not 0 <= num_kept <= one.num_planned:
@@ -262,15 +271,19 @@ class RadixAttentionPlanner:
         for one, num_kept in zip(sequences, counts, strict=True):
             one.num_computed += num_kept
             one.num_planned = 0
-        waiting = sorted([*self._deferred, *sequences], key=lambda one: one.order)
-        self._deferred = [one for one in waiting if not self._publish(one)]
+        both = {id(one): one for one in (*self._deferred, *sequences)}
+        waiting = sorted(both.values(), key=lambda one: one.order)
+        before = len(waiting) + 1
+        while len(waiting) < before:  # a leader may have been planned again after its followers
+            before = len(waiting)
+            waiting = self._deferred = [one for one in waiting if not self._publish(one)]
 
     def _publish(self, one: RadixSequence) -> bool:
         """Publish what is computed; False when its leader has to come first."""
         if one.lease is None or not self.share:
             return True
-        if self.cache.is_blocked(one.lease):
-            return False
+        if self.cache.is_blocked(one.lease) or one.lease.num_tokens > one.num_computed:
+            return False  # the latter: planned again already, its own commit will publish
         whole = one.num_computed // self.page_size
         if whole > len(one.lease.pages) or one.lease.num_pending:
             key = one.key(one.num_computed)
@@ -304,7 +317,7 @@ class RadixAttentionPlanner:
             other sequences that depended on pages which now nobody computes; they hold nothing
             any more and can be planned again from the start.
         """
-        back = self.abandon([one for one in sequences if one.num_planned])
+        back = self.abandon([one for one in sequences if one.num_planned or one in self._deferred])
         for one in sequences:
             if one.lease is not None:
                 self._let_go(one)

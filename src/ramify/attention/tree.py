@@ -196,6 +196,22 @@ class TreeBackend:
             place = torch.arange(num * BLOCK_KEYS).view(1, num, BLOCK_KEYS, 1)
             v.masked_fill_((place >= ends)[:, None], 0.0)  # a recycled page may hold NaN
         rows = folded[:active, :, None, skip:].expand(-1, -1, num, -1, -1).contiguous()
+        peak, weight, total = self._reduce(rows, k, v, hidden)
+        for index in range(num):
+            state.fold(
+                peak[:, :, index], weight[:, :, index], total[:, :, index], block + index, skip
+            )
+
+    def _reduce(
+        self, rows: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Maximum, sum of weights and weighted sum of every row over each block of keys.
+
+        Args:
+            rows: [lanes, heads, blocks, rows, dim].
+            k, v: [lanes, heads, blocks, BLOCK_KEYS, dim].
+            hidden: [lanes, blocks, rows, BLOCK_KEYS] or None.
+        """
         scores = self._product(rows, k.transpose(-1, -2))
         if self.spec.soft_cap is not None:
             scores = torch.tanh(scores / self.spec.soft_cap) * self.spec.soft_cap
@@ -203,11 +219,7 @@ class TreeBackend:
             scores.masked_fill_(hidden[:, None], -torch.inf)
         peak = scores.amax(-1, keepdim=True).clamp_min(FLOOR)
         weights = scores.sub_(peak).exp_()
-        weight, total = weights.sum(-1, keepdim=True), self._product(weights, v)
-        for index in range(num):
-            state.fold(
-                peak[:, :, index], weight[:, :, index], total[:, :, index], block + index, skip
-            )
+        return peak, weights.sum(-1, keepdim=True), self._product(weights, v)
 
     def _gather(
         self, name: str, plane: Tensor, slots: Tensor, shape: tuple[int, int, int, int, int]

@@ -191,21 +191,22 @@ class EngineCore:
         for request in scheduled.requests:
             if request.first_step_s is None:
                 request.first_step_s = now
-        plan = self._step_plan(scheduled)
         try:
+            plan = self._step_plan(scheduled)
             result = self.executor.execute(plan)
         except Exception as error:  # noqa: BLE001 - contained here: the step's requests are told
             return self._step_failed(scheduled, error)
         except BaseException:  # an interrupt: the engine stays whole for whoever goes on
             self._put_back(scheduled)
             raise
+        starts = [request.sequence.num_computed for request in scheduled.requests]
         self.planner.commit([request.sequence for request in scheduled.requests])
         self.num_steps += 1
         self.num_computed_tokens += plan.batch.num_tokens
         outputs = []
-        for request in scheduled.requests:
+        for request, start in zip(scheduled.requests, starts, strict=True):
             sequence = request.sequence
-            request.max_computed = max(request.max_computed, sequence.num_computed)
+            request.note_computed(start)
             if request.id in result.scored:
                 request.prompt_logprobs.extend(result.scored[request.id])
             if sequence.num_uncomputed == 0:

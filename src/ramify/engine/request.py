@@ -42,7 +42,7 @@ class Request:
     first_step_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
-    report: tuple[int, int] | None = None  # tokens read and shared, at the first admission
+    report: tuple[int, int] | None = None  # tokens read and shared, in the first step that counts
     max_computed: int = 0  # tokens whose K/V was computed or read at some time
     recomputed: int = 0
     preemptions: int = 0
@@ -79,13 +79,13 @@ class Request:
             if not done:
                 self.prompt_logprobs.clear()
 
-    def note_admission(self) -> None:
-        """Count what the first plan of the current sequence found and what it must repeat."""
-        found = self.sequence.num_read + self.sequence.num_shared
+    def note_computed(self, start: int) -> None:
+        """Count a step that computed what the sequence has from token `start` on."""
+        end = self.sequence.num_computed
         if self.report is None:
             self.report = (self.sequence.num_read, self.sequence.num_shared)
-        self.recomputed += max(0, self.max_computed - found)
-        self.max_computed = max(self.max_computed, found)
+        self.recomputed += max(0, min(self.max_computed, end) - start)
+        self.max_computed = max(self.max_computed, end)
 
     def output(self, *, cache_on: bool) -> RequestOutput:
         """The value that the caller gets; the request has ended."""
@@ -119,7 +119,8 @@ class Request:
             prompt_token_ids=tuple(self.prompt_ids),
             completions=(completion,),
             metrics=RequestMetrics(
-                queue_s=(self.first_step_s or self.end_s) - self.arrival_s,
+                queue_s=(self.end_s if self.first_step_s is None else self.first_step_s)
+                - self.arrival_s,
                 ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
                 total_s=self.end_s - self.arrival_s,
                 decode_tokens_per_s=decode,

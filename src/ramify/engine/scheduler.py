@@ -73,11 +73,12 @@ class Scheduler:
 
     def send_back(self, requests: Iterable[Request]) -> None:
         """Running requests that hold nothing any more wait again, in order of arrival."""
-        for request in sorted(requests, key=lambda one: -one.id):
+        for request in requests:
             if request in self.running:
                 self.running.remove(request)
             request.restart()
-            self.waiting.appendleft(request)
+            self.waiting.append(request)
+        self.waiting = deque(sorted(self.waiting, key=lambda one: one.id))
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when there is nothing to do."""
@@ -94,12 +95,11 @@ class Scheduler:
                 if admitted:
                     self._drop(admitted, error.asked - error.free - error.evictable)
                 else:
-                    work = self._preempt(work)
+                    work = self._preempt(work) or self._continue_running()
                 continue
             for request, _ in admitted:
                 self.waiting.remove(request)
                 self.running.append(request)
-                request.note_admission()
             for request, _ in work + admitted:
                 request.last_step = self._step
             return Scheduled(tuple(one for one, _ in work + admitted), batch)

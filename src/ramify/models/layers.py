@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -125,11 +125,19 @@ def why_not_packed(weight: Tensor) -> str | None:
 
 
 def choose_linear(
-    weight: Tensor, bias: Tensor | None, *, exact: bool, store: ProbeStore
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    exact: bool,
+    store: ProbeStore,
+    candidates: Sequence[str] | None = None,
 ) -> tuple[Linear, Exactness]:
     """The first strategy that passes the probe, ready to use, and why it was chosen.
 
-    Not exact: packed if possible, else F.linear as it is; nothing is tried.
+    Args:
+        exact: if not, packed is used if possible, else F.linear as it is; nothing is tried.
+        candidates: keys of `LINEAR_STRATEGIES` to try in this order before `single`; None means
+            the order that is fastest for this dtype.
     """
     operation = "linear" if bias is None else "linear with bias"
     shape = (weight.shape[0], weight.shape[1])
@@ -138,16 +146,19 @@ def choose_linear(
         strategy = "unpadded" if no_pack else "packed"
         verdict = Exactness(operation, shape, _name(weight.dtype), strategy, "exact=False")
         return Linear(weight, bias, strategy=strategy), verdict
-    # In float32 F.linear is known to differ; a probe that happens to miss it must not adopt it.
-    first = "packed" if weight.dtype == torch.float32 else "unpadded"
-    order = [first, "padded", "tiled", "single"]
-    if no_pack and first == "packed":
-        order.remove(first)
+    if candidates is None:
+        # In float32 F.linear is known to differ; a probe that happens to miss it must not adopt it.
+        first = "packed" if weight.dtype == torch.float32 else "unpadded"
+        candidates = (first, "padded", "tiled")
+    skipped = [f"packed: {no_pack}"] if no_pack and "packed" in candidates else []
+    order = [name for name in candidates if not (no_pack and name == "packed")]
+    if len(weight[:8].unique()) < 8:  # every strategy agrees on such a matrix: do not remember it
+        store = ProbeStore(None)
     built: dict[str, Linear] = {}  # packing is dear: what was built for the probe is used
 
     def probe() -> tuple[str, str]:
-        failures = [f"packed: {no_pack}"] if no_pack and first == "packed" else []
-        for strategy in order[:-1]:
+        failures = list(skipped)
+        for strategy in order:
             built.clear()  # two packed copies of a large matrix need not live at once
             built[strategy] = Linear(weight, bias, strategy=strategy)
             differing = _differing(built[strategy], weight)
@@ -156,7 +167,9 @@ def choose_linear(
             failures.append(f"{strategy}: rows differ at {', '.join(map(str, differing))} rows")
         return "single", "; ".join(failures)
 
-    verdict = store.verdict(operation, shape, weight.dtype, probe, strategies=order)
+    verdict = store.verdict(
+        operation, shape, weight.dtype, probe, strategies=(*order, "single")
+    )
     linear = built.get(verdict.strategy)
     return linear or Linear(weight, bias, strategy=verdict.strategy), verdict
 

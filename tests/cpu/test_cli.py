@@ -1,0 +1,186 @@
+"""The command line as a user meets it: real commands in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ramify.testing import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("cli") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quiz") / "quiz.json"
+    document = "Mara has 14 lamps. The violin is in the attic. " * 20
+    questions = [{"question": f"What is number {n}?", "answer": "no idea"} for n in range(5)]
+    path.write_text(json.dumps({"document": document, "questions": questions}))
+    return path
+
+
+def ramify(*args: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ramify.cli", *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def test_help_is_quick_and_lists_the_commands() -> None:
+    """`--help` loads no torch and names every command."""
+    start = time.perf_counter()
+
+    found = ramify("--help")
+
+    assert found.returncode == 0
+    assert all(name in found.stdout for name in ("demo", "generate", "info"))
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, ramify.cli; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.strip() == "False"
+    assert time.perf_counter() - start < 60  # not a speed test: it must not hang
+
+
+def test_demo_gives_the_same_answers_and_counts_every_token(checkpoint: Path, quiz: Path) -> None:
+    """Off computes everything, cold the document once, warm next to nothing; answers agree."""
+    found = ramify("demo", "--model", checkpoint, "--document", quiz, "--json")
+
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    off, cold, warm = told["rounds"]
+    total = off["computed_tokens"]
+    assert told["same_answers"] is True
+    for one in (off, cold, warm):
+        assert one["computed_tokens"] + one["read_tokens"] + one["shared_tokens"] == total
+    assert cold["computed_tokens"] < total / 3
+    assert cold["read_tokens"] + cold["shared_tokens"] > 0
+    assert warm["computed_tokens"] <= 5 * 16
+    assert len(told["questions"]) == 5
+    assert {"question", "expected", "cache off", "cold", "warm", "right"} <= set(
+        told["questions"][0]
+    )
+
+
+def test_demo_asks_about_any_text_and_prints_tables(checkpoint: Path, tmp_path: Path) -> None:
+    """A plain text gets questions made from its own words."""
+    document = tmp_path / "text.txt"
+    document.write_text("Seven sailors crossed the northern strait under a yellow moon. " * 5)
+
+    found = ramify("demo", "--model", checkpoint, "--document", document, "--num-questions", "3")
+
+    assert found.returncode == 0, found.stderr
+    assert "cache off" in found.stdout and "warm" in found.stdout
+    assert "the same tokens for all 3 questions" in found.stdout
+
+
+def test_generate_prints_text_and_where_the_prompt_came_from(checkpoint: Path) -> None:
+    """Text goes to stdout, the account of it to stderr."""
+    found = ramify("generate", checkpoint, "--prompt", "hello", "--max-tokens", "4")
+
+    assert found.returncode == 0, found.stderr
+    assert "prompt 5 tokens: 0 read, 0 shared, 5 computed; output 4 tokens" in found.stderr
+
+
+def test_generate_reads_files_and_stdin_and_answers_in_json(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Prompts come from options, files and standard input, in that order."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file")
+
+    found = ramify(
+        *("generate", checkpoint, "--prompt", "one", "--prompt-file", file, "--prompt-file", "-"),
+        *("--max-tokens", "2", "--logprobs", "1", "--json"),
+        stdin="from stdin",
+    )
+
+    told = json.loads(found.stdout)
+    assert [len(one["token_ids"]) for one in told] == [2, 2, 2]
+    assert all(len(one["logprobs"]) == 2 for one in told)
+    assert told[0]["cache"]["computed_tokens"] == told[0]["prompt_tokens"]
+
+
+def test_generate_speaks_through_the_chat_template(checkpoint: Path) -> None:
+    """--system and --prompt become messages."""
+    found = ramify(
+        *("generate", checkpoint, "--system", "be brief", "--prompt", "hi"),
+        *("--max-tokens", "2", "--json"),
+    )
+
+    told = json.loads(found.stdout)
+    assert told[0]["prompt_tokens"] == 1 + len("be brief") + len("hi") + 5 - _merged(
+        "be brief", "hi"
+    )
+
+
+def _merged(*texts: str) -> int:
+    """Tokens that the tiny tokenizer's merges save."""
+    from ramify.testing import TINY_MERGES
+
+    return sum(text.count(pair) for text in texts for pair in TINY_MERGES)
+
+
+def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
+    """Everything a bug report needs."""
+    found = ramify("info", checkpoint, "--json")
+
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert told["attention backends"]["tree"] == "chosen"
+    assert told["exactness"]["exact"] is True
+    assert any(name.startswith("attention products") for name in told["exactness"])
+    assert {"weights", "K/V per token", "K/V pool"} <= set(told["memory"])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate", "{ck}"], ["no prompt", "--prompt"]),
+        (["generate", "{ck}", "--prompt", ""], ["0 tokens"]),
+        (["generate", "{ck}", "--prompt", "x" * 5000], ["5001", "4096"]),
+        (["generate", "{ck}", "--prompt", "x", "--temperature", "-1"], ["temperature", "-1"]),
+        (["generate", "{ck}", "--prompt", "x", "--page-size", "0"], ["page_size", "0"]),
+        (["generate", "{ck}", "--prompt", "x", "--kv-cache-tokens", "8"], ["kv_cache_tokens=8"]),
+        (["generate", "{ck}", "--prompt", "x", "--attention-backend", "no"], ["no", "tree"]),
+        (["generate", "{ck}", "--prompt", "x", "--attention-backend", "sdpa"], ["exact"]),
+        (["generate", "{ck}", "--prompt-file", "nowhere.txt"], ["nowhere.txt"]),
+        (["generate", "no/such/dir", "--prompt", "x"], ["no/such/dir"]),
+        (["info", "no/such/dir"], ["no/such/dir"]),
+        (["demo", "--model", "{ck}", "--document", "nowhere.txt"], ["nowhere.txt"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    checkpoint: Path, args: list[str], words: list[str]
+) -> None:
+    """The error names value and limit; there is no traceback."""
+    found = ramify(*(arg.replace("{ck}", str(checkpoint)) for arg in args))
+
+    assert found.returncode == 2, found.stdout
+    assert found.stderr.count("error:") == 1
+    assert "Traceback" not in found.stderr
+    assert all(word in found.stderr for word in words), found.stderr
+
+
+def test_an_unknown_option_is_refused(checkpoint: Path) -> None:
+    """Typos do not pass silently."""
+    found = ramify("generate", checkpoint, "--promt", "x")
+
+    assert found.returncode == 2
+    assert "--promt" in found.stderr
