@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
+POLICIES = ("lru",)  # of ramify.cache.eviction, which is above this layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")
         if self.model.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
+        if self.cache.policy not in POLICIES:
+            raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {POLICIES}")
 
 
 _SECTIONS = {

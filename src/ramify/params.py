@@ -51,10 +51,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if stop is None or not all(isinstance(text, str) and text for text in stop):
+        if not _is_list(stop) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidParamsError("stop", self.stop, "non-empty strings")
         ids = self.stop_token_ids
-        if ids is None or not all(_is_int(token) and token >= 0 for token in ids):
+        if not _is_list(ids) or not all(_is_int(token) and token >= 0 for token in ids):
             raise InvalidParamsError("stop_token_ids", ids, "token ids >= 0")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
@@ -75,6 +75,10 @@ class SamplingParams:
 
 
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, tuple | list | set | frozenset)  # a generator could be read only once
 
 
 def _is_int(value: object) -> bool:
@@ -107,7 +111,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Where the prompt's K/V came from; read + shared + computed = prompt tokens."""
+    """Where the prompt's K/V came from.
+
+    read + shared + computed = prompt tokens; fewer when the request ended before its prompt was
+    computed.
+    """
 
     read_tokens: int  # found in the cache
     shared_tokens: int  # attached to pages that another request computed while this one ran
@@ -117,7 +125,7 @@ class CacheReport:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Tokens of the prompt that were dealt with."""
         return self.read_tokens + self.shared_tokens + self.computed_tokens
 
 

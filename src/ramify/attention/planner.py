@@ -14,7 +14,8 @@ from itertools import count
 
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
-from ramify.cache.prefix_cache import Lease, PrefixCache
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.values import Lease
 from ramify.errors import CacheError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 

@@ -2,8 +2,9 @@
 
 from ramify.cache.key import CacheKey, namespace_of
 from ramify.cache.pages import PageLedger
-from ramify.cache.prefix_cache import CacheStats, Lease, Match, PrefixCache
+from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.tree import Node, RadixTree
+from ramify.cache.values import CacheStats, Lease, Match
 
 __all__ = [
     "CacheKey",

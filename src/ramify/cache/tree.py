@@ -19,7 +19,6 @@ class Node:
     __slots__ = (
         "atoms",
         "children",
-        "created",
         "depth",
         "hits",
         "holder",
@@ -44,7 +43,6 @@ class Node:
         self.holder = holder
         self.hits = 0
         self.priority = 0
-        self.created = 0
         self.last_access = 0
 
     @property
@@ -116,7 +114,7 @@ class RadixTree:
             node.parent, node.atoms[:cut], node.pages[:num_pages], node.holder, node.namespace
         )
         upper.pins, upper.hits, upper.priority = node.pins, node.hits, node.priority
-        upper.created, upper.last_access = node.created, node.last_access
+        upper.last_access = node.last_access
         node.parent.children[node.atoms[: self.page_bytes]] = upper
         node.parent = upper
         node.atoms, node.pages = node.atoms[cut:], node.pages[num_pages:]

@@ -155,16 +155,20 @@ class EngineCore:
         return self.scheduler.has_unfinished
 
     def _checked_ids(self, token_ids: Sequence[int]) -> array[int]:
-        if len(token_ids) == 0:
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+            raise InvalidParamsError("prompt", token_ids, "text or a sequence of token ids")
+        ids = list(token_ids)
+        if not ids:
             raise EmptyPromptError
-        wide = np.asarray(token_ids)
-        if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise InvalidParamsError("prompt", type(token_ids).__name__, "text or integer ids")
-        outside = (wide < 0) | (wide >= self.vocab_size)
-        if outside.any():
-            position = int(outside.argmax())
-            raise TokenOutOfRangeError(int(wide[position]), position, self.vocab_size)
-        return array("i", wide.astype(np.int32).tobytes())
+        for kind in set(map(type, ids)):  # few, however long the prompt is
+            if kind is bool or not issubclass(kind, int | np.integer):
+                place = next(place for place, token in enumerate(ids) if type(token) is kind)
+                raise InvalidParamsError(f"prompt[{place}]", ids[place], "an integer token id")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            outside = (place for place, one in enumerate(ids) if not 0 <= one < self.vocab_size)
+            position = next(outside)
+            raise TokenOutOfRangeError(int(ids[position]), position, self.vocab_size)
+        return array("i", ids)
 
     def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
         limit = self.config.max_model_len
@@ -295,7 +299,8 @@ class EngineCore:
         if decoder is not None and not isinstance(request.stop_reason, str):
             known = len(request.text)
             request.text += decoder.finish()
-            self._cut_at_stop(request, known)
+            if self._cut_at_stop(request, known) and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP  # the stop text was in what the decoder held back
         del self._requests[request.id]
         request.finish_reason, request.end_s = reason, self._clock()
         return request.output(cache_on=self.planner.share)

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -158,29 +159,48 @@ class LLM:
         outputs: dict[int, RequestOutput] = {}
         places: dict[int, int] = {}
         refused: list[RequestError] = []
-        for place, (prompt, one) in enumerate(zip(many, each, strict=True)):
-            try:
-                places[self.add_request(prompt, one)] = place
-            except RequestError as error:
-                refused.append(error)
-                outputs[place] = _refusal(prompt, error)
-        if many and len(refused) == len(many):
-            raise refused[0]
         try:
-            while len(outputs) < len(many):
-                for event in self.core.step():
-                    if event.request_id not in places:
-                        self._keep(event)
-                    elif event.output is not None:
-                        outputs[places[event.request_id]] = event.output
-                        if on_finished is not None:
-                            on_finished(event.output)
+            for place, (prompt, one) in enumerate(zip(many, each, strict=True)):
+                try:
+                    places[self.add_request(prompt, one)] = place
+                except RequestError as error:
+                    refused.append(error)
+                    outputs[place] = _refusal(prompt, error)
+            if many and len(refused) == len(many):
+                raise refused[0]
+            self._finish(places, outputs, on_finished)
         except BaseException:
             for request_id, place in places.items():
                 if place not in outputs:
-                    self.core.abort(request_id)
+                    with suppress(UnknownRequestError):  # it ended in the step that was cut off
+                        self.core.abort(request_id)
             raise
         return [outputs[place] for place in range(len(many))]
+
+    def _finish(
+        self,
+        places: Mapping[int, int],
+        outputs: dict[int, RequestOutput],
+        on_finished: Callable[[RequestOutput], None] | None,
+    ) -> None:
+        """Step until every request of `places` (id → place) has its output."""
+        live = set(places)
+        while live:
+            ended = []
+            for event in self.core.step():
+                if event.request_id not in places:
+                    self._unread.append(event)
+                elif event.output is not None:
+                    ended.append(event.output)
+            for output in ended:
+                outputs[places[output.request_id]] = output
+                live.discard(output.request_id)
+            for output in ended:
+                if on_finished is not None:
+                    on_finished(output)
+            for request_id in live & self._outputs.keys():  # aborted by `on_finished`
+                outputs[places[request_id]] = self._outputs.pop(request_id)
+                live.discard(request_id)
 
     def chat(
         self,
@@ -247,9 +267,6 @@ class LLM:
         """
         self._outputs[request_id] = self.core.abort(request_id)
 
-    def _keep(self, event: StepOutput) -> None:
-        self._unread.append(event)
-
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
@@ -259,6 +276,11 @@ class LLM:
             raise InvalidParamsError(
                 "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: no bytes, no tokens
+            name = f"prompt[{error.start}]"
+            raise InvalidParamsError(name, prompt[error.start], "a Unicode character") from error
         return self.tokenizer.encode(prompt)
 
 
@@ -288,7 +310,7 @@ def _refusal(prompt: Prompt, error: RequestError) -> RequestOutput:
     return RequestOutput(
         request_id=-1,
         prompt=text,
-        prompt_token_ids=() if text is not None else tuple(prompt),  # type: ignore[arg-type]
+        prompt_token_ids=(),
         completions=(Completion("", (), FinishReason.ERROR),),
         metrics=RequestMetrics(0.0, None, 0.0, None),
         cache=CacheReport(0, 0, 0),

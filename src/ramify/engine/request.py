@@ -93,7 +93,7 @@ class Request:
         assert self.end_s is not None
         read, shared = self.report or (0, 0)
         num_prompt = len(self.prompt_ids)
-        computed = num_prompt - read - shared if self.report is not None else 0
+        computed = min(num_prompt, self.max_computed) - read - shared
         reason = None
         if not cache_on:
             reason = CACHE_OFF

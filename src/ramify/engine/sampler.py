@@ -21,7 +21,8 @@ def draw_token(logits: Row, draw: Draw) -> int:
     if draw.temperature == 0.0:
         return int(logits.argmax())
     # the largest logit goes to 0 before the division: a tiny temperature must not overflow
-    scaled = (logits.astype(np.float64) - float(logits.max())) / draw.temperature
+    with np.errstate(over="ignore"):  # towards -inf is where the others belong
+        scaled = (logits.astype(np.float64) - float(logits.max())) / draw.temperature
     order = np.argsort(-scaled, kind="stable")
     if draw.top_k is not None:
         order = order[: draw.top_k]
@@ -54,7 +55,8 @@ def token_logprob(logits: Row, token: int, num_top: int) -> TokenLogprob:
     top: dict[int, float] = {}
     if num_top:
         count = min(num_top, len(scores))
-        found = np.argpartition(-scores, count - 1)[:count]
-        for index in found[np.lexsort((found, -scores[found]))]:
+        least = np.partition(scores, len(scores) - count)[len(scores) - count]
+        found = np.flatnonzero(scores >= least)  # more than count, if several are equal to it
+        for index in found[np.lexsort((found, -scores[found]))][:count]:
             top[int(index)] = float(scores[index])
     return TokenLogprob(token, float(scores[token]), top)

@@ -27,7 +27,7 @@ class _Leader:
 
     namespace: bytes
     atoms: bytes  # everything it will compute
-    num_tokens: int  # computed once this step is over
+    num_tokens: int  # computed, or announced in this step for others to attach to
 
 
 class Scheduler:
@@ -93,7 +93,10 @@ class Scheduler:
                 )
             except OutOfPagesError as error:
                 if admitted:
-                    self._drop(admitted, error.asked - error.free - error.evictable)
+                    # with nobody running, the first must go on, or nothing ever would
+                    keep = 0 if work else 1
+                    assert len(admitted) > keep, "a request that fits the pool found no pages"
+                    self._drop(admitted, error.asked - error.free - error.evictable, keep)
                 else:
                     work = self._preempt(work) or self._continue_running()
                 continue
@@ -146,7 +149,8 @@ class Scheduler:
                 break
             num_new = min(len(sequence.tokens) - cached, budget)
             admitted.append((request, num_new))
-            leaders.append(_Leader(request.namespace, atoms, cached + num_new))
+            announced = cached + _num_announced(request, num_new)
+            leaders.append(_Leader(request.namespace, atoms, announced))
             budget, rows, room = budget - num_new, rows - 1, room - need - 1
         return admitted
 
@@ -157,7 +161,7 @@ class Scheduler:
             _Leader(
                 one.namespace,
                 one.sequence.tokens.tobytes(),
-                one.sequence.num_computed + planned.get(id(one), 0),
+                one.sequence.num_computed + _num_announced(one, planned.get(id(one), 0)),
             )
             for one in self.running
             if one.is_prefill
@@ -199,9 +203,12 @@ class Scheduler:
 
     # -- when pages run out --------------------------------------------------------------------
 
-    def _drop(self, admitted: list[tuple[Request, int]], missing: int) -> None:
-        """Leave the newest admissions for later, until about `missing` pages are saved."""
-        while admitted and missing > 0:
+    def _drop(self, admitted: list[tuple[Request, int]], missing: int, keep: int) -> None:
+        """Leave the newest admissions for later, until about `missing` pages are saved.
+
+        What they pin is not counted: without them, that can be evicted too.
+        """
+        while len(admitted) > keep and missing > 0:
             _, num_new = admitted.pop()
             missing -= -(-num_new // self.planner.page_size)
 
@@ -221,3 +228,12 @@ class Scheduler:
     def _requests_of(self, sequences: Iterable[object]) -> list[Request]:
         wanted = set(map(id, sequences))
         return [one for one in self.running if id(one.sequence) in wanted]
+
+
+def _num_announced(request: Request, num_new: int) -> int:
+    """Of the tokens that a step computes, those that `plan` lets others attach to at once.
+
+    Not single ones, and not those of a request that must not read: the tree may know its first
+    pages already, and then nothing can be announced behind them before they are published.
+    """
+    return num_new if num_new > 1 and request.sequence.reuse else 0

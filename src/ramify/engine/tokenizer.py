@@ -22,6 +22,17 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not, or not yet, a character
 MAX_HELD_TOKENS = 64  # longer than any character; bounds the work on endless broken bytes
 
+# What a template does with messages that it did not expect is up to its author.
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -156,8 +167,7 @@ class Tokenizer:
         }
         try:
             return self._environment.from_string(self._templates[name]).render(variables)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # What a template does with unexpected messages is up to its author.
+        except _TEMPLATE_FAULTS as error:
             raise ChatTemplateError(
                 f"the chat template cannot render these {len(messages)} messages: {error}"
             ) from error

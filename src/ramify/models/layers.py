@@ -26,8 +26,13 @@ TILE_ROWS = 16
 # oneDNN picks the layout of packed weights for a number of rows. Of 1, 16, 64 and 512, 16 was never
 # slower by more than the noise, at any number of rows (measured, AVX2, 896 x 4864 and back).
 PACK_ROWS = 16
-PROBE_MULTIPLY_ADDS = 6e9  # about 0.2 s on two AVX2 cores
-FEW_ROW_COUNTS = (1, 2, 5, 16)  # for matrices that exceed even that, such as large vocabularies
+# Large matrices are tried at fewer counts, each set with one that is split between threads.
+PROBE_COUNTS = (
+    ROW_COUNTS,
+    (*range(1, 10), 11, 15, 16, 24, 33, 127),
+    (1, 2, 5, 16, 64),
+)
+PROBE_MULTIPLY_ADDS = 24e9  # per matrix: about 0.3 s on two AVX2 cores
 
 
 class Linear:
@@ -167,20 +172,17 @@ def choose_linear(
             failures.append(f"{strategy}: rows differ at {', '.join(map(str, differing))} rows")
         return "single", "; ".join(failures)
 
-    verdict = store.verdict(
-        operation, shape, weight.dtype, probe, strategies=(*order, "single")
-    )
+    verdict = store.verdict(operation, shape, weight.dtype, probe, strategies=(*order, "single"))
     linear = built.get(verdict.strategy)
     return linear or Linear(weight, bias, strategy=verdict.strategy), verdict
 
 
 def _differing(linear: Linear, weight: Tensor) -> tuple[int, ...]:
     """The row counts that fail, tried on the weight itself with random rows."""
-    counts = ROW_COUNTS
-    while len(counts) > 16 and 2 * sum(counts) * weight.numel() > PROBE_MULTIPLY_ADDS:
-        counts = counts[:-1]
-    if 2 * sum(counts) * weight.numel() > PROBE_MULTIPLY_ADDS:
-        counts = FEW_ROW_COUNTS
+    fitting = [
+        counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
+    ]
+    counts = fitting[0] if fitting else PROBE_COUNTS[-1]
     rows = _random_rows(max(counts) + SPARE_ROWS, weight.shape[1], weight.dtype)
     return differing_row_counts(linear, rows.to(weight.device), counts)
 

@@ -43,7 +43,7 @@ def find_checkpoint(model: str | Path) -> Path:
             )
         return built_in
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() and model != "":
         return path
     if path.is_file():
         raise CheckpointError(

@@ -1,0 +1,314 @@
+"""What a prefix cache must do, kept in dicts: the oracle of the state machine."""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ramify.cache import CacheKey, Lease, PrefixCache
+from ramify.errors import LeaseError, OutOfPagesError
+
+Prefix = tuple[str, bytes]  # namespace, and all tokens (a byte each) up to the end of a page
+
+
+@dataclass(eq=False)
+class Request:
+    """What an engine would know of a request."""
+
+    namespace: str
+    tokens: bytes
+    lease: Lease
+    computed: int  # tokens whose K/V is written, or will be by the leaders it attached to
+    lookup: tuple[int, int]  # tokens asked for and found
+    private: list[int] = field(default_factory=list)
+    kept: int | None = None  # after a withdrawal: how many pages its lease still pins
+
+    @property
+    def table(self) -> list[int]:
+        return [*self.lease.pages, *self.private]
+
+    @property
+    def pinned(self) -> int:
+        return len(self.lease.pages) if self.kept is None else self.kept
+
+
+class CacheModel:
+    """A cache, the requests that use it, and what must be true of both."""
+
+    size: int  # tokens per page
+    num_pages: int
+    cache: PrefixCache
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: list[Request] = []
+        self.dead: list[Lease] = []
+        self.ready: dict[Prefix, int] = {}
+        self.pending: dict[Prefix, tuple[int, Request]] = {}  # page and leader
+        self.memory: dict[int, Prefix] = {}  # page → what was written to it since it was reserved
+        self.lookups, self.asked, self.hit, self.evicted = 0, 0, 0, 0
+
+    # -- what is known ---------------------------------------------------------------------
+
+    def prompt(self, pages: str, tail: int) -> bytes:
+        """Tokens that share whole pages, parts of pages, or nothing with other prompts."""
+        blank = bytes(self.size - 1)
+        contents = (blank + b"\0", blank + b"\1", b"\2" + blank)
+        return b"".join(contents[int(page)] for page in pages) + bytes(tail % (self.size + 1))
+
+    def path(self, request: Request, num_pages: int) -> list[Prefix]:
+        ends = range(self.size, num_pages * self.size + 1, self.size)
+        return [(request.namespace, request.tokens[:end]) for end in ends]
+
+    def find(self, namespace: str, tokens: bytes, *, pending: bool) -> list[int]:
+        """The pages of the longest known prefix that is shorter than the tokens."""
+        pages = []
+        for end in range(self.size, len(tokens), self.size):
+            prefix = (namespace, tokens[:end])
+            if prefix in self.ready:
+                pages.append(self.ready[prefix])
+            elif pending and prefix in self.pending:
+                pages.append(self.pending[prefix][0])
+            else:
+                break
+        return pages
+
+    def pins(self) -> set[Prefix]:
+        return {prefix for each in self.live for prefix in self.path(each, each.pinned)}
+
+    def evictable(self) -> int:
+        return len(self.ready.keys() - self.pins())
+
+    def unpublished(self, request: Request, *, own: bool) -> list[Prefix]:
+        """The pending part of a request's prefix that it leads itself, or that others do."""
+        path = self.path(request, request.pinned)
+        return [at for at in path if at in self.pending and own == (self.pending[at][1] is request)]
+
+    def pick(self, who: int) -> Request:
+        return self.live[who % len(self.live)]
+
+    def key(self, request: Request, num_tokens: int) -> CacheKey:
+        return CacheKey(list(request.tokens[:num_tokens]), request.namespace)
+
+    def snapshot(self) -> tuple:
+        """Everything that a refused call must leave as it is."""
+        tree = [
+            (id(at), at.atoms, tuple(at.pages), at.pins, at.holder, at.hits, at.last_access)
+            for at in self.cache._tree.nodes()
+        ]
+        return self.cache.stats(), tuple(self.cache._ledger._free), tree, list(self.cache._held)
+
+    def refused(self, error: type[Exception], call: Callable[..., object], *args: object) -> None:
+        before = self.snapshot()
+        try:
+            call(*args)
+        except error:
+            assert self.snapshot() == before, f"{call.__name__} failed and changed something"
+        else:
+            raise AssertionError(f"{call.__name__} was not refused with {error.__name__}")
+
+    def forget_evicted(self, expected: int, taken: Sequence[int] = ()) -> None:
+        """Learn which pages were evicted: as many as `expected`, none of them pinned."""
+        gone = [at for at, page in self.ready.items() if self.cache.is_free(page) or page in taken]
+        assert len(gone) == expected, f"{len(gone)} pages were evicted, not {expected}"
+        assert not self.pins().intersection(gone), "a pinned page was evicted"
+        for prefix in gone:
+            del self.ready[prefix]
+        self.evicted += expected
+
+    # -- steps, which rules combine --------------------------------------------------------
+
+    def look_up(self, namespace: str, tokens: bytes, *, attach: bool) -> Request:
+        found = self.find(namespace, tokens, pending=attach)
+        call = self.cache.attach if attach else self.cache.acquire
+        lease = call(CacheKey(list(tokens), namespace))
+        asked = (len(tokens), lease.num_tokens)
+        request = Request(namespace, tokens, lease, lease.num_tokens, asked)
+        assert list(lease.pages) == found
+        assert lease.key == self.key(request, len(found) * self.size)
+        assert not tokens or lease.num_tokens < len(tokens)
+        assert lease.num_pending == sum(at in self.pending for at in self.path(request, len(found)))
+        self.live.append(request)
+        self.lookups += 1
+        self.asked += asked[0]
+        self.hit += asked[1]
+        return request
+
+    def take(self, request: Request, num_pages: int) -> None:
+        free = self.num_pages - len(self.in_use())
+        if num_pages > free + self.evictable():
+            self.refused(OutOfPagesError, self.cache.reserve, num_pages)
+            return
+        pages = self.cache.reserve(num_pages)
+        assert len(set(pages)) == num_pages
+        self.forget_evicted(max(0, num_pages - free), pages)
+        for page in pages:
+            self.memory.pop(page, None)
+        request.private += pages
+
+    def promise(self, request: Request, num_pages: int) -> None:
+        """Announce up to `num_pages` pages in all, as far as there are tokens and pages."""
+        whole = min(num_pages, len(request.tokens) // self.size, len(request.table))
+        start = request.pinned
+        if whole <= start:
+            return
+        new = self.path(request, whole)[start:]
+        lease = self.cache.announce(
+            request.lease, self.key(request, whole * self.size), request.private
+        )
+        if new[0] in self.ready or new[0] in self.pending:
+            assert lease is request.lease
+            return
+        self.pending.update({at: (request.table[start + i], request) for i, at in enumerate(new)})
+        self.replace(request, lease, request.table[:whole])
+
+    def write(self, request: Request, end: int) -> None:
+        """Compute a request up to token `end`, after the leaders of what it attached to."""
+        for prefix in self.unpublished(request, own=False):
+            self.write(self.pending[prefix][1], len(prefix[1]))
+        end = min(end, len(request.tokens), len(request.table) * self.size)
+        own = {self.pending[at][0] for at in self.unpublished(request, own=True)}
+        own.update(request.private)
+        for start in range(request.computed // self.size * self.size, end, self.size):
+            page = request.table[start // self.size]
+            assert page in own, "a shared page is written"
+            written = request.tokens[: min(end, start + self.size)]
+            self.memory[page] = (request.namespace, written)
+        request.computed = max(end, request.computed)
+
+    def share(self, request: Request, num_tokens: int) -> None:
+        """Publish `num_tokens` tokens, which are computed unless a leader is behind."""
+        key, whole = self.key(request, num_tokens), num_tokens // self.size
+        if self.unpublished(request, own=False):
+            self.refused(LeaseError, self.cache.publish, request.lease, key, request.private)
+            return
+        for prefix in self.unpublished(request, own=True):
+            self.ready[prefix] = self.pending.pop(prefix)[0]
+        pages = list(request.lease.pages)
+        for prefix in self.path(request, whole)[len(pages) :]:
+            if prefix in self.pending:
+                break  # somebody else is computing it: ours stay private
+            pages.append(self.ready.setdefault(prefix, request.table[len(pages)]))
+        self.replace(request, self.cache.publish(request.lease, key, request.private), pages)
+
+    def replace(self, request: Request, lease: Lease, pages: list[int]) -> None:
+        """A newer lease: it has exactly these pages, and the private ones behind it go on."""
+        assert list(lease.pages) == pages
+        assert lease.key == self.key(request, len(pages) * self.size)
+        del request.private[: len(pages) - len(request.lease.pages)]
+        self.dead.append(request.lease)
+        request.lease = lease
+        assert lease.num_pending == sum(at in self.pending for at in self.path(request, len(pages)))
+
+    def end(self, request: Request) -> None:
+        self.live.remove(request)
+        self.dead.append(request.lease)
+
+    def fail(self, request: Request) -> None:
+        own = self.unpublished(request, own=True)
+        if not own:
+            before = self.snapshot()
+            assert self.cache.withdraw(request.lease) == []
+            assert self.snapshot() == before
+            return
+        kept = len(own[0][1]) // self.size - 1
+        lost = [each for each in self.live if own[0] in self.path(each, each.pinned)]
+
+        dependents = self.cache.withdraw(request.lease)
+
+        assert {id(each) for each in dependents} == {
+            id(at.lease) for at in lost if at is not request
+        }
+        below = [at for at in self.pending if at[0] == own[0][0] and at[1].startswith(own[0][1])]
+        for prefix in below:
+            del self.pending[prefix]
+        for each in lost:
+            each.kept = kept
+
+    def stop(self, request: Request, split: int = 0) -> None:
+        """Finish or abort; refused while others depend on what the request has announced."""
+        own = self.unpublished(request, own=True)
+        pinning = [at for at in self.live if own and own[0] in self.path(at, at.pinned)]
+        if len(pinning) > 1:
+            self.refused(LeaseError, self.cache.release, request.lease, request.private)
+            return
+        cut = split % (len(request.private) + 1)
+        self.cache.release(request.lease, request.private[cut:])
+        self.cache.give_back(request.private[:cut])
+        for prefix in own:
+            del self.pending[prefix]
+        self.end(request)
+
+    # -- the oracle ------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """All that must be true between any two calls."""
+        self.every_page_has_one_owner()
+        self.the_tree_is_the_model()
+        self.shared_means_computed()
+        self.statistics_are_right()
+
+    def in_use(self) -> list[int]:
+        """Every page that the model knows an owner of, once per owner."""
+        private = [page for request in self.live for page in request.private]
+        return [*self.ready.values(), *(page for page, _ in self.pending.values()), *private]
+
+    def every_page_has_one_owner(self) -> None:
+        """Pages are free, private to one request, or in the tree; no live table has a free one."""
+        free = [page for page in range(self.num_pages) if self.cache.is_free(page)]
+        assert sorted(free + self.in_use()) == list(range(self.num_pages))
+        self.cache.check()
+        for request in self.live:
+            known = [
+                self.ready[at] if at in self.ready else self.pending[at][0]
+                for at in self.path(request, request.pinned)
+            ]
+            assert list(request.lease.pages[: request.pinned]) == known
+            assert self.cache.is_withdrawn(request.lease) == (request.kept is not None)
+            if request.kept is None:
+                others = bool(self.unpublished(request, own=False))
+                assert self.cache.is_blocked(request.lease) == others
+
+    def the_tree_is_the_model(self) -> None:
+        """Which prefixes are known, in which pages, pending or ready, and pinned how often."""
+        pins = Counter(at for each in self.live for at in self.path(each, each.pinned))
+        model = {at: (page, False, pins[at]) for at, page in self.ready.items()}
+        model |= {at: (page, True, pins[at]) for at, (page, _) in self.pending.items()}
+        found = {}
+        todo = [(root, b"") for root in self.cache._tree.roots.values()]
+        while todo:
+            node, tokens = todo.pop()
+            tokens += bytes(array("i", node.atoms).tolist())
+            start = len(tokens) - len(node.pages) * self.size
+            for i, page in enumerate(node.pages, start=1):
+                prefix = (node.namespace.decode(), tokens[: start + i * self.size])
+                assert prefix not in found
+                found[prefix] = (page, node.is_pending, node.pins)
+            assert node.hits >= 0
+            todo += [(child, tokens) for child in node.children.values()]
+        assert found == model
+
+    def shared_means_computed(self) -> None:
+        """A shared page holds what it is shared as; so does all that a request has computed."""
+        assert all(self.memory.get(page) == prefix for prefix, page in self.ready.items())
+        for request in self.live:
+            if request.kept is not None:
+                continue
+            path = self.path(request, request.computed // self.size)
+            for prefix, page in zip(path, request.table, strict=False):
+                waits = prefix in self.pending and self.pending[prefix][1] is not request
+                assert waits or self.memory.get(page) == prefix
+            if request.computed % self.size:
+                page = request.table[len(path)]
+                assert self.memory[page] == (request.namespace, request.tokens[: request.computed])
+
+    def statistics_are_right(self) -> None:
+        stats = self.cache.stats()
+        assert stats.num_leases == len(self.live)
+        assert stats.private_pages == sum(len(request.private) for request in self.live)
+        assert stats.cached_pages == len(self.ready) + len(self.pending)
+        assert stats.evictable_pages == self.evictable()
+        assert self.cache.num_available == stats.free_pages + self.evictable()
+        assert (stats.lookups, stats.lookup_tokens) == (self.lookups, self.asked)
+        assert (stats.hit_tokens, stats.evicted_pages) == (self.hit, self.evicted)
+        assert len(self.cache._queue._heap) <= 2 * self.num_pages + 65

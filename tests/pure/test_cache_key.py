@@ -1,0 +1,149 @@
+"""Cache keys: packed token ids inside a namespace."""
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey, namespace_of
+from ramify.cache.key import common_pages
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40)
+PARTS = st.dictionaries(
+    st.text(max_size=3),
+    st.one_of(st.text(max_size=3), st.binary(max_size=3), st.integers()),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        [1, 2, 2**31 - 1],
+        (1, 2, 2**31 - 1),
+        array("i", [1, 2, 2**31 - 1]),
+        array("q", [1, 2, 2**31 - 1]),
+        array("i", [1, 2, 2**31 - 1]).tobytes(),
+        bytearray(array("i", [1, 2, 2**31 - 1]).tobytes()),
+        iter([1, 2, 2**31 - 1]),
+    ],
+    ids=["list", "tuple", "int32 array", "int64 array", "bytes", "bytearray", "iterator"],
+)
+def test_every_form_of_token_ids_gives_the_same_key(form: Any) -> None:
+    """Lists, tuples, arrays, iterators and packed bytes are ways to say one thing."""
+    key = CacheKey(form, "a")
+
+    assert key == CacheKey([1, 2, 2**31 - 1], b"a")
+    assert hash(key) == hash(CacheKey([1, 2, 2**31 - 1], b"a"))
+    assert key.tokens().tolist() == [1, 2, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named"),
+    [
+        ([1, -1], "-1"),
+        (array("i", [3, -7]), "-7"),
+        ([2**31], "0..2147483647"),
+        ([2**70], "0..2147483647"),
+        ([1.0], "integers"),
+        (["1"], "integers"),
+        ("12", "integers"),
+        ([None], "integers"),
+        (None, "integers"),
+        (b"\0\0\0\0\0", "5 bytes"),
+    ],
+)
+def test_what_is_no_token_id_is_refused_by_name(tokens: Any, named: str) -> None:
+    """PB25: a negative id, one beyond int32 or no integer at all gives a ValueError that says so."""
+    with pytest.raises(ValueError, match=named):
+        CacheKey(tokens)
+
+
+def test_a_key_keeps_its_own_copy_of_the_tokens() -> None:
+    """EB11: a list that its owner changes later changes no key."""
+    tokens, packed = [1, 2], bytearray(8)
+    first, second = CacheKey(tokens), CacheKey(packed)
+
+    tokens[0] = 9
+    packed[0] = 9
+
+    assert first.tokens().tolist() == [1, 2]
+    assert second.tokens().tolist() == [0, 0]
+
+
+def test_keys_of_two_namespaces_differ() -> None:
+    """The same tokens in another namespace are another key; text and its UTF-8 are one name."""
+    assert CacheKey([1], "a") != CacheKey([1], "b")
+    assert CacheKey([1], "é") == CacheKey([1], "é".encode())
+
+
+def test_a_key_counts_tokens_and_whole_pages() -> None:
+    """The length is in tokens; pages are counted only when full."""
+    key = CacheKey(range(7))
+
+    assert len(key) == 7
+    assert [key.num_pages(size) for size in (1, 3, 7, 8)] == [7, 2, 1, 0]
+    assert len(CacheKey([])) == 0
+
+
+@given(TOKENS, st.integers(0, 50))
+def test_a_prefix_is_the_first_tokens_in_the_same_namespace(tokens: list[int], cut: int) -> None:
+    """Cutting a key is cutting its tokens."""
+    assert CacheKey(tokens, "n").prefix(cut) == CacheKey(tokens[:cut], "n")
+
+
+@given(PARTS, PARTS)
+def test_different_parts_give_different_namespaces(
+    one: dict[str, str | bytes | int], other: dict[str, str | bytes | int]
+) -> None:
+    """No salt, tenant or adapter can be chosen so that it looks like another's namespace."""
+    same = {name: (type(value), value) for name, value in one.items()} == {
+        name: (type(value), value) for name, value in other.items()
+    }
+
+    assert (namespace_of(**one) == namespace_of(**other)) == same
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": "1"}, {"a": 1}),
+        ({"a": "1"}, {"a": b"1"}),
+        ({"a": "b", "c": ""}, {"a": "", "c": "b"}),
+        ({"ab": "c"}, {"a": "bc"}),
+        ({"a": ""}, {}),
+    ],
+)
+def test_parts_that_look_alike_give_different_namespaces(one: dict, other: dict) -> None:
+    """Types, borders between parts, and empty parts count."""
+    assert namespace_of(**one) != namespace_of(**other)
+
+
+def test_the_order_of_the_parts_does_not_matter() -> None:
+    """A namespace is a set of named parts."""
+    assert namespace_of(model="m", epoch=3) == namespace_of(epoch=3, model="m")
+
+
+@pytest.mark.parametrize("value", [None, 1.5, True, ("a",)])
+def test_a_part_of_another_type_is_refused(value: Any) -> None:
+    """Only text, bytes and integers have one spelling; the error names the part."""
+    with pytest.raises(ValueError, match="tenant="):
+        namespace_of(tenant=value)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 5), st.integers(0, 3))
+def test_common_pages_counts_equal_pages_from_the_start(
+    one: list[int], other: list[int], page_size: int, skip: int
+) -> None:
+    """The halving search finds what a page by page comparison finds."""
+    page_bytes, start = page_size * 4, skip * 4
+    first, second = bytes(start) + CacheKey(one).atoms, bytes(start) + CacheKey(other).atoms
+    expected = 0
+    for at in range(start, min(len(first), len(second)) - page_bytes + 1, page_bytes):
+        if first[at : at + page_bytes] != second[at : at + page_bytes]:
+            break
+        expected += 1
+
+    assert common_pages(first, second, page_bytes, start) == expected

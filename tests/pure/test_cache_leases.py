@@ -1,0 +1,355 @@
+"""The life of a lease by example: announce, publish, withdraw, release, cancel, and their misuse."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ramify.cache import Lease, PrefixCache
+from ramify.errors import InvariantError, LeaseError, PageOwnershipError
+from tests.pure.test_prefix_cache import begin, drained, key, publish, serve, state
+
+
+def leader_and_follower(cache: PrefixCache) -> tuple[Lease, Lease]:
+    """One announces "abcdef", the other attaches to "abcd" of it and announces "xy" behind."""
+    lease, private = begin(cache, "abcdef")
+    leader = cache.announce(lease, key("abcdef"), private)
+    follower = cache.attach(key("abcdxyz"))
+    return leader, cache.announce(follower, key("abcdxy"), cache.reserve(1))
+
+
+# -- announce and publish ------------------------------------------------------------------
+
+
+def test_ab3_pages_that_were_never_computed_are_no_hit() -> None:
+    """A request aborted between its announcement and its forward pass leaves nothing behind."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcdefg")
+    leader = cache.announce(lease, key("abcdef"), private)
+    assert cache.match(key("abcdefg")).num_pages == 0
+
+    cache.release(leader, private[3:])
+
+    assert cache.attach(key("abcdefg")).pages == ()
+    assert cache.stats().free_pages == 16
+    cache.check()
+
+
+def test_announced_pages_are_attached_to_and_found_once_published() -> None:
+    """`attach` sees what is pending and says how much; `acquire` and `match` wait for publish."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcdef")
+    leader = cache.announce(lease, key("abcdef"), private)
+
+    follower, stranger = cache.attach(key("abcdx")), cache.acquire(key("abcdx"))
+    assert (follower.pages, follower.num_pending) == (leader.pages[:2], 2)
+    assert (stranger.pages, leader.num_pending) == ((), 3)
+    leader = cache.publish(leader, key("abcdef"))
+
+    assert leader.num_pending == 0
+    assert cache.match(key("abcdx")).num_pages == 2
+    assert cache.publish(follower, follower.key).pages == leader.pages[:2]
+
+
+def test_a_new_lease_counts_only_what_is_pending_still() -> None:
+    """Once the leader has published, a follower's next lease counts its own pages alone."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcd")
+    leader = cache.announce(lease, key("abcd"), private)
+    follower = cache.attach(key("abcdef!"))
+    cache.publish(leader, key("abcd"))
+
+    follower = cache.announce(follower, key("abcdef"), cache.reserve(1))
+
+    assert (len(follower.pages), follower.num_pending) == (3, 1)
+
+
+def test_announcing_what_the_tree_knows_changes_nothing() -> None:
+    """Where the next page is cached or pending already, the lease comes back as it is."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcdef")
+    other, others = begin(cache, "abcd")
+    cache.announce(lease, key("abcdef"), private)
+    before = state(cache)
+
+    assert cache.announce(other, key("abcd"), others) is other
+    assert cache.announce(other, key("a"), others) is other
+    assert state(cache) == before
+
+
+def test_a_leader_computes_in_chunks() -> None:
+    """Announce, publish, announce, publish: each chunk is found as soon as it is published."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcdefgh")
+    found = []
+
+    for end in (2, 6, 8):
+        before = len(lease.pages)
+        lease = cache.announce(lease, key("abcdefgh"[:end]), private)
+        private = private[len(lease.pages) - before :]
+        found.append(cache.match(key("abcdefghi")).num_tokens)
+        lease = cache.publish(lease, lease.key)
+
+    assert found == [0, 2, 6]
+    assert cache.match(key("abcdefghi")).num_tokens == 8
+    assert cache.stats().num_nodes == 3
+
+
+def test_publishing_in_steps_grows_one_node() -> None:
+    """A request that decodes alone lengthens its leaf instead of making a node per page."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcdefgh")
+
+    for end in (2, 4, 5, 8):
+        lease, private = publish(cache, "abcdefgh"[:end], lease, private)
+
+    assert cache.stats().num_nodes == 1
+    assert len(lease.pages) == 4
+
+
+def test_a_follower_publishes_after_its_leader() -> None:
+    """Before, it would share pages whose beginning is not computed: refused, nothing changed."""
+    cache = PrefixCache(16, 2)
+    leader, follower = leader_and_follower(cache)
+    before = state(cache)
+
+    with pytest.raises(LeaseError, match="publish their leader first"):
+        cache.publish(follower, key("abcdxy"))
+    assert state(cache) == before
+    cache.publish(leader, key("abcdef"))
+    cache.publish(follower, key("abcdxy"))
+
+    assert cache.match(key("abcdxyz")).num_pages == 3
+    cache.check()
+
+
+# -- how it ends ---------------------------------------------------------------------------
+
+
+def test_withdraw_takes_the_pending_pages_and_names_who_relied_on_them() -> None:
+    """Announced pages of leader and followers are free; all of them can only be released."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "ab")
+    leader, follower = leader_and_follower(cache)
+    stranger = cache.acquire(key("abx"))
+
+    dependents = cache.withdraw(leader)
+
+    assert dependents == [follower]
+    assert all(cache.is_free(page) for page in leader.pages[1:] + follower.pages[1:])
+    assert cache.attach(key("abcdef")).num_tokens == 2
+    for lease in (leader, follower):
+        for call in (cache.announce, cache.publish):
+            with pytest.raises(LeaseError, match="lost pages"):
+                call(lease, lease.key, ())
+        with pytest.raises(LeaseError, match="lost pages"):
+            cache.withdraw(lease)
+        cache.release(lease)
+    assert cache.publish(stranger, key("ab")).pages == stranger.pages
+    cache.check()
+
+
+def test_withdraw_of_a_lease_that_announced_nothing_changes_nothing() -> None:
+    """It has no dependents, and stays live."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    lease = cache.acquire(key("abcde"))
+    before = state(cache)
+
+    assert cache.withdraw(lease) == []
+    assert state(cache) == before
+    cache.release(lease)
+
+
+def test_a_leader_with_followers_is_not_released() -> None:
+    """Its pages would vanish under them: refused, nothing changed; after `withdraw` it can go."""
+    cache = PrefixCache(16, 2)
+    leader, follower = leader_and_follower(cache)
+    before = state(cache)
+
+    with pytest.raises(LeaseError, match="withdraw"):
+        cache.release(leader)
+    assert state(cache) == before
+    cache.withdraw(leader)
+    cache.release(leader)
+    cache.release(follower)
+
+    assert cache.stats().free_pages == 16
+    assert drained(cache)
+
+
+def test_cancel_undoes_a_lookup_in_the_statistics() -> None:
+    """AB23: a lookup that led to nothing is not counted: not as one, not as a hit, on no node."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcdef")
+    before = cache.stats()
+
+    cache.cancel(cache.acquire(key("abcdefg")))
+    cache.cancel(cache.attach(key("unknown", "new")))
+
+    assert cache.stats() == before
+    assert [node.hits for node in cache._tree.nodes()] == [0]
+    assert (before.lookups, before.lookup_tokens, before.hit_tokens) == (1, 6, 0)
+
+
+@pytest.mark.parametrize("grow", ["announce", "publish"])
+def test_a_lease_that_grew_is_not_cancelled(grow: str) -> None:
+    """It was used: refused, nothing changed, and no pending page is left without a leader."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "abcd")
+    lease = getattr(cache, grow)(lease, key("abcd"), private)
+    before = state(cache)
+
+    with pytest.raises(LeaseError, match="release it"):
+        cache.cancel(lease)
+
+    assert state(cache) == before
+    cache.release(lease)
+    assert drained(cache)
+
+
+def test_the_hit_rate_is_tokens_found_over_tokens_asked_for() -> None:
+    """Nothing asked for is a rate of zero."""
+    cache = PrefixCache(16, 2)
+    assert cache.stats().hit_rate == 0
+
+    serve(cache, "abcdef")
+    serve(cache, "abcdxy")
+
+    assert cache.stats().hit_rate == 4 / 12
+
+
+# -- misuse --------------------------------------------------------------------------------
+
+
+def released(cache: PrefixCache) -> Lease:
+    lease = cache.acquire(key("abc"))
+    cache.release(lease)
+    return lease
+
+
+def replaced(cache: PrefixCache) -> Lease:
+    lease, private = begin(cache, "xy")
+    cache.publish(lease, key("xy"), private)
+    return lease
+
+
+def evicted(cache: PrefixCache) -> Lease:
+    lease = released(cache)
+    cache.clear()
+    return lease
+
+
+def foreign(cache: PrefixCache) -> Lease:
+    other = PrefixCache(16, 2)
+    return [other.acquire(key("abc")) for _ in range(3)][1]
+
+
+@pytest.mark.parametrize("gone", [released, replaced, evicted, foreign])
+@pytest.mark.parametrize("verb", ["release", "cancel", "withdraw", "announce", "publish"])
+def test_pb12_a_lease_that_is_not_live_is_refused(
+    gone: Callable[[PrefixCache], Lease], verb: str
+) -> None:
+    """Released, replaced by a newer one, evicted meanwhile or another cache's: nothing changes."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    lease = gone(cache)
+    cache.acquire(key("abcd"))
+    more: tuple = (lease.key, ()) if verb in ("announce", "publish") else ()
+    before = state(cache)
+
+    with pytest.raises(LeaseError, match="is not live here"):
+        getattr(cache, verb)(lease, *more)
+
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("verb", ["announce", "publish"])
+@pytest.mark.parametrize("wrong", [key("abxx"), key("a"), key("abcd", "other"), key("")])
+def test_a_key_that_does_not_extend_the_lease_is_refused(verb: str, wrong: object) -> None:
+    """Another prompt, a shorter one, or another namespace: nothing changes."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    lease, private = begin(cache, "abcdef")
+    before = state(cache)
+
+    with pytest.raises(LeaseError, match="does not begin with"):
+        getattr(cache, verb)(lease, wrong, private)
+
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("verb", ["announce", "publish", "release", "give_back"])
+@pytest.mark.parametrize("wrong", ["free", "shared", "twice", "unknown"])
+def test_pages_that_are_not_private_are_refused(verb: str, wrong: str) -> None:
+    """Nobody gives, frees or shares what is free, shared already, or given twice."""
+    cache = PrefixCache(16, 2)
+    shared = serve(cache, "abcd")[0]
+    lease, private = begin(cache, "uvwxyz")
+    page = {"free": 15, "shared": shared, "twice": private[0], "unknown": 16}[wrong]
+    pages = [*private[:2], page]
+    arguments: dict[str, list] = {"release": [lease, pages], "give_back": [pages]}
+    before = state(cache)
+
+    with pytest.raises(PageOwnershipError):
+        getattr(cache, verb)(*arguments.get(verb, [lease, key("uvwxyz"), pages]))
+
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("verb", ["announce", "publish"])
+def test_too_few_pages_are_refused(verb: str) -> None:
+    """Three whole pages of text need three pages of K/V."""
+    cache = PrefixCache(16, 2)
+    lease, private = begin(cache, "uvwxyz")
+    before = state(cache)
+
+    with pytest.raises(PageOwnershipError, match="3 whole pages"):
+        getattr(cache, verb)(lease, key("uvwxyz"), private[:2])
+
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("policy", ["", "fifo"])
+def test_an_unknown_policy_is_refused_with_the_known_ones(policy: str) -> None:
+    """The error lists what there is."""
+    with pytest.raises(ValueError, match="lru"):
+        PrefixCache(4, 2, policy=policy)
+
+
+@pytest.mark.parametrize("page_size", [0, -1])
+def test_a_page_holds_at_least_a_token(page_size: int) -> None:
+    """Refused when the cache is made."""
+    with pytest.raises(ValueError, match=f"page_size={page_size}"):
+        PrefixCache(4, page_size)
+
+
+def lose_a_pin(cache: PrefixCache) -> None:
+    next(cache._tree.nodes()).pins -= 1
+
+
+def lose_a_page(cache: PrefixCache) -> None:
+    next(cache._tree.nodes()).pages.pop()
+
+
+def miscount_evictable(cache: PrefixCache) -> None:
+    cache._num_evictable += 1
+
+
+def orphan_a_pending_node(cache: PrefixCache) -> None:
+    next(cache._tree.nodes()).holder = 99
+
+
+@pytest.mark.parametrize(
+    "fault", [lose_a_pin, lose_a_page, miscount_evictable, orphan_a_pending_node]
+)
+def test_check_finds_the_fault(fault: Callable[[PrefixCache], None]) -> None:
+    """Pins, pages, counts and leaders are recounted."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    cache.acquire(key("abcde"))
+    cache.check()
+
+    fault(cache)
+
+    with pytest.raises(InvariantError):
+        cache.check()

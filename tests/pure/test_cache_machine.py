@@ -1,0 +1,282 @@
+"""A state machine over the cache core: simulated requests, and an oracle made of dicts."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ramify.cache import CacheKey, Lease, PrefixCache
+from ramify.errors import LeaseError, OutOfPagesError, PageOwnershipError
+from tests.pure.cache_model import CacheModel, Request
+
+Prompt = tuple[str, str, int]  # namespace, the contents of whole pages, tokens beyond them
+
+WHO = st.integers(0, 29)  # which live request, modulo their number
+SOME = st.integers(0, 9)
+STEMS = ("", "0", "00", "000", "0000", "000000", "1", "01", "001", "0011", "00012", "02", "0210")
+PROMPTS = st.sampled_from(
+    [(name, stem, tail) for name in ("", "", "b") for stem in STEMS for tail in (1, 0, 5)]
+)
+MAX_LIVE = 6
+
+
+def operation(body: Callable[..., None]) -> Callable[..., None]:
+    """Mark the machine as unsound while a rule runs: one that failed is not torn down."""
+
+    @functools.wraps(body)
+    def run(self: "CacheMachine", *args: Any, **kwargs: Any) -> None:
+        self.sound = False
+        body(self, *args, **kwargs)
+
+    return run
+
+
+class CacheMachine(CacheModel, RuleBasedStateMachine):
+    """Random requests against `cache_type`; after every rule the model must agree in full."""
+
+    cache_type: ClassVar[type[PrefixCache]] = PrefixCache
+    page_sizes: ClassVar[Sequence[int]] = range(1, 17)
+    sound = False
+
+    @initialize(
+        size=st.integers(0, 15),
+        num_pages=st.integers(8, 48),
+        prompts=st.lists(PROMPTS, min_size=2, max_size=5),
+    )
+    def make(self, size: int, num_pages: int, prompts: list[Prompt]) -> None:
+        """A cache in use: the first prompts are computed, one after the other; two live on."""
+        self.size = self.page_sizes[size % len(self.page_sizes)]
+        self.num_pages = num_pages
+        self.cache = self.cache_type(num_pages, self.size)
+        self.foreign = PrefixCache(1, self.size).acquire(CacheKey([1]))
+        for prompt in prompts:
+            request = self.plan(prompt, "", attach=False)
+            self.write(request, len(request.tokens))
+            self.share(request, request.computed)
+        for request in self.live[2:]:
+            self.stop(request)
+
+    # -- what requests do ------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(
+        prompt=PROMPTS,
+        endings=st.lists(st.sampled_from(["", "", "0", "1", "02"]), min_size=1, max_size=3),
+        attach=st.booleans(),
+        until=st.sampled_from(["announced", "failed", "computed", "published", "over"]),
+        backwards=st.booleans(),
+    )
+    @operation
+    def batch(
+        self, prompt: Prompt, endings: list[str], attach: bool, until: str, backwards: bool
+    ) -> None:
+        """Prompts with a common beginning in one step, which gets as far as `until`."""
+        requests = [self.plan(prompt, ending, attach=attach) for ending in endings]
+        if until == "failed":
+            self.fail(requests[0])
+        elif until != "announced":
+            for request in requests:
+                self.write(request, len(request.tokens))
+        if until in ("published", "over"):
+            for request in requests[::-1] if backwards else requests:
+                if request.computed >= request.lease.num_tokens:
+                    self.share(request, request.computed)
+                if until == "over":
+                    self.stop(request)
+
+    def plan(self, prompt: Prompt, ending: str, *, attach: bool) -> Request:
+        namespace, stem, tail = prompt
+        request = self.look_up(namespace, self.prompt(stem + ending, tail), attach=attach)
+        self.take(request, -(-len(request.tokens) // self.size) - len(request.table))
+        if attach:
+            self.promise(request, self.num_pages)
+        return request
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(prompt=PROMPTS, twin=WHO, attach=st.booleans())
+    @operation
+    def start(self, prompt: Prompt, twin: int, attach: bool) -> None:
+        """Look a prompt up: often the one that another live request has."""
+        namespace, tokens = prompt[0], self.prompt(prompt[1], prompt[2])
+        if self.live and twin % 3 == 0:
+            namespace, tokens = self.pick(twin).namespace, self.pick(twin).tokens
+        self.look_up(namespace, tokens, attach=attach)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, spare=SOME, chunk=st.integers(1, 8), announce=st.booleans(), cut=SOME)
+    @operation
+    def step(self, who: int, spare: int, chunk: int, announce: bool, cut: int) -> None:
+        """Reserve, perhaps announce, compute and publish a chunk, as an engine does."""
+        request = self.pick(who)
+        if request.kept is not None:
+            return
+        end = min(len(request.tokens), request.computed + chunk * self.size - cut % self.size)
+        self.take(request, max(0, -(-end // self.size) + spare // 8 - len(request.table)))
+        if announce:
+            self.promise(request, end // self.size)
+        self.write(request, max(end, request.lease.num_tokens))
+        self.share(request, request.computed)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, num_pages=st.integers(0, 12))
+    @operation
+    def reserve(self, who: int, num_pages: int) -> None:
+        self.take(self.pick(who), num_pages)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, num_pages=st.integers(1, 8))
+    @operation
+    def announce(self, who: int, num_pages: int) -> None:
+        request = self.pick(who)
+        if request.kept is None:
+            self.promise(request, request.pinned + num_pages)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, num_tokens=st.integers(1, 40))
+    @operation
+    def compute(self, who: int, num_tokens: int) -> None:
+        request = self.pick(who)
+        if request.kept is None:
+            self.write(request, request.computed + num_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, back=SOME)
+    @operation
+    def publish(self, who: int, back: int) -> None:
+        """Publish what is computed, or leave the last pages of it for later."""
+        request = self.pick(who)
+        if request.kept is None:
+            self.write(request, request.lease.num_tokens)
+            back = (back // 3) * self.size + back % 3
+            self.share(request, max(request.lease.num_tokens, request.computed - back))
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, pages=st.sampled_from(["", "0", "01", "2"]), tail=SOME)
+    @operation
+    def extend(self, who: int, pages: str, tail: int) -> None:
+        """A decoded token, or a new turn of a conversation."""
+        self.pick(who).tokens += self.prompt(pages, tail)
+
+    # -- how requests end ------------------------------------------------------------------
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO)
+    @operation
+    def withdraw(self, who: int) -> None:
+        """A failed step: the pages that a leader did not compute go, and so do those below."""
+        request = self.pick(who)
+        if request.kept is None:
+            self.fail(request)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO, split=SOME)
+    @operation
+    def release(self, who: int, split: int) -> None:
+        """The end of a request, finished or aborted, whatever it was doing."""
+        self.stop(self.pick(who), split)
+
+    @precondition(lambda self: self.live)
+    @rule(who=WHO)
+    @operation
+    def cancel(self, who: int) -> None:
+        """Undo a lookup as if it had never been, unless its lease has grown."""
+        request = self.pick(who)
+        if request.lease.num_tokens != request.lookup[1]:
+            self.refused(LeaseError, self.cache.cancel, request.lease)
+            return
+        self.cache.cancel(request.lease)
+        self.cache.give_back(request.private)
+        self.lookups -= 1
+        self.asked -= request.lookup[0]
+        self.hit -= request.lookup[1]
+        self.end(request)
+
+    # -- what others do --------------------------------------------------------------------
+
+    @rule(num_pages=st.sampled_from([1, 2, 3, 5, 8, 12, 48]))
+    @operation
+    def evict(self, num_pages: int) -> None:
+        expected = min(num_pages, self.evictable())
+        call = self.cache.clear if num_pages == 48 else lambda: self.cache.evict(num_pages)
+        assert call() == expected
+        self.forget_evicted(expected)
+
+    @precondition(lambda self: self.live)
+    @rule(prompt=PROMPTS, who=WHO, page=st.integers(0, 47))
+    @operation
+    def question(self, prompt: Prompt, who: int, page: int) -> None:
+        """A query finds what the model finds and changes nothing; misuse is refused."""
+        before, namespace, tokens = self.snapshot(), prompt[0], self.prompt(prompt[1], prompt[2])
+        found = self.cache.match(CacheKey(list(tokens), namespace))
+        assert found.num_pages == len(self.find(namespace, tokens, pending=False))
+        assert found.num_tokens == found.num_pages * self.size
+        assert self.snapshot() == before
+        self.misuse_lease([self.foreign, *self.dead[-3:]][who % (1 + len(self.dead[-3:]))])
+        request = self.pick(who)
+        if request.kept is not None:
+            self.misuse_grown(request.lease)
+        self.misuse_page(request, page % self.num_pages)
+
+    def misuse_lease(self, lease: Lease) -> None:
+        """A lease that is over, or another cache's, is good for nothing."""
+        self.refused(LeaseError, self.cache.release, lease)
+        self.refused(LeaseError, self.cache.cancel, lease)
+        self.misuse_grown(lease)
+
+    def misuse_grown(self, lease: Lease) -> None:
+        """Neither is one that lost pages to a withdrawal, except that it can be released."""
+        self.refused(LeaseError, self.cache.announce, lease, lease.key, ())
+        self.refused(LeaseError, self.cache.publish, lease, lease.key)
+        self.refused(LeaseError, self.cache.withdraw, lease)
+
+    def misuse_page(self, request: Request, page: int) -> None:
+        """Pages that are free, shared or named twice cannot be given back."""
+        if any(page in each.private for each in self.live):
+            self.refused(PageOwnershipError, self.cache.give_back, [page, page])
+        else:
+            self.refused(PageOwnershipError, self.cache.give_back, [page])
+            self.refused(PageOwnershipError, self.cache.release, request.lease, [page])
+        self.refused(OutOfPagesError, self.cache.reserve, self.num_pages + 1)
+
+    @invariant()
+    def the_model_agrees(self) -> None:
+        self.agree()
+        self.sound = True
+
+    def teardown(self) -> None:
+        """When all requests have ended no pin is left, and evicting gives every page back."""
+        if not self.sound:
+            return
+        for request in self.live:
+            if request.kept is None:
+                self.fail(request)
+        for request in list(self.live):
+            self.cache.release(request.lease, request.private)
+            self.end(request)
+        self.every_page_has_one_owner()
+        assert self.cache.clear() == len(self.ready)
+        self.cache.check()
+        stats = self.cache.stats()
+        assert (stats.free_pages, stats.num_nodes, stats.num_leases) == (self.num_pages, 0, 0)
+        assert not self.cache._tree.roots
+
+
+@pytest.mark.parametrize(
+    "page_sizes", [(1,), (2, 3, 4), range(5, 10), range(10, 17)], ids=["1", "2-4", "5-9", "10-16"]
+)
+def test_random_requests_break_no_invariant(page_sizes: Sequence[int]) -> None:
+    """2,000 random histories in all, over page sizes 1 to 16, agree with the model throughout."""
+    machine = type("SizedCacheMachine", (CacheMachine,), {"page_sizes": page_sizes})
+
+    run_state_machine_as_test(machine, settings=settings(max_examples=500, stateful_step_count=40))
