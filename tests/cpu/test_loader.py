@@ -1,0 +1,299 @@
+"""Checkpoints: what is found, what is mapped, and what a broken one gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ramify.attention.exact import ProbeStore
+from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ramify.models.loader import find_checkpoint, load_model, load_weights, read_config
+from ramify.testing import write_tiny_checkpoint
+
+INDEX = "model.safetensors.index.json"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return load_weights(path, read_config(path), dtype=torch.float32)
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change tensors of a single-file checkpoint; None removes one."""
+    weights: dict[str, Any] = load_file(path / "model.safetensors")
+    weights |= {name.replace("__", "."): value for name, value in changes.items()}
+    kept = {name: value.clone() for name, value in weights.items() if value is not None}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
+    """The number of files changes nothing."""
+    single = write_tiny_checkpoint(tmp_path / "one", "qwen2")
+    sharded = write_tiny_checkpoint(tmp_path / "three", "qwen2", shards=3)
+
+    one, three = load(single), load(sharded)
+
+    assert len(list(sharded.glob("*.safetensors"))) == 3
+    assert one.keys() == three.keys()
+    assert all(torch.equal(one[name], three[name]) for name in one)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
+def test_weights_of_the_right_dtype_are_mapped_not_read(tmp_path: Path) -> None:
+    """Tensors point into the mapped file."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+
+    weights = load(path)
+
+    spans = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path / "model.safetensors")):
+            start, stop = line.split()[0].split("-")
+            spans.append((int(start, 16), int(stop, 16)))
+    assert spans
+    for weight in weights.values():
+        assert any(start <= weight.data_ptr() < stop for start, stop in spans)
+
+
+def test_weights_are_converted_when_asked(tmp_path: Path) -> None:
+    """A bfloat16 checkpoint can be computed in float32, and the other way round."""
+    path = write_tiny_checkpoint(tmp_path, "llama", dtype="bfloat16")
+    config = read_config(path)
+
+    assert config.torch_dtype == "bfloat16"
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = load_weights(path, config, dtype=dtype)
+        assert {weight.dtype for weight in weights.values()} == {dtype}
+    assert load_model(path, exact=False).dtype == torch.bfloat16
+    assert load_model(path, dtype="float32", exact=False).dtype == torch.float32
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    """generation_config.json adds end tokens that config.json does not name."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+    edit_json(path / "generation_config.json", eos_token_id=[5, 2])
+
+    assert read_config(path).eos_token_ids == (2, 5)
+
+
+def test_tensors_that_follow_from_the_rest_are_ignored(tmp_path: Path) -> None:
+    """Rotary buffers of old files, and a head beside tied embeddings, do no harm."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite(
+        path,
+        lm_head__weight=torch.zeros(300, 64),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8),
+    )
+
+    assert "lm_head.weight" not in load(path)
+
+
+def truncate(path: Path) -> None:
+    shard = path / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def cut_to_nothing(path: Path) -> None:
+    (path / "model-00002-of-00003.safetensors").write_bytes(b"")
+
+
+def scramble_header(path: Path) -> None:
+    shard = path / "model-00002-of-00003.safetensors"
+    shard.write_bytes(b"\xff" * 64 + shard.read_bytes()[64:])
+
+
+def delete_shard(path: Path) -> None:
+    (path / "model-00003-of-00003.safetensors").unlink()
+
+
+def delete_index(path: Path) -> None:
+    (path / INDEX).unlink()
+
+
+def break_index(path: Path) -> None:
+    (path / INDEX).write_text("{")
+
+
+def empty_index(path: Path) -> None:
+    (path / INDEX).write_text("{}")
+
+
+def leave_the_directory(path: Path) -> None:
+    places = json.loads((path / INDEX).read_text())["weight_map"]
+    edit_json(path / INDEX, weight_map=places | {Q_PROJ: "../elsewhere.safetensors"})
+
+
+def promise_too_much(path: Path) -> None:
+    places = json.loads((path / INDEX).read_text())["weight_map"]
+    added = {"model.layers.9.x": "model-00001-of-00003.safetensors"}
+    edit_json(path / INDEX, weight_map=places | added)
+
+
+def only_pickles(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
+
+
+def no_weights(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+
+
+def no_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def config_is_a_list(path: Path) -> None:
+    (path / "config.json").write_text("[]")
+
+
+def config_is_binary(path: Path) -> None:
+    (path / "config.json").write_bytes(b"\xff\xfe\x00")
+
+
+def other_sizes(path: Path) -> None:
+    edit_json(path / "config.json", hidden_size=128)
+
+
+def more_layers(path: Path) -> None:
+    edit_json(path / "config.json", num_hidden_layers=4)
+
+
+def fewer_layers(path: Path) -> None:
+    edit_json(path / "config.json", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (truncate, r"model-00002-of-00003.safetensors is corrupt or truncated .*download"),
+        (cut_to_nothing, r"model-00002-of-00003.safetensors is corrupt or truncated"),
+        (scramble_header, r"model-00002-of-00003.safetensors is corrupt or truncated"),
+        (delete_shard, r"model-00003-of-00003.safetensors is missing \(1 of 3 shards"),
+        (delete_index, rf"neither model.safetensors nor {INDEX}"),
+        (break_index, rf"{INDEX} cannot be read"),
+        (empty_index, "has no weight_map"),
+        (leave_the_directory, "not a file name"),
+        (promise_too_much, r"lacks the tensor model.layers.9.x"),
+        (only_pickles, r"pickled weights only \(pytorch_model.bin\).*safetensors"),
+        (no_weights, "has no weights"),
+        (no_config, "config.json is missing"),
+        (config_is_a_list, "config.json holds list, not an object"),
+        (config_is_binary, "config.json cannot be read"),
+        (other_sizes, r"has shape \[.*64.*\] but config.json asks for \[.*128.*\]"),
+        (more_layers, r"lacks 9 of 39 tensors, the first is model.layers.3.self_attn.q_proj"),
+        (fewer_layers, r"holds the tensor model.layers.2.* has no use for"),
+    ],
+)
+def test_a_broken_checkpoint_gets_one_clear_error(tmp_path: Path, damage: Any, told: str) -> None:
+    """The message names the file, what is wrong with it, and the way out."""
+    path = write_tiny_checkpoint(tmp_path / "model", "llama", shards=3)
+    damage(path)
+
+    with pytest.raises(CheckpointError, match=told) as caught:
+        load_model(path, store=ProbeStore(None))
+
+    assert str(path) in str(caught.value)
+
+
+def test_a_wrong_shape_names_tensor_file_and_both_shapes(tmp_path: Path) -> None:
+    """Weights of another model under this configuration are found before anything runs."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+    rewrite(path, **{Q_PROJ.replace(".", "__"): torch.zeros(64, 32)})
+
+    with pytest.raises(CheckpointError, match=r"\[64, 32\] but config.json asks for \[64, 64\]"):
+        load(path)
+
+
+def test_weights_without_a_use_are_not_dropped_silently(tmp_path: Path) -> None:
+    """A bias that the configuration denies would change the answers."""
+    path = write_tiny_checkpoint(tmp_path, "llama", attention_bias=True)
+    edit_json(path / "config.json", attention_bias=False)
+
+    with pytest.raises(CheckpointError, match=r"holds the tensor .*bias"):
+        load(path)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    """A quantised checkpoint that does not say so is recognised by its tensors."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+    rewrite(path, **{Q_PROJ.replace(".", "__"): torch.zeros(64, 64, dtype=torch.int8)})
+
+    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight is torch.int8"):
+        load(path)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    """The message lists the possible ones."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+    wrong: Any = "float64"
+
+    with pytest.raises(ConfigError, match="use auto, float32 or bfloat16"):
+        load_model(path, dtype=wrong)
+
+
+def test_directories_are_found(tmp_path: Path) -> None:
+    """A local directory is taken as it is, by string or by path."""
+    assert find_checkpoint(tmp_path) == tmp_path
+    assert find_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_a_cached_hub_model_is_found_by_its_name(tmp_path: Path) -> None:
+    """The snapshot in the hub's cache is used; in a process of its own, which reads the setting."""
+    entry = tmp_path / "models--some--model"
+    snapshot = write_tiny_checkpoint(entry / "snapshots" / ("0" * 40), "llama")
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("0" * 40)
+    code = "from ramify.models.loader import find_checkpoint; print(find_checkpoint('some/model'))"
+
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert Path(answer.stdout.strip()).samefile(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("./nowhere", "there is no directory"),
+        ("/nowhere/at/all", "there is no directory"),
+        ("some/long/path", "there is no directory"),
+        ("", "there is no directory"),
+        ("no spaces allowed", "hf download"),
+        ("nobody/never-cached", "hf download nobody/never-cached"),
+    ],
+)
+def test_what_cannot_be_found_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    """No connection is opened; the message says what was looked for and what to do."""
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(CheckpointError, match=told):
+        find_checkpoint(name)
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """Naming the weights file itself is a common slip."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+
+    with pytest.raises(CheckpointError, match="is a file"):
+        find_checkpoint(path / "model.safetensors")

@@ -1,0 +1,293 @@
+"""The decoder against the reference implementation, for every family and variant."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ramify.attention.exact import ProbeStore
+from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.config import ModelConfig
+from ramify.models.loader import load_model
+from ramify.testing import TinyFamily, write_tiny_checkpoint
+
+FAMILIES: tuple[TinyFamily, ...] = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, tuple[TinyFamily, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama, as many kv heads": ("llama", {"num_key_value_heads": 4}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, llama3 rope": ("llama", {"rope_scaling": LLAMA3}),
+    "llama, linear rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "llama, dynamic rope": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "llama, new style": (
+        "llama",
+        {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 500.0}, "dtype": "float32"},
+    ),
+    "llama, head_dim": ("llama", {"head_dim": 24}),
+    "llama, widths off 32": ("llama", {"hidden_size": 60, "head_dim": 10, "vocab_size": 291}),
+    "mistral": ("mistral", {}),
+    "mistral, window": ("mistral", {"sliding_window": 8}),
+    "mistral, head_dim": ("mistral", {"head_dim": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "qwen3, head_dim": ("qwen3", {"head_dim": 24}),
+    "qwen3, windows by layer": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+def dense_causal(config: ModelConfig) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Attention over the rows of one call, written as plainly as possible."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = config.num_heads // config.num_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * config.head_dim**-0.5
+        ages = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        window = config.window_of(layer) or len(q)
+        hidden = (ages < 0) | (ages >= window)
+        weights = scores.masked_fill(hidden, -torch.inf).float().softmax(-1).to(q.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+    return attend
+
+
+def our_logits(path: Path, tokens: Tensor, dtype: Any = "float32", *, exact: bool = True) -> Tensor:
+    model = load_model(path, dtype=dtype, exact=exact, store=ProbeStore(None))
+    positions = torch.arange(len(tokens))
+    with torch.inference_mode():
+        return model.logits(model.forward(tokens, positions, dense_causal(model.config)))
+
+
+def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=dtype, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    return model.eval()
+
+
+def random_tokens(seed: int, num_tokens: int, low: int = 6, high: int = 290) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(low, high) for _ in range(num_tokens)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
+    """Every family and variant computes what the reference computes, exact or not."""
+    family, overrides = VARIANTS[variant]
+    path = write_tiny_checkpoint(tmp_path, family, seed=7, **overrides)
+    tokens = torch.tensor(random_tokens(1, 100))
+
+    both = [our_logits(path, tokens, exact=exact) for exact in (True, False)]
+
+    with torch.inference_mode():
+        expected = reference(path)(tokens[None]).logits[0]
+    for found in both:
+        assert found.dtype == torch.float32
+        assert found.shape == expected.shape
+        assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(
+    tmp_path: Path, family: TinyFamily
+) -> None:
+    """Rounding happens at the places where the reference rounds, not more often."""
+    path = write_tiny_checkpoint(tmp_path, family, dtype="bfloat16")
+    tokens = torch.tensor(random_tokens(2, 60))
+
+    found = our_logits(path, tokens, "bfloat16")
+
+    with torch.inference_mode():
+        wide = reference(path)(tokens[None]).logits[0]
+        narrow = reference(path, torch.bfloat16)(tokens[None]).logits[0].float()
+    error, reference_error = ((x - wide).square().mean().sqrt() for x in (found, narrow))
+    assert error < 1.3 * reference_error
+
+
+def test_float16_checkpoints_are_computed_in_float32(tmp_path: Path) -> None:
+    """`dtype="auto"` loses nothing of a float16 checkpoint."""
+    path = write_tiny_checkpoint(tmp_path, "llama", dtype="float16")
+    tokens = torch.tensor(random_tokens(2, 30))
+
+    found = our_logits(path, tokens, "auto")
+
+    with torch.inference_mode():
+        expected = reference(path)(tokens[None]).logits[0]
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuations_depend_on_the_whole_context(tmp_path: Path, family: TinyFamily) -> None:
+    """Tiny checkpoints are fit to show faults: the first 16 of 100 tokens change every answer.
+
+    And their answers vary, and are not decided by the last bits.
+    """
+    path = write_tiny_checkpoint(tmp_path, family)
+    model = reference(path)
+    prompts = torch.tensor([random_tokens(seed, 100) for seed in range(20)])
+    replaced = prompts.clone()
+    replaced[:, :16] = torch.tensor([random_tokens(99 + seed, 16) for seed in range(20)])
+
+    def continuations(batch: Tensor) -> Any:
+        return model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+
+    outcome = continuations(prompts)
+    answers = outcome.sequences[:, 100:]
+    others = continuations(replaced).sequences[:, 100:]
+    shorter = continuations(prompts[:, 16:]).sequences[:, 84:]
+
+    assert (answers != others).any(1).all()
+    assert (answers != shorter).any(1).all()
+    best = torch.stack(outcome.logits).topk(2).values
+    assert float((best[..., 0] - best[..., 1] < 1e-4).float().mean()) <= 0.005
+    assert sum(len(answer.unique()) for answer in answers) / 20 > 5
+
+
+def hf_config(**changes: Any) -> dict[str, Any]:
+    """A Llama configuration; a value of `...` removes its entry."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    return {name: value for name, value in (config | changes).items() if value is not ...}
+
+
+def test_absent_settings_mean_what_the_family_says() -> None:
+    """A short config.json is read as the reference reads it."""
+    config = ModelConfig.from_hf(hf_config(), "test")
+
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config.rms_norm_eps == 1e-6
+    assert config.rope.theta == 10000.0
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.torch_dtype == "float32"
+    assert config.window_of(0) is None
+    assert not (config.attention_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+
+
+def test_model_type_stands_in_for_architectures() -> None:
+    """config.json files without `architectures` are understood."""
+    config = ModelConfig.from_hf(hf_config(architectures=..., model_type="llama"), "test")
+
+    assert config.architecture == "LlamaForCausalLM"
+
+
+def test_windows_are_per_layer() -> None:
+    """Qwen's first `max_window_layers` layers see everything, the others a window."""
+    config = ModelConfig.from_hf(
+        hf_config(
+            architectures=["Qwen2ForCausalLM"],
+            num_key_value_heads=2,
+            use_sliding_window=True,
+            sliding_window=32,
+            max_window_layers=1,
+        ),
+        "test",
+    )
+
+    assert [config.window_of(layer) for layer in range(2)] == [None, 32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "num_key_value_heads": 2,
+                "layer_types": ["x", "y"],
+            },
+            "layer_types",
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "num_key_value_heads": 2,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            "chunked_attention",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused(changes: dict[str, Any], told: str) -> None:
+    """A setting that would change the numbers is refused, with its name and the file's."""
+    with pytest.raises(UnsupportedModelError, match=told) as caught:
+        ModelConfig.from_hf(hf_config(**changes), "some/config.json")
+
+    assert "some/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>'"),
+        ({"bos_token_id": "<s>"}, "bos_token_id '<s>'"),
+    ],
+)
+def test_contradictions_are_told(changes: dict[str, Any], told: str) -> None:
+    """A broken config.json gets one clear message."""
+    with pytest.raises(CheckpointError, match=told):
+        ModelConfig.from_hf(hf_config(**changes), "config.json")

@@ -1,0 +1,274 @@
+"""Text, token ids and chat templates against the reference; text as it grows."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.errors import ChatTemplateError, CheckpointError, RequestError
+from ramify.testing import write_tiny_checkpoint
+
+TEXTS = (
+    "",
+    "hello there",
+    "  two  spaces ",
+    "naïve – 日本語 🙂🏽",
+    "<|user|>hi<|end|>",
+    "a\n\n\tb",
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Wie heißt das? 🙂"},
+    {"role": "assistant", "content": "Das."},
+    {"role": "user", "content": "<|bos|> is a token"},
+]
+
+
+@pytest.fixture(name="path")
+def _path(tmp_path: Path) -> Path:
+    return write_tiny_checkpoint(tmp_path, "llama")
+
+
+def with_template(path: Path, template: Any) -> Tokenizer:
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_encoding_is_that_of_transformers(path: Path, special: bool) -> None:
+    """The same ids, with and without what surrounds a text."""
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+
+    for text in TEXTS:
+        found = ours.encode(text, add_special_tokens=special)
+        assert isinstance(found, array)
+        assert found.typecode == "i"
+        assert found.tolist() == theirs(text, add_special_tokens=special)["input_ids"]
+        for skip in (True, False):
+            expected = theirs.decode(found.tolist(), skip_special_tokens=skip)
+            assert ours.decode(found, skip_special_tokens=skip) == expected
+
+
+def test_the_tokenizer_knows_its_ids(path: Path) -> None:
+    """Sizes, special ids and the text of single tokens."""
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+
+    assert ours.vocab_size == len(theirs)
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.special_ids == set(theirs.all_special_ids) | set(range(6))
+    assert ours.token_text(2) == "<|end|>"
+    assert ours.token_text(ours.encode("x", add_special_tokens=False)[0]) == "x"
+    assert ours.token_text(299) == ""  # the model's vocabulary is larger than the tokenizer's
+    assert ours.token_text(ours.encode("é", add_special_tokens=False)[0]) == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}",
+        "{% for m in messages %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        "{{ bos_token }}\n  {% for m in messages %}\n  {{ m | tojson }}\n  {% endfor %}\n",
+        "{{ messages | tojson(indent=2) }}{{ eos_token }}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}",
+        "{% if tools is none %}no tools{% else %}{{ tools | tojson }}{% endif %}",
+        "{% if documents %}documents{% endif %}{% if unk_token is defined %}{{ unk_token }}{% endif %}",
+        "{% if pad_token is defined %}{{ pad_token }}{% endif %}{{ extra }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}",
+        "{{ messages[-1]['content'].split('t')[0] }}",
+    ],
+)
+def test_chat_templates_render_as_in_transformers(path: Path, template: str) -> None:
+    """White space, JSON, special tokens, loop controls, the generation tag and variables."""
+    ours, theirs = with_template(path, template), AutoTokenizer.from_pretrained(path)
+
+    for prompted in (True, False):
+        found = ours.apply_chat_template(TALK, add_generation_prompt=prompted, extra="<&>")
+        expected = theirs.apply_chat_template(
+            TALK, tokenize=False, add_generation_prompt=prompted, extra="<&>"
+        )
+        assert found == expected
+
+
+def test_a_chat_has_one_beginning(path: Path) -> None:
+    """The template writes the bos token; encoding adds no second one."""
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+
+    ids = ours.encode_chat(TALK[:2])
+
+    assert ids.tolist().count(1) == 1
+    expected = theirs.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=False)
+    assert ids.tolist() == expected
+
+
+def test_named_templates_and_files(path: Path) -> None:
+    """`tool_use` serves requests with tools; chat_template.jinja wins over the configuration."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools: {{ tools | length }}"},
+    ]
+    ours = with_template(path, named)
+
+    assert ours.apply_chat_template(TALK) == "plain"
+    assert ours.apply_chat_template(TALK, tools=tools) == "tools: 1"
+    (path / "chat_template.jinja").write_text("from a file")
+    assert Tokenizer.load(path).apply_chat_template(TALK) == "from a file"
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("other file")
+    assert Tokenizer.load(path).apply_chat_template(TALK, tools=tools) == "other file"
+
+
+def test_the_time_is_available_to_templates(path: Path) -> None:
+    """Llama 3 templates date their system prompt."""
+    ours = with_template(path, "{{ strftime_now('%Y') | length }}")
+
+    assert ours.apply_chat_template(TALK) == "4"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "told"),
+    [
+        (None, TALK, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", TALK, "roles must alternate"),
+        ("{{ messages[0].content + 'x' }}", [{"role": "user", "content": None}], "1 messages"),
+        ("{{ messages[7].content }}", TALK, "4 messages"),
+        ("{% if %}", TALK, "cannot render"),
+        ("{{ ''.__class__.__mro__ }}", TALK, "cannot render"),
+        ("{{ messages.append(1) }}", TALK, "cannot render"),
+        ("{{ 1 / 0 }}", TALK, "cannot render"),
+    ],
+)
+def test_a_refused_conversation_is_the_request_s_fault(
+    path: Path, template: str | None, messages: list[Any], told: str
+) -> None:
+    """Whatever a template does with messages, the caller gets one kind of error."""
+    ours = with_template(path, template)
+
+    with pytest.raises(ChatTemplateError, match=told) as caught:
+        ours.encode_chat(messages)
+
+    assert isinstance(caught.value, RequestError)
+
+
+def test_directories_without_a_tokenizer_say_so(tmp_path: Path) -> None:
+    """The way out is in the message: token ids."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is missing.*token ids"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_unreadable_tokenizer_files_are_told(path: Path, name: str) -> None:
+    """Half a download is named."""
+    file = path / name
+    file.write_text(file.read_text()[:100])
+
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        Tokenizer.load(path)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.step(token) for token in ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_add_up_to_the_text(path: Path, text: str) -> None:
+    """No piece ends inside a character, though a token may."""
+    tokenizer = Tokenizer.load(path)
+
+    pieces = pieces_of(tokenizer, tokenizer.encode(text).tolist())
+
+    assert "".join(pieces) == text.replace("<|user|>", "").replace("<|end|>", "")
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_random_tokens_add_up_too(path: Path, seed: int) -> None:
+    """Broken bytes, special tokens and ids without a text included."""
+    tokenizer, rng = Tokenizer.load(path), random.Random(seed)
+    ids = [rng.randrange(300) for _ in range(80)]
+
+    pieces = pieces_of(tokenizer, ids)
+
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_an_incomplete_character_appears_at_the_end(path: Path) -> None:
+    """`finish` tells what was held back; then the detokenizer is as new."""
+    tokenizer = Tokenizer.load(path)
+    ids = tokenizer.encode("a🙂", add_special_tokens=False).tolist()
+    detokenizer = Detokenizer(tokenizer)
+
+    told = [detokenizer.step(token) for token in ids[:-1]]
+
+    assert told == ["a", "", "", ""]
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+    assert "".join(detokenizer.step(token) for token in ids) == "a🙂"
+
+
+def test_endless_broken_bytes_do_not_pile_up(path: Path) -> None:
+    """A model that emits nothing but continuation bytes is told after a bounded delay."""
+    tokenizer = Tokenizer.load(path)
+    broken = tokenizer.encode("é", add_special_tokens=False)[1]
+
+    pieces = pieces_of(tokenizer, [broken] * 1000)
+
+    assert "".join(pieces) == "\ufffd" * 1000
+    assert max(map(len, pieces)) < 100
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Words that carry their leading space, and bytes for the rest, as in Llama 2."""
+    vocabulary = {"<s>": 0, "\u2581Hello": 1, "\u2581world": 2, "\u2581": 3, "!": 4}
+    vocabulary |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    core.add_special_tokens(["<s>"])
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(core, special_tokens={"bos_token": "<s>"}, chat_templates={})
+
+
+def test_leading_spaces_survive_piece_by_piece() -> None:
+    """Such decoders drop the first space of a text, but not the first of each piece."""
+    tokenizer = sentencepiece_like()
+    smile = [5 + byte for byte in "🙂".encode()]
+    ids = [0, 1, 2, 0, 2, 3, 4, *smile, 4, 3, 3, 1]
+
+    pieces = pieces_of(tokenizer, ids)
+
+    assert pieces[1:3] == ["Hello", " world"]
+    assert "".join(pieces) == tokenizer.decode(ids) == "Hello world world !🙂!   Hello"
+    assert tokenizer.token_text(2) == " world"
+
+
+def test_a_tokenizer_without_a_template_says_so() -> None:
+    """`has_chat_template` answers before anyone tries."""
+    tokenizer = sentencepiece_like()
+
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.encode_chat(TALK)
