@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
@@ -33,7 +34,7 @@ from ramify import LLM, SamplingParams
 from ramify.testing import write_tiny_checkpoint
 
 Prompts = list[list[int]]
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 512,
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
@@ -238,7 +239,7 @@ def setting(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="checkpoint directory; by default a random Llama")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=True)

@@ -33,7 +33,7 @@ from ramify.params import FinishReason, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 2  # a step that fails is tried once more: the fault may lie with a batch mate
+MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
 
 
 class TextDecoder(Protocol):
@@ -255,6 +255,7 @@ class EngineCore:
         token = drawn.token_id
         if request.first_token_s is None:
             request.first_token_s = self._clock()
+        request.failures = 0
         request.output_ids.append(token)
         if drawn.logprob is not None:
             request.logprobs.append(drawn.logprob)

@@ -83,8 +83,10 @@ class Scheduler:
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when there is nothing to do."""
         self._step += 1
-        work = self._continue_running()
-        admitted = self._admit(work)
+        work, admitted = self._suspect()
+        if not work and not admitted:
+            work = self._continue_running()
+            admitted = self._admit(work)
         while work or admitted:
             try:
                 batch = self.planner.plan(
@@ -92,11 +94,13 @@ class Scheduler:
                     [num_new for _, num_new in work + admitted],
                 )
             except OutOfPagesError as error:
-                if admitted:
-                    # with nobody running, the first must go on, or nothing ever would
-                    keep = 0 if work else 1
-                    assert len(admitted) > keep, "a request that fits the pool found no pages"
-                    self._drop(admitted, error.asked - error.free - error.evictable, keep)
+                if work and admitted:
+                    self._drop(admitted, error.asked - error.free - error.evictable, keep=0)
+                elif len(admitted) > 1:  # with nobody running, the first must go on
+                    self._drop(admitted, error.asked - error.free - error.evictable, keep=1)
+                elif admitted:  # a suspect is tried alone, and those that pause make room
+                    assert self.running, "a request that fits the pool found no pages"
+                    self._preempt(work)
                 else:
                     work = self._preempt(work) or self._continue_running()
                 continue
@@ -109,6 +113,17 @@ class Scheduler:
         return None
 
     # -- choosing ----------------------------------------------------------------------------
+
+    def _suspect(self) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
+        """Work and admissions when a step has failed: its oldest request, alone, until it has a
+        new token, then the next. So a request that always fails takes nobody with it.
+        """  # noqa: D205
+        for queue, admits in ((self.running, False), (self.waiting, True)):
+            one = min((one for one in queue if one.failures), key=lambda one: one.id, default=None)
+            if one is not None:
+                alone = [(one, min(one.sequence.num_uncomputed, self.max_batch_tokens))]
+                return ([], alone) if admits else (alone, [])
+        return [], []
 
     def _continue_running(self) -> list[tuple[Request, int]]:
         """Running requests, those that waited longest first, decode before prefill on a tie."""

@@ -1,0 +1,217 @@
+"""What bad input gets: one clear error, the others of the batch go on, and no page leaks."""
+
+import re
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ramify import LLM, SamplingParams
+from ramify.errors import (
+    CheckpointError,
+    ConfigError,
+    EmptyPromptError,
+    InvalidParamsError,
+    PoolTooSmallError,
+    PromptTooLongError,
+    RequestError,
+    RequestTooLargeError,
+    TokenOutOfRangeError,
+    UnknownOptionError,
+)
+from ramify.params import FinishReason
+from ramify.testing import write_tiny_checkpoint
+
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("llm") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def make(checkpoint: Path) -> Callable[..., LLM]:
+    """Engines with options of their own over the same checkpoint."""
+    return lambda **options: LLM(checkpoint, **{"kv_cache_tokens": 2048, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(make: Callable[..., LLM]) -> LLM:
+    return make()
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    """The shared engine; after each test nothing may be held."""
+    yield engine
+    assert_idle(engine)
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request holds anything, and all that is cached can be evicted."""
+    llm.cache.check()
+    stats = llm.cache.stats()
+    assert not llm.has_unfinished()
+    assert (stats.num_leases, stats.private_pages) == (0, 0)
+    llm.cache.clear()
+    assert llm.cache.stats().free_pages == llm.cache.num_pages
+    llm.cache.check()
+
+
+BAD_PROMPTS: list[tuple[Any, type[RequestError], str]] = [
+    ("", EmptyPromptError, "0 tokens but at least 1"),
+    ([], EmptyPromptError, "0 tokens but at least 1"),
+    ([5] * 64, PromptTooLongError, "64 tokens but max_model_len is 64 .* shorten it by 1"),
+    ([5] * 62, RequestTooLargeError, "needs 8 pages .* has 7 pages of 8.* kv_cache_tokens >= 64"),
+    ([1, 300], TokenOutOfRangeError, r"token id 300 at position 1 is outside 0\.\.299"),
+    ([1, -1], TokenOutOfRangeError, "token id -1 at position 1"),
+    ([1, 2**80], TokenOutOfRangeError, "position 1"),
+    ([1, 2.5], InvalidParamsError, r"prompt\[1\]=2\.5"),
+    ([1, True], InvalidParamsError, r"prompt\[1\]=True"),
+    ([1, None], InvalidParamsError, r"prompt\[1\]=None"),
+    ("a\ud800b", InvalidParamsError, r"prompt\[1\]='\\ud800'"),
+]
+
+
+@pytest.fixture(scope="module")
+def narrow(make: Callable[..., LLM]) -> LLM:
+    return make(max_model_len=64, kv_cache_tokens=56, page_size=8)
+
+
+@pytest.mark.parametrize(("prompt", "error", "told"), BAD_PROMPTS, ids=lambda one: str(one)[:20])
+def test_a_bad_prompt_gets_one_clear_error_and_the_others_go_on(
+    narrow: LLM, prompt: Any, error: type[RequestError], told: str
+) -> None:
+    """In a batch it is that prompt's output; alone it is raised; nothing leaks either way."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    good = narrow.generate("the rain", params)[0]
+
+    before, bad, after = narrow.generate(["the rain", prompt, "the rain"], params)
+
+    assert before.token_ids == after.token_ids == good.token_ids
+    assert bad.finish_reason is FinishReason.ERROR
+    assert (bad.text, bad.token_ids) == ("", ())
+    assert type(bad.error) is error
+    assert re.search(told, str(bad.error))
+    for call in (lambda: narrow.generate([prompt], params), lambda: narrow.add_request(prompt)):
+        with pytest.raises(error, match=told):
+            call()
+    assert_idle(narrow)
+
+
+def test_what_is_no_prompt_at_all_is_refused(llm: LLM) -> None:
+    """Neither text nor ids: the value is named, and nothing stays queued."""
+    wrong: tuple[Any, ...] = (None, 5, b"bytes", {"role": "user"})
+    for prompt in wrong:
+        outputs = llm.generate(["a", prompt], SHORT)
+        assert outputs[0].error is None
+        assert isinstance(outputs[1].error, InvalidParamsError)
+    with pytest.raises(InvalidParamsError, match=r"prompt=1\.5"):
+        llm.generate([1.5, 2.5], SHORT)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match=r"prompt\[0\]=True"):
+        llm.generate([True, True], SHORT)
+
+
+def test_ids_may_come_in_any_array(llm: LLM) -> None:
+    """array, numpy, and numpy's integers inside a list."""
+    wanted = llm.generate([5, 6, 7], SHORT)[0].token_ids
+
+    forms: tuple[Any, ...] = (array("i", [5, 6, 7]), array("q", [5, 6, 7]), np.array([5, 6, 7]))
+    several: list[Any] = [*forms, list(forms[2])]
+    for prompt in several:
+        assert llm.generate([prompt], SHORT)[0].token_ids == wanted
+
+
+def test_a_call_in_which_every_prompt_is_refused_raises(llm: LLM) -> None:
+    """The first prompt's error."""
+    prompts: list[Any] = ["", [999]]
+
+    with pytest.raises(EmptyPromptError):
+        llm.generate(prompts, SHORT)
+
+
+def test_unknown_options_and_values_are_refused(make: Callable[..., LLM]) -> None:
+    """By name, with what is possible, before any weight is read."""
+    with pytest.raises(UnknownOptionError, match=r"unknown option 'page_sise'.*page_size"):
+        make(page_sise=3)
+    with pytest.raises(ConfigError, match="attention_backend='flash' does not exist; choose auto"):
+        make(attention_backend="flash")
+    with pytest.raises(ConfigError, match="page_size=0"):
+        make(page_size=0)
+    with pytest.raises(ConfigError, match=r"max_model_len=5000 .* end at 4096"):
+        make(max_model_len=5000)
+    with pytest.raises(PoolTooSmallError, match="kv_cache_tokens=15 is 0 pages of 16"):
+        make(kv_cache_tokens=15)
+    with pytest.raises(TypeError):
+        SamplingParams(top_q=1)  # type: ignore[call-arg]
+
+
+def test_a_directory_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """The error names the directory."""
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        LLM(tmp_path)
+    with pytest.raises(CheckpointError, match="no directory"):
+        LLM(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty", "missing"])
+def test_a_corrupt_shard_is_refused(tmp_path: Path, damage: str) -> None:
+    """The error names the file, and says what to do."""
+    path = write_tiny_checkpoint(tmp_path, "llama", shards=2)
+    shard = path / "model-00002-of-00002.safetensors"
+    content = shard.read_bytes()
+    if damage == "cut":
+        shard.write_bytes(content[: len(content) // 2])
+    elif damage == "header":
+        shard.write_bytes(b"\xff" * 64 + content[64:])
+    elif damage == "empty":
+        shard.write_bytes(b"")
+    else:
+        shard.unlink()
+
+    with pytest.raises(CheckpointError, match=shard.name):
+        LLM(path, kv_cache_tokens=64)
+
+
+def test_without_a_tokenizer_ids_still_work(tmp_path: Path) -> None:
+    """Text, stop texts and messages are refused with the reason; ids are answered."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    llm = LLM(path, kv_cache_tokens=256)
+
+    output = llm.generate([5, 6, 7], SHORT)[0]
+
+    assert len(output.token_ids) == 6
+    assert output.text == ""
+    for call in (
+        lambda: llm.generate("text", SHORT),
+        lambda: llm.generate([5], SamplingParams(stop="x")),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+    ):
+        with pytest.raises(InvalidParamsError, match="no tokenizer"):
+            call()
+    assert_idle(llm)
+
+
+def test_broken_weights_fail_their_requests_and_the_engine_lives(tmp_path: Path) -> None:
+    """A token whose embedding is NaN: its request is told, and the next one is served."""
+    path = write_tiny_checkpoint(tmp_path, "llama")
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(path, kv_cache_tokens=256, page_size=4)
+
+    bad = llm.generate([[5, 77, 6, 7, 8]], SHORT)[0]
+    good = llm.generate([[5, 6, 7, 8, 9]], SHORT)[0]
+
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "not finite" in str(bad.error)
+    assert good.error is None
+    assert len(good.token_ids) == 6
+    assert_idle(llm)

@@ -1,0 +1,113 @@
+"""The metadata of a step, against a plain loop over its tokens."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.kv.block_table import PagedBlockTable
+
+
+def test_slots_follow_the_pages_not_the_positions() -> None:
+    """A request whose pages are 7 then 2 writes token 4 to the first slot of page 2."""
+    table = PagedBlockTable.of([[7, 2]], page_size=4)
+
+    batch = AttentionBatch.build([Extend(0, row=0, num_cached=3, num_new=2)], table)
+
+    assert batch.slot_mapping.tolist() == [31, 8]
+    assert batch.kv_slots(0).tolist() == [28, 29, 30, 31, 8]
+
+
+def test_a_query_row_sits_behind_what_is_cached() -> None:
+    """Query row i of a request is at position kv_len - q_len + i, whoever is beside it."""
+    table = PagedBlockTable.of([[0, 1], [2], [3, 4]], page_size=4)
+    extends = [Extend(5, 2, num_cached=5, num_new=1), Extend(6, 1, 0, 3), Extend(7, 0, 4, 4)]
+
+    batch = AttentionBatch.build(extends, table)
+
+    assert batch.positions.tolist() == [5, 0, 1, 2, 4, 5, 6, 7]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 4, 8]
+    assert batch.seq_lens_kv.tolist() == [6, 3, 8]
+    assert batch.num_cached.tolist() == [5, 0, 4]
+    assert (batch.max_q_len, batch.max_kv_len, batch.total_kv) == (4, 8, 17)
+    assert batch.has_cached
+
+
+def test_a_page_beyond_the_step_is_hidden() -> None:
+    """A row may own pages that this step does not reach: they are -1 in the batch."""
+    table = PagedBlockTable.of([[6, 5, 4], [3]], page_size=2)
+
+    batch = AttentionBatch.build([Extend(0, 0, 0, 3), Extend(1, 1, 0, 1)], table)
+
+    assert batch.block_table.tolist() == [[6, 5], [3, -1]]
+    assert table.pages(0) == [6, 5, 4]
+
+
+def test_an_empty_batch_is_legal() -> None:
+    """No requests, no rows, no error."""
+    batch = AttentionBatch.build([], PagedBlockTable(1, 4, page_size=2))
+
+    assert (batch.num_seqs, batch.num_tokens, batch.total_kv) == (0, 0, 0)
+    assert (batch.max_q_len, batch.max_kv_len) == (0, 0)
+    assert batch.cu_seqlens_q.tolist() == [0]
+    assert not batch.has_cached
+
+
+def test_a_batch_is_frozen() -> None:
+    """Neither its fields nor its arrays can be written, and it is no view of the table."""
+    table = PagedBlockTable.of([[1, 0]], page_size=1)
+    batch = AttentionBatch.build([Extend(0, 0, 1, 1)], table)
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.page_size = 3  # type: ignore[misc]
+    for value in (getattr(batch, field.name) for field in dataclasses.fields(batch)):
+        if isinstance(value, np.ndarray):
+            assert not value.flags.writeable
+    table.rewrite(0, 0, [7])
+
+    assert batch.block_table.tolist() == [[1, 0]]
+
+
+def test_a_token_without_a_page_is_our_bug() -> None:
+    """A row with fewer pages than the step needs is caught before anything is written."""
+    table = PagedBlockTable.of([[0]], page_size=2)
+
+    with pytest.raises((AssertionError, IndexError)):
+        AttentionBatch.build([Extend(0, 0, 0, 3)], table)
+
+
+@given(
+    page_size=st.integers(1, 17),
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=6),
+    seed=st.integers(0, 2**16),
+)
+def test_arrays_are_those_of_a_plain_loop(
+    page_size: int, lengths: list[tuple[int, int]], seed: int
+) -> None:
+    """Every array equals what one gets token by token, in the stated dtype."""
+    needs = [-(-(cached + new) // page_size) for cached, new in lengths]
+    shuffled = np.random.default_rng(seed).permutation(sum(needs)).tolist()
+    rows = [[shuffled.pop() for _ in range(need)] for need in needs]
+    table = PagedBlockTable.of(rows, page_size)
+    extends = [Extend(at, at, *length) for at, length in enumerate(lengths)][::-1]
+
+    batch = AttentionBatch.build(extends, table)
+
+    positions, slots = [], []
+    for one in extends:
+        for position in range(one.num_cached, one.kv_len):
+            positions.append(position)
+            slots.append(rows[one.row][position // page_size] * page_size + position % page_size)
+    assert batch.positions.tolist() == positions
+    assert batch.slot_mapping.tolist() == slots
+    for at, one in enumerate(extends):
+        seen = batch.kv_slots(at).tolist()
+        assert len(seen) == one.kv_len == batch.seq_lens_kv[at]
+        assert seen[one.num_cached :] == slots[batch.cu_seqlens_q[at] : batch.cu_seqlens_q[at + 1]]
+    for name in ("cu_seqlens_q", "seq_lens_kv", "num_cached", "block_table", "positions"):
+        assert getattr(batch, name).dtype == np.int32
+    assert batch.slot_mapping.dtype == np.int64
+    assert batch.total_kv == sum(one.kv_len for one in extends)

@@ -1,0 +1,483 @@
+"""The engine without a model: random workloads, sharing, order, preemption, failures, aborts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.engine.request import RECOMPUTED_FOR_LOGPROBS
+from ramify.engine.step import StepPlan, StepResult
+from ramify.errors import StepFailedError, UnknownRequestError
+from ramify.params import FinishReason
+from ramify.testing import FakeExecutor
+from tests.pure.engine_bench import Bench, expected
+
+# -- random workloads ------------------------------------------------------------------------
+
+PREFIXES: tuple[list[int], ...] = (
+    [7] * 12,
+    [7] * 8 + [9] * 7,
+    [7] * 8 + [9] * 3,
+    [3, 1, 4, 1, 5, 9, 2, 6],
+    [],
+)
+JOBS = st.tuples(
+    st.integers(0, 8),  # steps before it comes
+    st.sampled_from(PREFIXES),
+    st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    st.integers(1, 9),  # max_tokens
+    st.sampled_from([None, None, None, 0, 1, 4]),  # aborted so many steps later
+    st.sampled_from([False, False, False, True]),  # asks for prompt_logprobs
+)
+
+
+@settings(max_examples=250)
+@given(
+    jobs=st.lists(JOBS, min_size=1, max_size=9),
+    page_size=st.sampled_from([1, 2, 3, 4, 8]),
+    spare_pages=st.integers(0, 12),
+    max_num_seqs=st.sampled_from([1, 2, 3, 8]),
+    max_batch_tokens=st.sampled_from([1, 2, 3, 5, 8, 30]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    fail_at=st.sets(st.integers(0, 25), max_size=3),
+)
+def test_answers_are_those_of_an_engine_without_cache(
+    jobs: list[tuple[int, list[int], list[int], int, int | None, bool]],
+    page_size: int,
+    spare_pages: int,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    prefix_cache: bool,
+    fail_at: set[int],
+) -> None:
+    """Whatever shares, waits, is preempted, fails or is aborted beside a request.
+
+    The pool holds the longest request and a few pages more; steps fail now and then.
+    """
+    longest = max(len(head) + len(tail) + count - 1 for _, head, tail, count, _, _ in jobs)
+    num_pages = -(-longest // page_size) + spare_pages
+    bench = Bench(
+        num_pages * page_size,
+        page_size,
+        max_num_seqs,
+        max_batch_tokens,
+        prefix_cache=prefix_cache,
+        fail_at=fail_at,
+    )
+    todo = sorted(enumerate(jobs), key=lambda one: one[1][0])
+    wanted: dict[int, tuple[list[int], int]] = {}
+    aborts: dict[int, int] = {}
+    step = 0
+    while todo or bench.core.has_unfinished:
+        while todo and todo[0][1][0] <= step:
+            _, (_, head, tail, max_tokens, abort_after, scored) = todo.pop(0)
+            prompt = [*head, *tail]
+            key = bench.add(prompt, max_tokens=max_tokens, prompt_logprobs=0 if scored else None)
+            wanted[key] = prompt, max_tokens
+            if abort_after is not None:
+                aborts[key] = step + abort_after
+        for key, at in aborts.items():
+            if at == step and key not in bench.outputs:
+                bench.abort(key)
+        bench.step()
+        step += 1
+        assert step < 2000, "the engine makes no progress"
+
+    assert bench.outputs.keys() == wanted.keys()
+    for key, (prompt, max_tokens) in wanted.items():
+        output, answer = bench.outputs[key], expected(prompt, max_tokens)
+        got = list(output.token_ids)
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert got == answer[: len(got)]
+        else:
+            assert got == answer
+        if output.finish_reason is FinishReason.ERROR:
+            assert len(fail_at) > 1
+            assert isinstance(output.error, StepFailedError)
+        scores = output.prompt_logprobs
+        if scores is not None and output.token_ids:
+            assert scores[0] is None
+            assert [one.token_id for one in scores[1:] if one is not None] == prompt[1:]
+    bench.assert_nothing_leaked()
+
+
+@settings(max_examples=40)
+@given(
+    heads=st.lists(st.sampled_from(PREFIXES), min_size=2, max_size=8),
+    budget=st.integers(1, 40),
+    size=st.integers(1, 8),
+)
+def test_prompt_scores_are_those_of_a_request_alone(
+    heads: list[list[int]], budget: int, size: int
+) -> None:
+    """Scores and draws do not depend on chunks, on the cache or on batch mates."""
+    prompts = [[*head, 1 + at % 3, 2] for at, head in enumerate(heads)]
+    many = Bench(page_size=size, max_batch_tokens=budget)
+    params: dict[str, Any] = {"max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
+    keys = [many.add(prompt, **params) for prompt in prompts]
+    outputs = many.run()
+
+    for key, prompt in zip(keys, prompts, strict=True):
+        alone = Bench(page_size=size)
+        alone.add(prompt, **params)
+        wanted = alone.run()[0]
+        assert outputs[key].prompt_logprobs == wanted.prompt_logprobs
+        assert outputs[key].logprobs == wanted.logprobs
+        assert outputs[key].token_ids == wanted.token_ids
+
+
+# -- a prefix is computed once ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [128, 512, 2048, 100_000])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_64_identical_cold_prompts_compute_their_prompt_once(budget: int, page_size: int) -> None:
+    """Submitted at once: 1,000 tokens, and at most a page more for each request."""
+    bench = Bench(70_000, page_size, max_batch_tokens=budget)
+    for _ in range(64):
+        bench.add([1 + place % 40 for place in range(1000)], max_tokens=1)
+
+    outputs = bench.run()
+
+    assert bench.device.num_computed_tokens <= 1000 + 64 * page_size
+    assert sum(one.cache.computed_tokens for one in outputs.values()) <= 1000 + 64 * page_size
+    assert all(one.cache.prompt_tokens == 1000 for one in outputs.values())
+    assert len({one.token_ids for one in outputs.values()}) == 1
+    assert [one.cache.recomputed_tokens for one in outputs.values()] == [0] * 64
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_leader_aborted_after_its_second_chunk_costs_one_chunk_at_most(page_size: int) -> None:
+    """The others go on where it stopped."""
+    bench = Bench(70_000, page_size, max_batch_tokens=128)
+    keys = [bench.add([1 + place % 40 for place in range(1000)], max_tokens=1) for _ in range(64)]
+    for _ in range(2):
+        bench.step()
+    assert bench.core.num_computed_tokens == 256
+
+    bench.abort(keys[0])
+    outputs = bench.run()
+
+    assert bench.device.num_computed_tokens <= 1000 + 64 * page_size + 128
+    assert outputs[keys[0]].finish_reason is FinishReason.ABORT
+    assert {outputs[key].token_ids for key in keys[1:]} == {outputs[keys[1]].token_ids}
+
+
+def test_a_leader_that_fails_costs_what_it_computed_in_that_step() -> None:
+    """The step is tried again from what was published before it."""
+    bench = Bench(70_000, 16, max_batch_tokens=128, fail_at={3})
+    for _ in range(8):
+        bench.add([1 + place % 40 for place in range(1000)], max_tokens=1)
+
+    outputs = bench.run()
+
+    assert bench.device.num_computed_tokens <= 1000 + 8 * 16
+    assert {one.finish_reason for one in outputs.values()} <= {
+        FinishReason.LENGTH,
+        FinishReason.STOP,
+    }
+
+
+def test_prompts_that_part_late_share_what_is_common() -> None:
+    """32 questions about one document: the document once, then each question."""
+    bench = Bench(20_000, 16, max_batch_tokens=100)
+    document = [1 + place * 7 % 40 for place in range(400)]
+    for at in range(32):
+        bench.add([*document, 1 + at, 2, 3, 4], max_tokens=2, ignore_eos=True)
+
+    outputs = bench.run()
+
+    assert bench.device.num_computed_tokens <= 404 + 31 * 20 + 32
+    for at in range(1, 32):
+        assert outputs[at].cache.read_tokens + outputs[at].cache.shared_tokens == 400
+
+
+def test_a_request_that_must_not_read_lets_others_share_behind_it() -> None:
+    """The head of its prompt is cached, so that it can announce nothing: the follower waits."""
+    bench = Bench(4096, 4, max_batch_tokens=512)
+    bench.add([5] * 20, max_tokens=1)
+    bench.run()
+    scored = bench.add([5] * 10 + [6] * 90, max_tokens=1, prompt_logprobs=0)
+    reader = bench.add([5] * 10 + [6] * 90, max_tokens=1)
+
+    outputs = bench.run()
+
+    assert outputs[scored].cache.computed_tokens == 100
+    assert outputs[scored].cache.reason == RECOMPUTED_FOR_LOGPROBS
+    assert outputs[reader].cache.computed_tokens <= 4
+    assert bench.device.num_computed_tokens <= 20 + 100 + 4
+
+
+# -- order, fairness, preemption -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [4, 8, 64])
+def test_long_decodes_starve_nobody(budget: int) -> None:
+    """While rows and budget last, request n starts after the chunks of those before it, not later.
+
+    Three decodes run on and on; ten prompts of 20 tokens come. Each step has budget - (running
+    decodes) tokens for prompts, so that all of them have their first token within the bound.
+    """
+    bench = Bench(4096, 4, max_num_seqs=64, max_batch_tokens=budget)
+    for at in range(3):
+        bench.add([20 + at], max_tokens=400, ignore_eos=True)
+    bench.step()
+    late = [bench.add([1 + at] * 20, max_tokens=1) for at in range(10)]
+
+    steps = 0
+    while not all(key in bench.outputs for key in late):
+        bench.step()
+        steps += 1
+        assert steps <= 10 * -(-20 // (budget - 3)) + 10
+
+    assert all(len(bench.tokens[key]) >= steps for key in range(3))
+    for key in range(3):
+        bench.abort(key)
+    bench.run()
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_a_budget_below_the_number_of_requests_is_shared_in_turn(budget: int) -> None:
+    """Running requests never differ by more than one round while all of them decode."""
+    bench = Bench(4096, 4, max_num_seqs=8, max_batch_tokens=budget)
+    for at in range(8):
+        bench.add([1 + at], max_tokens=30, ignore_eos=True)
+
+    last = dict.fromkeys(range(8), 0)
+    for step in range(1, 2000):
+        if not bench.core.has_unfinished:
+            break
+        for event in bench.step():
+            last[event.request_id] = step
+        for one in bench.core.scheduler.running:
+            assert step - last[one.id] <= 8 + 1
+    bench.run()
+
+
+def test_a_long_prompt_does_not_stop_decodes() -> None:
+    """A prompt of many chunks and running decodes: every decode gets its token in every step."""
+    bench = Bench(4096, 4, max_batch_tokens=16)
+    keys = [bench.add([30 + at], max_tokens=60, ignore_eos=True) for at in range(3)]
+    bench.step()
+    bench.step()
+    bench.add([1 + place % 7 for place in range(300)], max_tokens=1)
+
+    for _ in range(20):
+        seen = {event.request_id for event in bench.step()}
+        assert seen >= set(keys)
+    bench.run()
+
+
+def test_preemption_repeats_work_and_changes_no_answer() -> None:
+    """Four requests in a pool for two: each ends with its tokens, and the report counts."""
+    bench = Bench(48, 4, max_batch_tokens=64)
+    prompts = [[1 + at, 2, 3, 4, 5, 6, 7, 8] for at in range(4)]
+    keys = [bench.add(prompt, max_tokens=15, ignore_eos=True) for prompt in prompts]
+
+    outputs = bench.run()
+
+    preempted = [one for one in outputs.values() if one.metrics.preemptions]
+    assert preempted
+    assert bench.core.scheduler.num_preemptions == sum(
+        one.metrics.preemptions for one in outputs.values()
+    )
+    for key, prompt in zip(keys, prompts, strict=True):
+        assert list(outputs[key].token_ids) == expected(prompt, 15, ends=())
+    assert outputs[0].metrics.preemptions == 0, "the oldest request is never a victim"
+    ideal = sum(len(prompt) + 14 for prompt in prompts)
+    repeated = sum(one.cache.recomputed_tokens for one in outputs.values())
+    assert bench.device.num_computed_tokens == ideal + repeated
+    assert repeated > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_a_pool_of_exactly_one_request_serves_them_one_by_one(
+    page_size: int, max_tokens: int
+) -> None:
+    """The last output token needs no page; a pool that holds the rest is enough."""
+    pool = -(-(10 + max_tokens - 1) // page_size) * page_size
+    bench = Bench(pool, page_size)
+    prompts = [[at + 1] * 10 for at in range(3)]
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=max_tokens, ignore_eos=True)
+
+    outputs = bench.run()
+
+    for key, prompt in enumerate(prompts):
+        assert list(outputs[key].token_ids) == expected(prompt, max_tokens, ends=())
+
+
+def test_a_pool_of_one_page() -> None:
+    """The smallest engine there can be works."""
+    bench = Bench(1, 1, max_num_seqs=1, max_batch_tokens=1)
+    keys = [bench.add([at], max_tokens=1) for at in (1, 2, 3)]
+
+    outputs = bench.run()
+
+    assert [list(outputs[key].token_ids) for key in keys] == [expected([at], 1) for at in (1, 2, 3)]
+
+
+# -- failing steps ---------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_once_is_tried_again() -> None:
+    """The callers see nothing of it: same tokens, no error, however often it happens."""
+    bench = Bench(fail_at={0, 4, 9, 14})
+    keys = [bench.add([7] * 9 + [at], max_tokens=6, ignore_eos=True) for at in (1, 2)]
+    first = bench.step()
+    assert first == []
+
+    late = bench.add([7] * 9 + [3], max_tokens=3, ignore_eos=True)
+    outputs = bench.run()
+
+    for key, last, count in (*zip(keys, (1, 2), (6, 6), strict=True), (late, 3, 3)):
+        assert list(outputs[key].token_ids) == expected([7] * 9 + [last], count, ends=())
+    assert bench.device.num_erased_pages > 0
+
+
+class Refusing:
+    """An executor that fails every step in which a certain token is computed."""
+
+    def __init__(self, inner: FakeExecutor, token: int) -> None:
+        self.inner, self.token = inner, token
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.token in plan.token_ids:
+            raise FloatingPointError("that token again")
+        return self.inner.execute(plan)
+
+    def erase_pages(self, pages: Sequence[int]) -> None:
+        self.inner.erase_pages(pages)
+
+
+@pytest.mark.parametrize("pool_tokens", [4096, 40])
+def test_a_request_that_always_fails_takes_nobody_with_it(pool_tokens: int) -> None:
+    """Its batch mates, and those that were running before it came, get their answers."""
+    bench = Bench(pool_tokens, next_token=never_49)
+    bench.core.executor = Refusing(bench.device, token=49)
+    early = bench.add([4] * 9, max_tokens=20)
+    bench.step()
+    prompts = {bench.add([start] * 9, max_tokens=6): [start] * 9 for start in (1, 2, 3)}
+    bad = bench.add([5, 49, 5], max_tokens=6)
+
+    outputs = bench.run()
+
+    assert outputs[bad].finish_reason is FinishReason.ERROR
+    for key, context in {**prompts, early: [4] * 9}.items():
+        for token in outputs[key].token_ids:
+            assert token == never_49(context)
+            context.append(token)
+        assert len(outputs[key].token_ids) == (20 if key == early else 6)
+
+
+def never_49(context: Sequence[int]) -> int:
+    return 1 + (7 * sum(context) + len(context)) % 40
+
+
+def test_a_report_tells_of_the_step_that_counted() -> None:
+    """Who shared in a step that failed, and led in the next, computed its prompt."""
+    bench = Bench(fail_at={0})
+    first, second = (bench.add([7] * 12, max_tokens=1) for _ in range(2))
+    bench.step()
+    bench.abort(first)
+
+    report = bench.run()[second].cache
+
+    assert (report.read_tokens, report.shared_tokens, report.computed_tokens) == (0, 0, 12)
+    assert report.recomputed_tokens == 0
+
+
+def test_a_step_that_fails_twice_ends_its_requests() -> None:
+    """Once with others, once alone: it is told why; the others are served, and no page leaks."""
+    bench = Bench(max_num_seqs=2, fail_at={0, 1})
+    doomed = [bench.add([1] * 6, max_tokens=3)]
+    others = [bench.add([at] * 6, max_tokens=3, ignore_eos=True) for at in (3, 4)]
+    bench.step()
+    events = bench.step()
+
+    assert [event.request_id for event in events if event.output is not None] == doomed
+    outputs = bench.run()
+    for key in doomed:
+        output = outputs[key]
+        assert output.finish_reason is FinishReason.ERROR
+        assert isinstance(output.error, StepFailedError)
+        assert "2 failed steps, the limit is 2" in str(output.error)
+        assert "RuntimeError: asked to fail" in str(output.error)
+        assert isinstance(output.error.__cause__, RuntimeError)
+    for key, start in zip(others, (3, 4), strict=True):
+        assert list(outputs[key].token_ids) == expected([start] * 6, 3, ends=())
+        assert outputs[key].error is None
+
+
+def test_a_failed_step_leaves_warm_what_was_computed_before() -> None:
+    """A decode step fails: the prompt is read from the cache in the second try."""
+    bench = Bench(page_size=2, fail_at={3})
+    key = bench.add([7] * 20, max_tokens=8, ignore_eos=True)
+
+    output = bench.run()[key]
+
+    assert list(output.token_ids) == expected([7] * 20, 8, ends=())
+    assert output.cache.recomputed_tokens <= 2
+    assert bench.device.num_computed_tokens <= 20 + 7 + 2
+
+
+def test_an_interrupt_leaves_the_engine_whole() -> None:
+    """Ctrl-C inside a forward pass reaches the caller; whoever goes on gets every answer."""
+    bench = Bench(fail_at={0, 2}, error=KeyboardInterrupt())
+    prompts = [[7] * 9 + [at] for at in (1, 2, 3)]
+    keys = [bench.add(prompt, max_tokens=5, ignore_eos=True) for prompt in prompts]
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.step()
+    bench.check()
+    bench.step()
+    with pytest.raises(KeyboardInterrupt):
+        bench.step()
+    bench.check()
+    outputs = bench.run()
+
+    for key, prompt in zip(keys, prompts, strict=True):
+        assert list(outputs[key].token_ids) == expected(prompt, 5, ends=())
+
+
+# -- aborts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_request_may_be_aborted_at_any_point(steps: int) -> None:
+    """Waiting, following, in the middle of its prompt, decoding: it ends, others are not touched."""
+    for victim in range(3):
+        bench = Bench(400, 4, max_num_seqs=2, max_batch_tokens=8)
+        prompts = [[7] * 17 + [at] for at in (1, 2, 3)]
+        keys = [bench.add(prompt, max_tokens=4, ignore_eos=True) for prompt in prompts]
+        for _ in range(steps):
+            bench.step()
+        if keys[victim] in bench.outputs:
+            continue
+
+        bench.abort(keys[victim])
+
+        assert bench.outputs[keys[victim]].finish_reason is FinishReason.ABORT
+        with pytest.raises(UnknownRequestError, match="has ended or never existed"):
+            bench.core.abort(keys[victim])
+        outputs = bench.run()
+        for key, prompt in zip(keys, prompts, strict=True):
+            if key != keys[victim]:
+                assert list(outputs[key].token_ids) == expected(prompt, 4, ends=())
+
+
+def test_what_an_aborted_request_computed_stays_warm() -> None:
+    """The next one reads it."""
+    bench = Bench(4096, 4, max_batch_tokens=16)
+    key = bench.add([7] * 40, max_tokens=4)
+    bench.step()
+    bench.step()
+    bench.abort(key)
+
+    other = bench.add([7] * 40, max_tokens=1)
+    output = bench.run()[other]
+
+    assert output.cache.read_tokens == 32

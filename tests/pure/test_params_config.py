@@ -1,0 +1,237 @@
+"""Options and sampling parameters: what is asked is checked before anything is built."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from ramify import config as config_module
+from ramify.cache.eviction import POLICIES
+from ramify.config import EngineConfig, ResolvedConfig, resolve
+from ramify.errors import (
+    ConfigError,
+    InvalidParamsError,
+    PoolTooSmallError,
+    RequestError,
+    UnknownOptionError,
+)
+from ramify.params import (
+    CacheReport,
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    params_from,
+)
+
+
+def resolved(
+    *, model_max_len: int = 1024, token_bytes: int = 100, free_memory: int = 10**9, **options: Any
+) -> ResolvedConfig:
+    return resolve(
+        EngineConfig.of(**options),
+        model_max_len=model_max_len,
+        token_bytes=token_bytes,
+        free_memory=free_memory,
+    )
+
+
+# -- options ---------------------------------------------------------------------------------
+
+
+def test_an_option_finds_its_section() -> None:
+    """Options are flat for the caller and grouped inside; what is not asked has its default."""
+    asked = EngineConfig.of(page_size=3, exact=False, max_batch_tokens=1, dtype="bfloat16")
+
+    assert asked.cache.page_size == 3
+    assert asked.attention.exact is False
+    assert asked.scheduler.max_batch_tokens == 1
+    assert asked.model.dtype == "bfloat16"
+    assert asked.scheduler.max_num_seqs == EngineConfig().scheduler.max_num_seqs
+
+
+@pytest.mark.parametrize("name", ["page_sise", "", "model_section", "cache", "device"])
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones(name: str) -> None:
+    """A typo never passes silently."""
+    with pytest.raises(UnknownOptionError) as caught:
+        EngineConfig.of(**{name: 1})
+
+    assert repr(name) in str(caught.value)
+    assert "page_size" in str(caught.value)
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "page_size",
+        "max_num_seqs",
+        "max_batch_tokens",
+        "kv_cache_tokens",
+        "kv_cache_memory",
+        "max_model_len",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, 16.0, "16", True, float("nan"), [16]])
+def test_counts_are_positive_integers(name: str, value: object) -> None:
+    """The error names the option, the value and the limit."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.of(**{name: value})
+
+    assert f"{name}={value!r}" in str(caught.value)
+    assert ">= 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefix_cache", 1),
+        ("exact", "yes"),
+        ("exact", None),
+        ("dtype", "float16"),
+        ("dtype", None),
+        ("policy", "lfu"),
+        ("page_size", None),
+    ],
+)
+def test_other_options_have_stated_values(name: str, value: object) -> None:
+    """Whatever is not among them is refused by name."""
+    with pytest.raises(ConfigError, match=f"{name}="):
+        EngineConfig.of(**{name: value})
+
+
+def test_the_policies_are_those_of_the_cache() -> None:
+    """The list of names is written below the table that it is about, and must be its keys."""
+    assert set(config_module.POLICIES) == set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "page_size", "pages"), [(100, 16, 6), (16, 16, 1), (31, 16, 1), (7, 1, 7), (8, 3, 2)]
+)
+def test_kv_cache_tokens_round_down_to_pages(tokens: int, page_size: int, pages: int) -> None:
+    """The pool never holds more than was asked."""
+    config = resolved(kv_cache_tokens=tokens, page_size=page_size)
+
+    assert config.num_pages == pages
+    assert config.kv_cache_tokens == pages * page_size <= tokens
+    assert config.kv_cache_bytes == pages * page_size * 100
+
+
+def test_memory_is_bytes_and_tokens_win() -> None:
+    """kv_cache_memory counts when kv_cache_tokens is not given."""
+    assert resolved(kv_cache_memory=100 * 16 * 5 + 99).num_pages == 5
+    assert resolved(kv_cache_memory=10**6, kv_cache_tokens=32).num_pages == 2
+
+
+def test_by_default_the_pool_fits_the_machine_and_the_need() -> None:
+    """A share of the free memory, but not more than all requests at their longest."""
+    small, large = resolved(free_memory=10**6), resolved(free_memory=10**12)
+
+    assert small.kv_cache_bytes <= 10**6 * config_module.MEMORY_SHARE
+    assert large.kv_cache_tokens == large.max_num_seqs * 1024
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_tokens": 15},
+        {"kv_cache_memory": 99},
+        {"kv_cache_tokens": 1, "page_size": 2},
+        {"free_memory": 0},
+    ],
+)
+def test_a_pool_without_a_page_is_refused(options: dict[str, int]) -> None:
+    """The error names tokens, page size and the ways out."""
+    with pytest.raises(PoolTooSmallError, match=r"not a single page; raise kv_cache_tokens"):
+        resolved(**options)
+
+
+def test_the_context_is_the_models_unless_a_shorter_one_is_asked() -> None:
+    """Longer than the model's positions is refused."""
+    assert resolved().max_model_len == 1024
+    assert resolved(max_model_len=1000).max_model_len == 1000
+    assert resolved(max_model_len=1000).max_pages_per_seq == 63
+    with pytest.raises(ConfigError, match="max_model_len=1025 but the model's positions end at"):
+        resolved(max_model_len=1025)
+
+
+# -- sampling parameters ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [-0.1, float("nan"), float("inf"), "1", None, True]),
+        ("top_p", [0.0, 0, -1, 1.01, float("nan"), None, "1"]),
+        ("top_k", [0, -1, 1.0, "3", True]),
+        ("max_tokens", [0, -1, 1.5, True, "9"]),
+        ("seed", [-1, 2**63, 1.0, True]),
+        ("stop", [None, "", ["a", ""], [1], 5, iter("ab")]),
+        ("stop_token_ids", [None, [-1], [1.0], [True], "ab", 5, iter([1])]),
+        ("logprobs", [-1, 1025, 1.0, True]),
+        ("prompt_logprobs", [-1, 1025, "all"]),
+    ],
+)
+def test_a_value_outside_its_range_is_refused(name: str, values: list[object]) -> None:
+    """The error names parameter, value and range, and is one of a request."""
+    for value in values:
+        with pytest.raises(InvalidParamsError) as caught:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+        assert str(caught.value).startswith(f"{name}=")
+        assert isinstance(caught.value, RequestError)
+        assert isinstance(caught.value, ValueError)
+        assert (caught.value.name, caught.value.value is value) == (name, True)
+
+
+def test_the_edges_of_the_ranges_are_allowed() -> None:
+    """Each of these is possible."""
+    SamplingParams(temperature=0, top_p=1, top_k=1, seed=0, max_tokens=None, logprobs=0)
+    SamplingParams(temperature=1e9, top_p=1e-9, seed=2**63 - 1, max_tokens=1, logprobs=1024)
+
+
+def test_stops_become_tuples() -> None:
+    """A single text is a list of one; lists are copied, so that nobody changes them later."""
+    texts, ids = ["x", "y"], [3]
+    params = SamplingParams(stop=texts, stop_token_ids=ids)
+    texts.append("z")
+    ids.append(4)
+
+    assert (params.stop, params.stop_token_ids) == (("x", "y"), (3,))
+    assert SamplingParams(stop="xy").stop == ("xy",)
+    assert hash(params) == hash(SamplingParams(stop=("x", "y"), stop_token_ids=(3,)))
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_untyped_options_become_params() -> None:
+    """As from a file or a command line; an unknown name is refused with the known ones."""
+    assert params_from({"top_k": 3}) == SamplingParams(top_k=3)
+    with pytest.raises(InvalidParamsError, match=r"top_q=1 .* one of temperature, top_k"):
+        params_from({"top_q": 1})
+
+
+# -- outputs ---------------------------------------------------------------------------------
+
+
+def test_an_output_is_its_first_completion() -> None:
+    """text, token_ids, logprobs and finish_reason are those of the first; usage counts."""
+    known = (TokenLogprob(5, -0.5, {5: -0.5}),)
+    output = RequestOutput(
+        request_id=1,
+        prompt="p",
+        prompt_token_ids=(1, 2, 3),
+        completions=(
+            Completion("a", (5,), FinishReason.STOP, known),
+            Completion("b", (6, 7), FinishReason.LENGTH),
+        ),
+        metrics=RequestMetrics(0.0, 0.1, 0.2, None),
+        cache=CacheReport(1, 1, 1),
+    )
+
+    assert (output.text, output.token_ids, output.logprobs) == ("a", (5,), known)
+    assert output.finish_reason == "stop"
+    assert output.usage.total_tokens == 4
+    assert output.usage.cached_tokens == 2
+    assert output.cache.prompt_tokens == 3

@@ -1,0 +1,289 @@
+"""The planner after the forward pass: commit, abandon and release."""
+
+import pytest
+
+from ramify.errors import CacheError, OutOfPagesError
+from tests.pure.planner_bench import Bench, pages_of, sequence
+
+# -- commit ----------------------------------------------------------------------------------
+
+
+def test_duplicates_are_replaced_by_the_canonical_pages() -> None:
+    """PB21: after two equal prompts computed apart, nobody holds a page that was given back."""
+    bench = Bench(num_pages=16, page_size=2)
+    first, second = sequence(range(9), reuse=False), sequence(range(9), reuse=False)
+    bench.execute(bench.plan(first, second), first, second)
+
+    bench.planner.commit([first, second])
+    third = sequence(range(30, 41))
+    bench.run(third)
+
+    assert pages_of(bench, first)[:4] == pages_of(bench, second)[:4]
+    assert not set(pages_of(bench, third)) & {*pages_of(bench, first), *pages_of(bench, second)}
+    for one in (first, second):
+        one.tokens.append(1)
+    bench.run(first, second)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
+@pytest.mark.parametrize("together", [True, False])
+def test_commit_may_come_in_any_order(order: list[int], together: bool) -> None:
+    """A follower may be committed before its leader: all is published when the leader is."""
+    bench = Bench(num_pages=32, page_size=2)
+    batch = [sequence(range(5)), sequence(range(9)), sequence(range(13))]
+    bench.execute(bench.plan(*batch), *batch)
+    key = sequence(range(14)).key(14)
+
+    if together:
+        bench.planner.commit([batch[at] for at in order])
+    else:
+        for at in order:
+            bench.planner.commit([batch[at]])
+            bench.cache.check()
+
+    assert bench.cache.match(key).num_tokens == 12
+    for one in batch:
+        one.tokens.append(90)
+    bench.run(*batch)
+    bench.planner.release(batch)
+    bench.assert_nothing_leaked()
+
+
+def test_a_follower_committed_early_is_not_matched_early() -> None:
+    """Its pages hang behind pages that are not published: nobody finds them before the leader."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, follower = sequence(range(6)), sequence(range(12))
+    bench.execute(bench.plan(leader, follower), leader, follower)
+
+    bench.planner.commit([follower])
+    assert bench.cache.match(sequence(range(13)).key(13)).num_tokens == 0
+    bench.planner.commit([leader])
+
+    assert bench.cache.match(sequence(range(13)).key(13)).num_tokens == 12
+
+
+@pytest.mark.parametrize("grown", [1, 7])
+def test_a_follower_committed_early_may_go_on(grown: int) -> None:
+    """It appends and is planned again while its leader is still to be committed."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, follower = sequence(range(6)), sequence(range(12))
+    bench.execute(bench.plan(leader, follower), leader, follower)
+    bench.planner.commit([follower])
+    follower.tokens.extend(range(40, 40 + grown))
+    batch = bench.plan(follower)
+
+    bench.planner.commit([leader])
+    bench.execute(batch, follower)
+    bench.planner.commit([follower])
+
+    found = bench.cache.match(sequence([*follower.tokens, 1]).key(len(follower.tokens) + 1))
+    assert found.num_tokens == len(follower.tokens) // 2 * 2
+    bench.planner.release([leader, follower])
+    bench.assert_nothing_leaked()
+
+
+def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
+    """Also when the one in the middle was planned again, after the one that follows it."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, middle, last = sequence(range(6)), sequence(range(10)), sequence(range(14))
+    batch = [leader, middle, last]
+    bench.execute(bench.plan(*batch), *batch)
+    bench.planner.commit([last])
+    bench.planner.commit([middle])
+    middle.tokens.append(99)
+    bench.execute(bench.plan(middle), middle)
+    bench.planner.commit([middle])
+
+    bench.planner.commit([leader])
+
+    assert bench.cache.match(sequence(range(15)).key(15)).num_tokens == 14
+    bench.planner.release(batch)
+    bench.assert_nothing_leaked()
+
+
+def test_only_what_was_kept_counts() -> None:
+    """Of a chunk, the first m tokens may be kept if no announced page is cut."""
+    bench = Bench(num_pages=16, page_size=4)
+    one = sequence(range(7))
+    bench.execute(bench.plan(one), one)
+    state = bench.state()
+
+    with pytest.raises(CacheError, match="announced as certain"):
+        bench.planner.commit([one], kept=[3])
+    for wrong in (-1, 8):
+        with pytest.raises(CacheError, match="kept of 7"):
+            bench.planner.commit([one], kept=[wrong])
+    assert bench.state() == state
+
+    bench.planner.commit([one], kept=[5])
+    del one.tokens[5:]
+    one.tokens.extend([60, 61, 62, 63])
+    bench.run(one)
+
+    assert one.num_computed == 9
+    assert len(pages_of(bench, one)) == 3
+
+
+def test_nothing_is_committed_twice() -> None:
+    """Without a plan there is nothing to commit, and no sequence counts twice."""
+    bench = Bench(page_size=4)
+    one, other = sequence(range(6)), sequence(range(6))
+
+    with pytest.raises(CacheError):
+        bench.planner.commit([one])
+    bench.execute(bench.plan(one), one)
+    with pytest.raises(CacheError, match="twice"):
+        bench.planner.commit([one, one])
+    with pytest.raises(CacheError):
+        bench.planner.commit([one, other])
+    assert (one.num_computed, one.num_planned) == (0, 6)
+    bench.planner.commit([one])
+    with pytest.raises(CacheError):
+        bench.planner.commit([one])
+
+    assert one.num_computed == 6
+
+
+@pytest.mark.parametrize("page_size", range(1, 17))
+def test_decoding_takes_a_page_when_it_needs_one(page_size: int) -> None:
+    """While tokens are appended one by one, the row has ceil(length / page) pages, no more."""
+    bench = Bench(num_pages=64, page_size=page_size)
+    one, twin = sequence([3, 1, 4]), sequence([3, 1, 4])
+
+    for _ in range(2 * page_size + 5):
+        for answer, each in zip(bench.run(one, twin), (one, twin), strict=True):
+            assert len(pages_of(bench, each)) == -(-len(each.tokens) // page_size)
+            each.tokens.append(answer)
+
+    assert one.tokens == twin.tokens
+    bench.planner.release([one, twin])
+    found = bench.cache.match(one.key(len(one.tokens)))
+    assert found.num_tokens == (len(one.tokens) - 1) // page_size * page_size
+    bench.assert_nothing_leaked()
+
+
+def test_a_prefix_in_use_is_never_evicted() -> None:
+    """After commit the pages of a live sequence stay, whatever is planned beside it."""
+    bench = Bench(num_pages=8, page_size=2)
+    live = sequence(range(6))
+    bench.run(live)
+
+    for start in range(100, 200, 20):
+        bench.warm(range(start, start + 8))
+    live.tokens.append(9)
+    bench.run(live)
+
+    with pytest.raises(OutOfPagesError):
+        bench.plan(sequence(range(300, 312)))
+
+
+# -- abandon and release ---------------------------------------------------------------------
+
+
+def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
+    """Abandoning a leader puts back its followers, but not the sequence beside them."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, follower, beside = sequence(range(8)), sequence(range(8)), sequence(range(50, 58))
+    batch = [leader, follower, beside]
+    bench.execute(bench.plan(*batch), *batch)
+
+    back = bench.planner.abandon([leader])
+
+    bench.cache.check()
+    assert back == [leader, follower]
+    for one in back:
+        assert (one.row, one.lease, one.num_computed, one.num_planned) == (None, None, 0, 0)
+        assert (one.num_read, one.num_shared) == (0, 0)
+    assert bench.cache.match(sequence(range(9)).key(9)).num_tokens == 0
+    bench.planner.commit([beside])
+    bench.run(follower, leader)
+    bench.planner.release(batch)
+    bench.assert_nothing_leaked()
+
+
+def test_a_failed_chunk_keeps_the_chunks_before_it() -> None:
+    """What earlier steps published stays warm when a later chunk fails."""
+    bench = Bench(num_pages=32, page_size=2)
+    one = sequence(range(12))
+    bench.run(one, num_new=[6])
+    bench.execute(bench.plan(one, num_new=[4]), one)
+
+    bench.planner.abandon([one])
+    bench.run(one)
+
+    assert one.num_read == 6
+    assert bench.device.num_computed_tokens == 6 + 4 + 6
+
+
+def test_releasing_a_leader_in_flight_returns_its_followers() -> None:
+    """They hold nothing any more and can be planned again; the leader cannot."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, follower = sequence(range(8)), sequence(range(8))
+    bench.plan(leader, follower)
+
+    assert bench.planner.release([leader]) == [follower]
+    assert bench.planner.release([leader]) == []
+
+    bench.run(follower)
+    with pytest.raises(CacheError, match="was released"):
+        bench.plan(leader)
+    assert bench.planner.release([follower]) == []
+    bench.assert_nothing_leaked()
+
+
+def test_releasing_a_follower_disturbs_nobody() -> None:
+    """Its own pages return; the leader's stay and are published."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, follower = sequence(range(8)), sequence(range(12))
+    bench.execute(bench.plan(leader, follower), leader, follower)
+
+    assert bench.planner.release([follower]) == []
+    bench.planner.commit([leader])
+
+    assert bench.cache.match(sequence(range(13)).key(13)).num_tokens == 8
+    bench.planner.release([leader])
+    bench.assert_nothing_leaked()
+
+
+def test_releasing_one_that_was_committed_before_its_leader() -> None:
+    """Whoever followed it goes back, the leader goes on, and nothing is lost."""
+    bench = Bench(num_pages=32, page_size=2)
+    leader, middle, last = sequence(range(6)), sequence(range(10)), sequence(range(14))
+    batch = [leader, middle, last]
+    bench.execute(bench.plan(*batch), *batch)
+    bench.planner.commit([middle])
+
+    assert bench.planner.release([middle]) == [last]
+
+    bench.cache.check()
+    bench.planner.commit([leader])
+    bench.run(last)
+    bench.planner.release(batch)
+    bench.assert_nothing_leaked()
+
+
+def test_release_keeps_what_was_computed_warm() -> None:
+    """Whole computed pages stay readable, the incomplete one and planned ones return."""
+    bench = Bench(num_pages=32, page_size=4)
+    one = sequence(range(11))
+    bench.run(one)
+    one.tokens.extend(range(40, 50))
+    bench.plan(one)
+
+    bench.planner.release([one])
+
+    assert bench.cache.match(sequence(range(12)).key(12)).num_tokens == 8
+    assert bench.cache.stats().free_pages == 30
+    bench.assert_nothing_leaked()
+
+
+def test_a_released_sequence_that_was_never_planned_stays_released() -> None:
+    """Release before the first plan holds nothing and ends it all the same."""
+    bench = Bench()
+    one = sequence([1, 2, 3])
+
+    bench.planner.release([one])
+
+    with pytest.raises(CacheError, match="was released"):
+        bench.plan(one)
+    bench.assert_nothing_leaked()
