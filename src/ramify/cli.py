@@ -308,6 +308,11 @@ def _output_json(output: RequestOutput) -> dict[str, Any]:
 def info(
     model: Model = _MODEL.model,
     dtype: DtypeOption = Dtype.auto,
+    page_size: PageSize = _CACHE.page_size,
+    kv_cache_tokens: KvTokens = None,
+    kv_cache_memory: KvMemory = None,
+    max_num_seqs: MaxSeqs = _SCHEDULER.max_num_seqs,
+    max_model_len: MaxLen = None,
     attention_backend: Backend = _ATTENTION.attention_backend,
     exact: Exact = _ATTENTION.exact,
     as_json: AsJson = False,
@@ -320,6 +325,11 @@ def info(
             model,
             progress=True,
             dtype=dtype.value,
+            page_size=page_size,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             attention_backend=attention_backend,
             exact=exact,
         )
@@ -340,12 +350,13 @@ def _facts(llm: LLM) -> dict[str, dict[str, Any]]:
 
     import ramify
     from ramify.attention.backend import BACKENDS
+    from ramify.engine.memory import free_memory
 
     config, plan = llm.model_config, llm.config
     weights = llm.num_weight_bytes
     chosen = llm.attention
     backends = {
-        name: "chosen" if name == chosen.name else chosen.reasons.get(name, "not needed")
+        name: f"chosen: {chosen.why}" if name == chosen.name else f"not used: {chosen.others[name]}"
         for name in BACKENDS
     }
     return {
@@ -377,8 +388,9 @@ def _facts(llm: LLM) -> dict[str, dict[str, Any]]:
         "memory": {
             "weights": _mib(weights),
             "K/V per token": f"{plan.token_bytes:,} bytes",
-            "K/V pool": f"{plan.num_pages:,} pages of {plan.page_size} tokens, "
-            + _mib(plan.kv_cache_bytes),
+            "K/V pages": f"{plan.num_pages:,} of {plan.page_size} tokens",
+            "K/V pool": f"{plan.kv_cache_tokens:,} tokens, {_mib(plan.kv_cache_bytes)}",
+            "free": _mib(free_memory()),
         },
     }
 

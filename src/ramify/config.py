@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
@@ -35,7 +36,7 @@ class SchedulerSection:
     """How much one step may do."""
 
     max_num_seqs: int = 64  # beyond it a step on a few cores only gets longer, not more efficient
-    max_batch_tokens: int = 512  # matmuls are near their peak, and a decode step waits < 1 chunk
+    max_batch_tokens: int = 512  # matmuls are near their peak, and a decode step waits for 1 chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class EngineConfig:
         for name, value in options.items():
             if name not in homes:
                 raise UnknownOptionError(name, homes)
-            asked[homes[name]][name] = value
+            asked[homes[name]][name] = _plain(value)
         config = cls(**{home: cls_(**asked[home]) for home, cls_ in _SECTIONS.items()})
         config.validate()
         return config
@@ -95,8 +96,21 @@ class EngineConfig:
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")
         if self.model.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
+        if not isinstance(self.attention.attention_backend, str):
+            raise ConfigError(
+                f"attention_backend={self.attention.attention_backend!r} but it must be a name"
+            )
         if self.cache.policy not in POLICIES:
             raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {POLICIES}")
+
+
+def _plain(value: object) -> object:
+    """Integers of other packages as int, a torch dtype as its name."""
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return int(value)
+    if type(value).__module__ == "torch" and str(value).startswith("torch."):
+        return str(value).removeprefix("torch.")
+    return value
 
 
 _SECTIONS = {
@@ -135,6 +149,7 @@ class ResolvedConfig:
         return -(-self.max_model_len // self.page_size)
 
 
+TABLE_ENTRY_BYTES = 4  # a page id
 MEMORY_SHARE = 0.3  # of the free memory: weights, activations and the page cache need the rest
 
 
@@ -146,11 +161,12 @@ def resolve(
     Args:
         model_max_len: tokens that the model's positions allow.
         token_bytes: K/V bytes of one token over all layers.
-        free_memory: bytes that could be allocated now.
+        free_memory: bytes that could be allocated now; 0 if nobody knows.
 
     Raises:
-        ConfigError: max_model_len is beyond the model's.
-        PoolTooSmallError: not one page, or less than a token of prompt and one of output.
+        ConfigError: max_model_len is beyond the model's, or the pool or the block table is larger
+            than the free memory.
+        PoolTooSmallError: not one page.
     """
     max_len = asked.model.max_model_len or model_max_len
     if max_len > model_max_len:
@@ -169,6 +185,18 @@ def resolve(
     num_pages = tokens // page_size
     if num_pages < 1:
         raise PoolTooSmallError(tokens, page_size, "not a single page")
+    pool_bytes = num_pages * page_size * token_bytes
+    if free_memory and pool_bytes > free_memory:
+        raise ConfigError(
+            f"a K/V pool of {num_pages * page_size:,} tokens needs {pool_bytes:,} bytes but only "
+            f"{free_memory:,} are free; lower kv_cache_tokens or kv_cache_memory to at most that"
+        )
+    table_bytes = max_seqs * min(-(-max_len // page_size), num_pages) * TABLE_ENTRY_BYTES
+    if free_memory and table_bytes > free_memory:
+        raise ConfigError(
+            f"a block table for max_num_seqs={max_seqs:,} needs {table_bytes:,} bytes but only "
+            f"{free_memory:,} are free; lower max_num_seqs"
+        )
     return ResolvedConfig(
         asked=asked,
         max_model_len=max_len,

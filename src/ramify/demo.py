@@ -147,11 +147,14 @@ def load_quiz(path: Path, num_questions: int) -> Quiz:
 
 
 def _from_json(found: dict[str, Any]) -> Quiz:
-    entries = found["questions"]
+    entries = list(found["questions"])
+    if not entries:
+        raise ValueError("there are 0 questions, at least 1 is needed")
+    answers = [entry.get("answer") for entry in entries]
     return Quiz(
         str(found["document"]),
         tuple(str(entry["question"]) for entry in entries),
-        tuple(entry.get("answer") for entry in entries),
+        tuple(None if answer is None else str(answer) for answer in answers),
     )
 
 
@@ -214,4 +217,7 @@ def _ask(
 ) -> Round:
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, on_finished=lambda output: on_answer(name))
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
     return Round(name, tuple(outputs), time.perf_counter() - start)

@@ -18,6 +18,7 @@ RamifyError
 │  └─ UnknownRequestError         no live request has this id
 ├─ CacheError                     misuse of the cache core, or too little room in it
 │  ├─ OutOfPagesError             nothing was evicted and nothing was changed
+│  ├─ InvalidKeyError             atoms or a namespace that cannot be compared
 │  ├─ LeaseError                  a lease was released before, or belongs to another cache
 │  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
@@ -103,12 +104,16 @@ class PromptTooLongError(RequestError):
 class RequestTooLargeError(RequestError):
     """The request alone needs more pages than the whole pool has."""
 
-    def __init__(self, num_tokens: int, num_pages: int, max_pages: int, page_size: int) -> None:
-        self.num_tokens, self.num_pages, self.max_pages = num_tokens, num_pages, max_pages
+    def __init__(self, num_prompt: int, max_tokens: int, max_pages: int, page_size: int) -> None:
+        self.num_prompt, self.max_tokens = num_prompt, max_tokens
+        self.num_pages = -(-(num_prompt + max_tokens - 1) // page_size)  # the last needs no K/V
+        self.max_pages = max_pages
+        room = max_pages * page_size + 1 - num_prompt
+        way_out = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
         super().__init__(
-            f"the request needs {num_pages} pages for {num_tokens} tokens but the pool has "
-            f"{max_pages} pages of {page_size}; shorten the prompt, or start with "
-            f"kv_cache_tokens >= {num_pages * page_size}"
+            f"the request needs {self.num_pages} pages for a prompt of {num_prompt} tokens and "
+            f"max_tokens={max_tokens}, but the pool has {max_pages} pages of {page_size}; "
+            f"{way_out}, or start with kv_cache_tokens >= {self.num_pages * page_size}"
         )
 
 
@@ -156,6 +161,10 @@ class OutOfPagesError(CacheError):
             f"{asked} pages asked for, but of {total} only {free} are free and {evictable} can "
             "be evicted; release a lease, ask for fewer pages, or use a larger pool"
         )
+
+
+class InvalidKeyError(CacheError, ValueError):
+    """Atoms or a namespace that cannot be compared."""
 
 
 class LeaseError(CacheError):

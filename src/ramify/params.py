@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from numbers import Integral, Real
 
 from ramify.errors import InvalidParamsError
 
@@ -16,6 +16,10 @@ class FinishReason(str, Enum):
     LENGTH = "length"  # max_tokens, or the end of the model's context
     ABORT = "abort"  # the caller withdrew it
     ERROR = "error"  # it could not be served; RequestOutput.error says why
+
+    def __str__(self) -> str:
+        """The plain word."""
+        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +61,13 @@ class SamplingParams:
         if not _is_list(ids) or not all(_is_int(token) and token >= 0 for token in ids):
             raise InvalidParamsError("stop_token_ids", ids, "token ids >= 0")
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):
             raise InvalidParamsError("temperature", self.temperature, "a finite number >= 0")
         if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise InvalidParamsError("top_p", self.top_p, "a number in (0, 1]")
         if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
-            raise InvalidParamsError("top_k", self.top_k, "None or an integer >= 1")
+            raise InvalidParamsError("top_k", self.top_k, "None (keep all) or an integer >= 1")
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise InvalidParamsError("max_tokens", self.max_tokens, "None or an integer >= 1")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
@@ -72,6 +76,15 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
                 raise InvalidParamsError(name, value, f"None or an integer in 0..{MAX_LOGPROBS}")
+        self._make_plain()
+
+    def _make_plain(self) -> None:
+        """Numbers of other packages as Python's own."""
+        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
 
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
@@ -82,11 +95,11 @@ def _is_list(value: object) -> bool:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +210,3 @@ class RequestOutput:
         """Token counts; cached = read + shared."""
         cached = self.cache.read_tokens + self.cache.shared_tokens
         return Usage(len(self.prompt_token_ids), len(self.token_ids), cached)
-
-
-def params_from(options: dict[str, Any]) -> SamplingParams:
-    """SamplingParams from untyped options; an unknown name is an error.
-
-    Raises:
-        InvalidParamsError: an unknown name, or a value outside its range.
-    """
-    known = SamplingParams.__dataclass_fields__
-    for name, value in options.items():
-        if name not in known:
-            raise InvalidParamsError(name, value, f"one of {', '.join(known)}")
-    return SamplingParams(**options)

@@ -143,7 +143,8 @@ def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
 
     assert found.returncode == 0, found.stderr
     told = json.loads(found.stdout)
-    assert told["attention backends"]["tree"] == "chosen"
+    assert told["attention backends"]["tree"].startswith("chosen: the first of tree")
+    assert "exact" in told["attention backends"]["sdpa"]
     assert told["exactness"]["exact"] is True
     assert any(name.startswith("attention products") for name in told["exactness"])
     assert {"weights", "K/V per token", "K/V pool"} <= set(told["memory"])
@@ -164,6 +165,8 @@ def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
         (["generate", "no/such/dir", "--prompt", "x"], ["no/such/dir"]),
         (["info", "no/such/dir"], ["no/such/dir"]),
         (["demo", "--model", "{ck}", "--document", "nowhere.txt"], ["nowhere.txt"]),
+        (["info", "{ck}", "--kv-cache-tokens", str(10**13)], ["kv_cache_tokens", "free"]),
+        (["info", "{ck}", "--max-num-seqs", str(10**12)], ["max_num_seqs", "free"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -23,7 +23,6 @@ from ramify.params import (
     RequestOutput,
     SamplingParams,
     TokenLogprob,
-    params_from,
 )
 
 
@@ -203,13 +202,6 @@ def test_stops_become_tuples() -> None:
     assert SamplingParams(stop="xy").stop == ("xy",)
     assert hash(params) == hash(SamplingParams(stop=("x", "y"), stop_token_ids=(3,)))
     assert pickle.loads(pickle.dumps(params)) == params
-
-
-def test_untyped_options_become_params() -> None:
-    """As from a file or a command line; an unknown name is refused with the known ones."""
-    assert params_from({"top_k": 3}) == SamplingParams(top_k=3)
-    with pytest.raises(InvalidParamsError, match=r"top_q=1 .* one of temperature, top_k"):
-        params_from({"top_q": 1})
 
 
 # -- outputs ---------------------------------------------------------------------------------

@@ -79,11 +79,12 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A selected backend, and why: `reasons` tells for each passed-over one why not."""
+    """A selected backend, why, and for every other one why not."""
 
     name: str
     backend: AttentionBackend
-    reasons: dict[str, str]
+    why: str
+    others: dict[str, str]
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
@@ -113,11 +114,21 @@ def select_backend(asked: str, spec: AttentionSpec, device: torch.device) -> Cho
         cls = backend_class(name)
         reason = cls.supports(spec, device)
         if reason is None:
-            return Choice(name, cls(spec, device), reasons)
+            why = (
+                "asked for"
+                if asked != "auto"
+                else (f"the first of {', '.join(order)} that supports this model on {device.type}")
+            )
+            others = {
+                other: backend_class(other).supports(spec, device) or "would do"
+                for other in BACKENDS
+                if other != name
+            }
+            return Choice(name, cls(spec, device), why, others)
         reasons[name] = reason
     raise UnsupportedBackendError(asked, reasons)
 
 
 def _preference(device: torch.device) -> tuple[str, ...]:
-    # sdpa before tree where bits may differ: one fused call per request beats a call per block
+    # on CPU tree comes first, exact or not: it takes all decoding requests in one call per block
     return ("tree", "sdpa", "eager") if device.type == "cpu" else ("sdpa", "tree", "eager")

@@ -8,7 +8,7 @@ to the pages that an earlier one is about to compute.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -41,6 +41,11 @@ class RadixSequence:
     private: list[int] = field(default_factory=list)  # pages after the lease's
     released: bool = False
     order: int = 0  # when it was planned; a leader comes before its followers
+
+    def __post_init__(self) -> None:
+        given: object = self.tokens
+        if isinstance(given, Iterable) and not isinstance(given, array):
+            self.tokens = array("i", given)
 
     @property
     def num_uncomputed(self) -> int:

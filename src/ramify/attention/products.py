@@ -15,6 +15,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 ROW_MULTIPLE = 8  # float32 rows are independent of each other in multiples of 8 (AVX2, AVX-512)
 TOGETHER, TILED = "together", "tiled"
 _ROW_COUNTS = (8, 16, 24, 32, 64, 96, 128, 256, 504)
+_CHUNK_ROWS = 4096  # a chunk of 512 tokens for 8 query heads per K/V head
 _BATCHES = ((1, 1), (1, 3), (5, 1), (4, 2))  # requests, blocks
 
 
@@ -60,7 +61,7 @@ def _differing(heads: int, dim: int, block_keys: int) -> list[str]:
 
     queries, keys, values = random(num_rows, dim), random(block_keys, dim), random(block_keys, dim)
     weights = random(num_rows, block_keys).exp_()
-    failed = []
+    failed = ["a whole chunk"] if _chunk_differs(heads, dim, block_keys, draw) else []
     for name, rows, matrix in (
         ("scores", queries, keys.transpose(-1, -2)),
         ("values", weights, values),
@@ -78,3 +79,20 @@ def _differing(heads: int, dim: int, block_keys: int) -> list[str]:
                 if not torch.equal(found, whole[at]):
                     failed.append(f"{name} at {count} rows of {num_requests}x{num_blocks}")
     return failed
+
+
+def _chunk_differs(heads: int, dim: int, block_keys: int, draw: torch.Generator) -> bool:
+    """Whether the first or last rows of a large chunk get other bits than by themselves."""
+    queries = torch.randn(1, heads, 1, _CHUNK_ROWS, dim, generator=draw)
+    keys = torch.randn(1, heads, 1, block_keys, dim, generator=draw)
+    values = torch.randn(1, heads, 1, block_keys, dim, generator=draw)
+    scores = torch.matmul(queries, keys.transpose(-1, -2))
+    weights = scores.softmax(-1)
+    mixed = torch.matmul(weights, values)
+    for place in (slice(0, ROW_MULTIPLE), slice(_CHUNK_ROWS - ROW_MULTIPLE, _CHUNK_ROWS)):
+        some = (..., place, slice(None))
+        alone = torch.matmul(queries[some].contiguous(), keys.transpose(-1, -2))
+        mixed_alone = torch.matmul(weights[some].contiguous(), values)
+        if not (torch.equal(alone, scores[some]) and torch.equal(mixed_alone, mixed[some])):
+            return True
+    return False

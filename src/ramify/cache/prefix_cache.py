@@ -146,6 +146,7 @@ class PrefixCache:
                 )
             self._remove_pending(announced[0], [held])
         self._ledger.give_back(private)
+        self._touch(held.node)
         self._drop(held)
 
     # -- pages -----------------------------------------------------------------------------
@@ -418,11 +419,9 @@ class PrefixCache:
     def _drop(self, held: _Held) -> None:
         namespace = held.lease.key.namespace
         del self._held[held.lease.id]
-        self._clock += 1
         at: Node | None = held.node
         while at is not None:
             at.pins -= 1
-            at.last_access = self._clock
             if at.pins == 0 and at.parent is not None:
                 self._num_evictable += len(at.pages)
             at = at.parent
@@ -431,16 +430,17 @@ class PrefixCache:
 
     def _pin(self, node: Node, above: Node | None = None) -> None:
         """One more pin on `node` and its ancestors, up to but without `above`."""
-        self._clock += 1
         at: Node | None = node
         while at is not None and at is not above:
             if at.pins == 0 and at.parent is not None:
                 self._num_evictable -= len(at.pages)
             at.pins += 1
-            at.last_access = self._clock
             at = at.parent
 
     def _touch(self, node: Node) -> None:
+        """Make a path the most recently used. A pin alone does not: while it lasts, recency has no
+        use, and when it is cancelled, nothing may have changed.
+        """  # noqa: D205
         self._clock += 1
         at: Node | None = node
         while at is not None:

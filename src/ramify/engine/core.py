@@ -113,6 +113,8 @@ class EngineCore:
         Raises:
             RequestError: it can never be served. Nothing is queued, others are untouched.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParamsError("params", params, "SamplingParams")
         ids = self._checked_ids(token_ids)
         max_len = self._max_len(len(ids), params)
         if params.stop and self._text_decoder is None:
@@ -144,7 +146,7 @@ class EngineCore:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) if isinstance(request_id, int) else None
         if request is None:
             raise UnknownRequestError(request_id)
         return self._end(request, FinishReason.ABORT)
@@ -181,7 +183,7 @@ class EngineCore:
             asked = min(limit, num_prompt + params.max_tokens)
         pages = -(-(asked - 1) // page_size)  # the last token's K/V is never needed
         if pages > num_pages:
-            raise RequestTooLargeError(asked, pages, num_pages, page_size)
+            raise RequestTooLargeError(num_prompt, asked - num_prompt, num_pages, page_size)
         return asked
 
     # -- a step ------------------------------------------------------------------------------

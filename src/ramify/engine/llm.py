@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,23 @@ from ramify.attention.exact import Exactness
 from ramify.attention.tree import TreeBackend
 from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
-from ramify.config import EngineConfig, ResolvedConfig, resolve
+from ramify.config import (
+    AttentionSection,
+    CacheSection,
+    EngineConfig,
+    ModelSection,
+    ResolvedConfig,
+    SchedulerSection,
+    resolve,
+)
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.executors import LocalExecutor
+from ramify.engine.memory import free_memory
 from ramify.engine.runner import ModelRunner
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import (
     CheckpointError,
+    ConfigError,
     EmptyPromptError,
     InvalidParamsError,
     RequestError,
@@ -45,6 +54,8 @@ from ramify.params import (
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+_MODEL, _CACHE = ModelSection(), CacheSection()
+_SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
 MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
 
 
@@ -54,9 +65,8 @@ class LLM:
     Args:
         model: a checkpoint directory, the id of a cached hub model, or "ramify-tiny".
         progress: bars on stderr while weights load, if it is a terminal.
-        options: the options of `ramify.config`: dtype, max_model_len, page_size,
-            kv_cache_tokens, kv_cache_memory, prefix_cache, max_num_seqs, max_batch_tokens,
-            attention_backend, exact; defaults and reasons stand there.
+        others: further options of `ramify.config`, where all defaults and their reasons stand; a
+            name that is unknown there is an error.
 
     Raises:
         ConfigError: an option is unknown or has a value that cannot work.
@@ -64,37 +74,66 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path = "ramify-tiny", *, progress: bool = False, **options: Any
+        self,
+        model: str | Path = _MODEL.model,
+        *,
+        dtype: str | torch.dtype = _MODEL.dtype,
+        max_model_len: int | None = _MODEL.max_model_len,
+        page_size: int = _CACHE.page_size,
+        kv_cache_tokens: int | None = _CACHE.kv_cache_tokens,
+        kv_cache_memory: int | None = _CACHE.kv_cache_memory,
+        prefix_cache: bool = _CACHE.prefix_cache,
+        max_num_seqs: int = _SCHEDULER.max_num_seqs,
+        max_batch_tokens: int = _SCHEDULER.max_batch_tokens,
+        attention_backend: str = _ATTENTION.attention_backend,
+        exact: bool = _ATTENTION.exact,
+        progress: bool = False,
+        **others: Any,
     ) -> None:
-        asked = EngineConfig.of(model=str(model), **options)
+        if not isinstance(model, str | Path):
+            raise ConfigError(f"model={model!r} but it must be a directory or a name")
+        asked = EngineConfig.of(
+            model=str(model),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_memory=kv_cache_memory,
+            prefix_cache=prefix_cache,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            attention_backend=attention_backend,
+            exact=exact,
+            **others,
+        )
         self.path = find_checkpoint(model)
         self.model_config: ModelConfig = read_config(self.path)
-        dtype = resolve_dtype(asked.model.dtype, self.model_config)
-        config = self.model_config
+        config, exact = self.model_config, asked.attention.exact
+        kv_dtype = resolve_dtype(asked.model.dtype, config)
         layout = KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
         self.config: ResolvedConfig = resolve(
             asked,
             model_max_len=config.max_model_len,
-            token_bytes=layout.token_bytes(dtype),
-            free_memory=_free_memory(),
+            token_bytes=layout.token_bytes(kv_dtype),
+            free_memory=free_memory(),
         )
-        exact = asked.attention.exact
-        spec = AttentionSpec(
+        self.attention_spec = AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             page_size=self.config.page_size,
-            dtype=dtype,
+            dtype=kv_dtype,
             windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
             scale=config.head_dim**-0.5,
             exact=exact,
         )
-        device = torch.device("cpu")
-        self.attention: Choice = select_backend(asked.attention.attention_backend, spec, device)
+        self.attention: Choice = select_backend(
+            asked.attention.attention_backend, self.attention_spec, torch.device("cpu")
+        )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
         weights = load_model(self.path, dtype=asked.model.dtype, exact=exact, progress=progress)
         self.decoder = weights
-        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=dtype)
+        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
         runner = ModelRunner(
             weights, pool, self.attention.backend, **({} if exact else {"row_multiple": 1})
         )
@@ -108,7 +147,7 @@ class LLM:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
             namespace=namespace_of(
-                model=_fingerprint(self.path), kv_dtype=str(dtype), exact=int(exact)
+                model=_fingerprint(self.path), kv_dtype=str(kv_dtype), exact=int(exact)
             ),
             text_decoder=decoder,
         )
@@ -154,7 +193,15 @@ class LLM:
         Raises:
             RequestError: no prompt of the call could be served; this is the first one's error.
         """
-        many = _as_list(prompts)
+        return self._answer(_as_list(prompts), params, on_finished)
+
+    def _answer(
+        self,
+        many: Sequence[Prompt | Callable[[], Prompt]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        on_finished: Callable[[RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        """Outputs of prompts, or of what makes them, which may refuse too."""
         each = _params_for(many, params)
         outputs: dict[int, RequestOutput] = {}
         places: dict[int, int] = {}
@@ -162,7 +209,8 @@ class LLM:
         try:
             for place, (prompt, one) in enumerate(zip(many, each, strict=True)):
                 try:
-                    places[self.add_request(prompt, one)] = place
+                    ids = prompt() if callable(prompt) else prompt
+                    places[self.add_request(ids, one)] = place
                 except RequestError as error:
                     refused.append(error)
                     outputs[place] = _refusal(prompt, error)
@@ -214,11 +262,18 @@ class LLM:
             RequestError: as `generate`; also when there is no chat template, or it refuses the
                 messages.
         """
-        talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        if self.tokenizer is None:
+        if not isinstance(messages, list | tuple) or not messages:
+            raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
-        prompts = [self.tokenizer.encode_chat(talk, **template_options) for talk in talks]  # type: ignore[arg-type]
-        return self.generate(prompts, params)
+        talks = [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+        def later(talk: Any) -> Callable[[], Prompt]:
+            return lambda: tokenizer.encode_chat(talk, **template_options)
+
+        # rendered one by one: a conversation that the template refuses does not stop the others
+        return self._answer([later(talk) for talk in talks], params, None)
 
     # -- step by step ------------------------------------------------------------------------
 
@@ -237,9 +292,7 @@ class LLM:
         self._unread = []
         for event in events:
             if event.output is not None:
-                self._outputs[event.request_id] = event.output
-        while len(self._outputs) > MAX_KEPT_OUTPUTS:
-            self._outputs.popitem(last=False)
+                self._keep(event.output)
         return [
             (event.request_id, list(event.new_token_ids), event.output is not None)
             for event in events
@@ -265,39 +318,44 @@ class LLM:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        self._outputs[request_id] = self.core.abort(request_id)
+        self._keep(self.core.abort(request_id))
+
+    def _keep(self, output: RequestOutput) -> None:
+        self._outputs[output.request_id] = output
+        while len(self._outputs) > MAX_KEPT_OUTPUTS:
+            self._outputs.popitem(last=False)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not prompt:
             raise EmptyPromptError
         if self.tokenizer is None:
             raise InvalidParamsError(
                 "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
             )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair: no bytes, no tokens
-            name = f"prompt[{error.start}]"
-            raise InvalidParamsError(name, prompt[error.start], "a Unicode character") from error
         return self.tokenizer.encode(prompt)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, text or ids, becomes a list of one."""
-    if isinstance(prompts, str | array):
+    if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and all(isinstance(one, int) for one in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    found: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(found, Sequence) or isinstance(found, bytes | bytearray):
+        raise InvalidParamsError("prompts", prompts, "a text, token ids, or a list of them")
+    if len(found) and all(isinstance(one, Integral) for one in found):
+        return [found]
+    return list(found)
 
 
 def _params_for(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, list | tuple):
+        raise InvalidParamsError("params", params, "SamplingParams, or a list of them")
     if len(params) != len(prompts):
         raise InvalidParamsError(
             "params", f"{len(params)} of them", f"one, or as many as the {len(prompts)} prompts"
@@ -305,7 +363,7 @@ def _params_for(
     return list(params)
 
 
-def _refusal(prompt: Prompt, error: RequestError) -> RequestOutput:
+def _refusal(prompt: object, error: RequestError) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(
         request_id=-1,
@@ -334,15 +392,3 @@ def _fingerprint(path: Path) -> str:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         digest.update(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _free_memory() -> int:
-    """Bytes that could be allocated now, the page cache included."""
-    try:
-        facts = Path("/proc/meminfo").read_text("ascii")
-    except OSError:
-        facts = ""
-    for line in facts.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -33,8 +33,9 @@ class _Leader:
 class Scheduler:
     """Owns the queues; decides with the cache's own answers and lets `plan` be the judge.
 
-    A step takes decode tokens first, then the next chunk of whoever is part-way, then admits
-    from the queue while budget, rows and pages last. A waiting request that shares a prefix
+    A step takes those first that waited longest: as a rule everybody's decode token, then the
+    next chunk of whoever is part-way. Then it admits from the queue while budget, rows and pages
+    last. A waiting request that shares a prefix
     with a live computation attaches to it if this step completes the shared part, and waits
     otherwise, so that no token is computed twice.
 
@@ -73,15 +74,22 @@ class Scheduler:
 
     def send_back(self, requests: Iterable[Request]) -> None:
         """Running requests that hold nothing any more wait again, in order of arrival."""
-        for request in requests:
+        back = list(requests)
+        for request in back:
             if request in self.running:
                 self.running.remove(request)
             request.restart()
             self.waiting.append(request)
-        self.waiting = deque(sorted(self.waiting, key=lambda one: one.id))
+        if back:
+            self.waiting = deque(sorted(self.waiting, key=lambda one: one.id))
 
     def schedule(self) -> Scheduled | None:
-        """Plan the next step; None when there is nothing to do."""
+        """Plan the next step; None when there is nothing to do.
+
+        Raises:
+            OutOfPagesError: a single request does not fit, since leases taken outside the engine
+                hold the pages; nothing changed, and it fits once they are released.
+        """
         self._step += 1
         work, admitted = self._suspect()
         if not work and not admitted:
@@ -98,8 +106,9 @@ class Scheduler:
                     self._drop(admitted, error.asked - error.free - error.evictable, keep=0)
                 elif len(admitted) > 1:  # with nobody running, the first must go on
                     self._drop(admitted, error.asked - error.free - error.evictable, keep=1)
+                elif len(self.running) + len(admitted) < 2:
+                    raise  # somebody outside the engine holds leases; it can go on without them
                 elif admitted:  # a suspect is tried alone, and those that pause make room
-                    assert self.running, "a request that fits the pool found no pages"
                     self._preempt(work)
                 else:
                     work = self._preempt(work) or self._continue_running()
@@ -232,7 +241,6 @@ class Scheduler:
 
         Nobody follows a running request in this step any more: admissions were dropped first.
         """
-        assert len(self.running) > 1, "a request that fits the pool alone found no pages"
         victim = max(self.running, key=lambda one: one.id)
         self.num_preemptions += 1
         victim.preemptions += 1

@@ -29,7 +29,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Log probabilities of known prompt tokens: row `rows[i]` predicts `targets[i]`."""
+    """Log probabilities of known prompt tokens: row `first_row + i` predicts `targets[i]`."""
 
     request_id: int
     first_row: int

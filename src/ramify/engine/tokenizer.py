@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ramify.errors import ChatTemplateError, CheckpointError
+from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -114,6 +114,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids as 32-bit integers; with special tokens, what the model expects around text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: no bytes, no tokens
+            name = f"prompt[{error.start}]"
+            raise InvalidParamsError(name, text[error.start], "a Unicode character") from error
         return array("i", self._core.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

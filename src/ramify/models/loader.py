@@ -42,7 +42,10 @@ def find_checkpoint(model: str | Path) -> Path:
                 "reinstall ramify, or name a checkpoint directory"
             )
         return built_in
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # ~ of a user whom nobody knows
+        raise CheckpointError(f"there is no directory {str(model)!r}: {error}") from error
     if path.is_dir() and model != "":
         return path
     if path.is_file():
