@@ -1,9 +1,7 @@
 """Documents full of small facts, and questions about them: what `ramify-tiny` is trained on.
 
-A document is a short chronicle of a village: who has how many of what, where things are, the codes of
-doors, the dates of meetings, and so on, with sentences between them that mean nothing. Within one
-document every question has one answer. Everything follows from the `random.Random` that is passed in,
-so that a seed names a document. Standard library only.
+A document is the chronicle of a village: who has how many of what, where things are, codes, dates,
+and sentences in between that mean nothing. A seed names a document. Standard library only.
 
     python scripts/tiny_documents.py --seed demo-1 --num-facts 12
 """
@@ -53,8 +51,8 @@ JOBS = (
     "butcher gardener carpenter dancer nurse printer potter weaver hunter driver cook"
 ).split()
 MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
+    "January February March April May June July August September October November December".split()
+)
 TITLES = (
     "Notes from the village, kept for whoever comes next.",
     "This is the chronicle of a small town by the sea.",
@@ -211,11 +209,11 @@ KINDS = {
         nouns=(),
         sentences=(
             "The {key} belongs to {value}.",
-            "The owner of the {key} is {value}.",
             "They gave the {key} to {value}.",
+            "Everyone knows that the {key} belongs to {value}.",
         ),
-        questions=("Who owns the {key}?", "Who is the owner of the {key}?"),
-        answer="{value}",
+        questions=("To whom does the {key} belong?", "To whom did they give the {key}?"),
+        answer="to {value}",
     ),
     "train": Kind(
         keys=tuple(CITIES),
@@ -230,15 +228,16 @@ KINDS = {
         answer="at {value}",
     ),
 }
-MAX_FACTS = 150  # the keys are 246, so that no document exhausts a kind
+FACTS_PER_KIND = 20  # the fewest keys that a kind has
 
 
-def _facts(rng: random.Random, num_facts: int) -> list[Fact]:
+def _facts(rng: random.Random, num_facts: int, num_kinds: int) -> list[Fact]:
+    kinds = rng.sample(tuple(KINDS), num_kinds)
     keys = {name: rng.sample(kind.keys, len(kind.keys)) for name, kind in KINDS.items()}
     nouns = {name: rng.sample(kind.nouns, len(kind.nouns)) for name, kind in KINDS.items()}
     facts: list[Fact] = []
     while len(facts) < num_facts:
-        name = rng.choice(tuple(KINDS))
+        name = rng.choice(kinds)
         kind = KINDS[name]
         if not keys[name] or (kind.nouns and not nouns[name]):
             continue
@@ -255,16 +254,23 @@ def _facts(rng: random.Random, num_facts: int) -> list[Fact]:
     return facts
 
 
-def make_document(rng: random.Random, *, num_facts: int, filler_share: float = 0.2) -> Document:
-    """A document of `num_facts` facts, about 11 tokens each, whose questions have one answer each.
+def make_document(
+    rng: random.Random,
+    *,
+    num_facts: int,
+    num_kinds: int = len(KINDS),
+    filler_share: float = 0.2,
+) -> Document:
+    """A document of `num_facts` facts, about 12 tokens each, whose questions have one answer each.
 
     Args:
-        num_facts: 1 to `MAX_FACTS`.
-        filler_share: how often a sentence without a fact stands before one with a fact. Paragraphs
-            begin with such a sentence, so that no key stands at the start of a line.
+        num_facts: 1 to `FACTS_PER_KIND` for each kind.
+        num_kinds: how many kinds of facts may occur. With few, facts differ by their keys alone.
+        filler_share: how often a sentence without a fact stands before a fact; one begins every
+            paragraph, so that no key stands at the start of a line.
     """
-    assert 0 < num_facts <= MAX_FACTS
-    facts = _facts(rng, num_facts)
+    assert 0 < num_facts <= FACTS_PER_KIND * num_kinds
+    facts = _facts(rng, num_facts, num_kinds)
     paragraphs = [[rng.choice(TITLES)]]
     left = rng.randint(3, 8)  # sentences until the next paragraph
     for fact in facts:
@@ -280,7 +286,7 @@ def make_document(rng: random.Random, *, num_facts: int, filler_share: float = 0
 
 def main() -> None:
     """Print the document of a seed, and its questions."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--seed", default="demo-1")
     parser.add_argument("--num-facts", type=int, default=12)
     args = parser.parse_args()

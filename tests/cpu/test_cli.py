@@ -78,6 +78,40 @@ def test_demo_gives_the_same_answers_and_counts_every_token(checkpoint: Path, qu
     )
 
 
+def test_the_built_in_demo_answers_every_question() -> None:
+    """32 questions about the built-in document: all right, all as without a cache."""
+    found = ramify("demo", "--json")
+
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    off, cold, warm = told["rounds"]
+    assert (told["right"], told["known"], told["same_answers"]) == (32, 32, True)
+    assert cold["computed_tokens"] < off["computed_tokens"] / 16
+    assert warm["computed_tokens"] <= 32 * 16
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"document": "d", "questions": []}, ["0 questions"]),
+        ({"questions": [{"question": "q"}]}, ["document"]),
+        ({"document": "d", "questions": [{"question": "word " * 3000}]}, ["max_model_len"]),
+    ],
+)
+def test_a_quiz_that_cannot_be_asked_is_an_error(
+    checkpoint: Path, tmp_path: Path, content: dict[str, object], words: list[str]
+) -> None:
+    """No question is left out silently."""
+    path = tmp_path / "quiz.json"
+    path.write_text(json.dumps(content))
+
+    found = ramify("demo", "--model", checkpoint, "--document", path)
+
+    assert found.returncode == 2, found.stdout
+    assert "Traceback" not in found.stderr
+    assert all(word in found.stderr for word in words), found.stderr
+
+
 def test_demo_asks_about_any_text_and_prints_tables(checkpoint: Path, tmp_path: Path) -> None:
     """A plain text gets questions made from its own words."""
     document = tmp_path / "text.txt"

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from ramify import LLM, SamplingParams
+from ramify.engine.llm import MAX_KEPT_OUTPUTS
 from ramify.errors import (
     CheckpointError,
     ConfigError,
@@ -22,6 +24,7 @@ from ramify.errors import (
     RequestTooLargeError,
     TokenOutOfRangeError,
     UnknownOptionError,
+    UnknownRequestError,
 )
 from ramify.params import FinishReason
 from ramify.testing import write_tiny_checkpoint
@@ -215,3 +218,82 @@ def test_broken_weights_fail_their_requests_and_the_engine_lives(tmp_path: Path)
     assert good.error is None
     assert len(good.token_ids) == 6
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        [np.int64(5), np.int32(6), 7],
+        (5, 6, 7),
+        range(5, 8),
+        array("i", [5, 6, 7]),
+        np.array([[5, 6, 7]]),
+        [torch.tensor([5, 6, 7])],
+    ],
+)
+def test_token_ids_come_in_many_forms(llm: LLM, prompts: Any) -> None:
+    """Arrays, tensors, tuples and ranges of ids are one prompt, or a list of one."""
+    outputs = llm.generate(prompts, SHORT)
+
+    assert [one.prompt_token_ids for one in outputs] == [(5, 6, 7)]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {5, 6}, b"ab", (one for one in "ab")])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    """Nothing is guessed from a dict, a set, bytes, a number or a generator."""
+    with pytest.raises(InvalidParamsError, match=r"prompts=.*a text, token ids, or a list"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, "x", 5, [1]])
+def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
+    """Options are SamplingParams, not dicts or numbers."""
+    with pytest.raises(InvalidParamsError, match="params="):
+        llm.generate(["hi"], params)
+    with pytest.raises(InvalidParamsError, match="params="):
+        llm.add_request("hi", params)
+
+
+def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(llm: LLM) -> None:
+    """One bad role among good conversations gets an output with an error."""
+    good = [{"role": "user", "content": "hi"}]
+    bad = [{"role": "prophet", "content": "hi"}]
+
+    outputs = llm.chat([good, bad, good], SHORT)
+
+    assert [one.error is None for one in outputs] == [True, False, True]
+    assert "prophet" in str(outputs[1].error)
+    nothings: tuple[Any, ...] = (None, [], "hi")
+    for nothing in nothings:
+        with pytest.raises(InvalidParamsError, match="messages="):
+            llm.chat(nothing)
+
+
+def test_a_pool_beyond_the_free_memory_is_refused(make: Callable[..., LLM]) -> None:
+    """Before anything is allocated, with what is free and which option to lower."""
+    with pytest.raises(ConfigError, match=r"needs .* free; lower kv_cache_tokens"):
+        make(kv_cache_tokens=10**13)
+    with pytest.raises(ConfigError, match=r"needs .* free; lower max_num_seqs"):
+        make(max_num_seqs=10**12)
+
+
+def test_options_take_torch_dtypes_and_numpy_integers(make: Callable[..., LLM]) -> None:
+    """What a caller has at hand is understood."""
+    llm = make(dtype=torch.bfloat16, kv_cache_tokens=np.int64(512))
+
+    assert llm.decoder.dtype == torch.bfloat16
+    assert llm.config.kv_cache_tokens == 512
+
+
+def test_outputs_of_aborted_requests_are_bounded(make: Callable[..., LLM]) -> None:
+    """Nobody takes them, so the oldest go."""
+    llm = make()
+    first = llm.add_request([5, 6])
+    llm.abort(first)
+    for _ in range(MAX_KEPT_OUTPUTS):
+        llm.abort(llm.add_request([5, 6]))
+
+    with pytest.raises(UnknownRequestError):
+        llm.take_output(first)

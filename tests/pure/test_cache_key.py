@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, namespace_of
 from ramify.cache.key import common_pages
+from ramify.errors import InvalidKeyError
 
+HASHES = ["44f89ba11815358f75d003e589f944e1", "0580c08c71b3c4ab3a61e64ff601dea9"]
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 PARTS = st.dictionaries(
     st.text(max_size=3),
@@ -147,3 +149,20 @@ def test_common_pages_counts_equal_pages_from_the_start(
         expected += 1
 
     assert common_pages(first, second, page_bytes, start) == expected
+
+
+def test_page_hashes_name_a_page_and_all_before_it() -> None:
+    """Chained, keyed with the namespace, the same in every process, none for a partial page."""
+    hashes = CacheKey(range(10), "model").page_hashes(4)
+
+    assert [one.hex() for one in hashes] == HASHES
+    assert CacheKey(range(8), "model").page_hashes(4) == hashes
+    assert CacheKey([9, *range(1, 8)], "model").page_hashes(4)[1] != hashes[1]
+    assert CacheKey(range(8), "other").page_hashes(4)[0] != hashes[0]
+
+
+@pytest.mark.parametrize("namespace", [0, 3, None, 10**9, ["a"]])
+def test_a_namespace_is_text_or_bytes(namespace: Any) -> None:
+    """bytes(0) would be the default namespace, and bytes(10**9) a gigabyte."""
+    with pytest.raises(InvalidKeyError, match="namespace="):
+        CacheKey([1], namespace)

@@ -376,3 +376,15 @@ def test_clear_keeps_what_is_in_use_and_gives_the_rest_back() -> None:
 
     assert cache.clear() == 1
     assert drained(cache)
+
+
+def test_a_cancelled_lookup_leaves_the_eviction_order_as_it_was() -> None:
+    """A plan that finds too little room looks up prefixes first: LRU must not learn of it."""
+    cache = PrefixCache(4, 1)
+    old, new = serve(cache, "a"), serve(cache, "b")
+
+    cache.cancel(cache.acquire(key("ax")))
+    cache.evict(1)
+
+    assert cache.is_free(old[0])
+    assert not cache.is_free(new[0])
