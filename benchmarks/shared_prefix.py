@@ -3,10 +3,11 @@
     make bench                                   a random Llama of 59 M parameters, float32
     make bench ARGS="--model DIR --dtype bfloat16 --repeats 5"
 
-Workloads: `cold` and `warm` are the same requests that share a prefix, before and after the cache
-knows it; `no sharing` has as many tokens and nothing in common; `single` is one request. The
-engines take turns within each repetition, so that a slow phase of the machine meets both. Hugging
-Face keeps nothing between calls: its cold figure is also what it takes when asked again.
+Workloads: the requests of `cold` share a prefix that the cache does not know; those of `warm` ask
+other things about the same prefix afterwards; `no sharing` has as many tokens and nothing in common;
+`single` is one request. The engines take turns within each repetition, so that a slow phase of the
+machine meets all of them. Ramify also runs with its cache off. Hugging Face keeps nothing between
+calls.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 import ramify
 from ramify import LLM, SamplingParams
+from ramify.models.loader import find_checkpoint
 from ramify.testing import write_tiny_checkpoint
 
 Prompts = list[list[int]]
@@ -87,10 +89,9 @@ def workloads(args: argparse.Namespace, repeat: int, vocab: int) -> list[Workloa
 class Ramify:
     """The engine under test; its cache lives from `cold` to `warm` and is emptied otherwise."""
 
-    name = "ramify"
-
-    def __init__(self, path: str, dtype: str, *, exact: bool) -> None:
-        self.llm = LLM(path, dtype=dtype, exact=exact)
+    def __init__(self, path: str, dtype: str, *, exact: bool, cache: bool) -> None:
+        self.name = "ramify" if cache else "cache off"
+        self.llm = LLM(path, dtype=dtype, exact=exact, prefix_cache=cache)
 
     def run(self, workload: Workload) -> Sample:
         if workload.name != "warm":
@@ -138,12 +139,16 @@ class HuggingFace:
         return Sample(total, first[0], 0.0, found[:, ids.shape[1] :].tolist())
 
 
+Turn = dict[str, Sample]  # engine → what it did with one workload in one repetition
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table: medians over the repetitions, and the spread of the ratio."""
 
     workload: str
     ramify_s: float
+    cache_off_s: float
     transformers_s: float
     ratio: float  # transformers / ramify, median of the per-repetition ratios
     ratio_min: float
@@ -156,47 +161,48 @@ class Row:
 
 def measure(args: argparse.Namespace, path: str, vocab: int) -> list[Row]:
     """All repetitions of all workloads, engines taking turns."""
-    engines = (Ramify(path, args.dtype, exact=args.exact), HuggingFace(path, args.dtype))
+    engines = (
+        Ramify(path, args.dtype, exact=args.exact, cache=True),
+        Ramify(path, args.dtype, exact=args.exact, cache=False),
+        HuggingFace(path, args.dtype),
+    )
     warm_up = Workload("single", [[5 + at % 97 for at in range(64)]], 4)
     for engine in engines:
         engine.run(warm_up)
-    found: dict[str, list[tuple[Sample, Sample]]] = {}
+    found: dict[str, list[Turn]] = {}
     for repeat in range(args.repeats):
         for workload in workloads(args, repeat, vocab):
-            turn: dict[str, Sample] = {}
+            turn: Turn = {}
             for engine in engines if repeat % 2 == 0 else engines[::-1]:
                 turn[engine.name] = engine.run(workload)
-            found.setdefault(workload.name, []).append((turn["ramify"], turn["transformers"]))
-            ours, theirs = found[workload.name][-1]
-            print(
-                f"  {repeat + 1}/{args.repeats} {workload.name}: {ours.total_s:.2f} s, "
-                f"transformers {theirs.total_s:.2f} s",
-                flush=True,
-            )
-    return [_row(name, pairs) for name, pairs in found.items()]
+            found.setdefault(workload.name, []).append(turn)
+            times = ", ".join(f"{name} {one.total_s:.2f} s" for name, one in turn.items())
+            print(f"  {repeat + 1}/{args.repeats} {workload.name}: {times}", flush=True)
+    return [_row(name, turns) for name, turns in found.items()]
 
 
-def _row(name: str, pairs: list[tuple[Sample, Sample]]) -> Row:
-    ratios = [theirs.total_s / ours.total_s for ours, theirs in pairs]
+def _row(name: str, turns: list[Turn]) -> Row:
+    ratios = [turn["transformers"].total_s / turn["ramify"].total_s for turn in turns]
     outputs = [
-        one == other
-        for ours, theirs in pairs
-        for one, other in zip(ours.tokens, theirs.tokens, strict=True)
+        len({tuple(one) for one in answers}) == 1
+        for turn in turns
+        for answers in zip(*(sample.tokens for sample in turn.values()), strict=True)
     ]
 
-    def mid(read: Callable[[tuple[Sample, Sample]], float]) -> float:
-        return median(map(read, pairs))
+    def mid(read: Callable[[Turn], float]) -> float:
+        return median(map(read, turns))
 
     return Row(
         workload=name,
-        ramify_s=mid(lambda pair: pair[0].total_s),
-        transformers_s=mid(lambda pair: pair[1].total_s),
+        ramify_s=mid(lambda turn: turn["ramify"].total_s),
+        cache_off_s=mid(lambda turn: turn["cache off"].total_s),
+        transformers_s=mid(lambda turn: turn["transformers"].total_s),
         ratio=median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
-        ramify_ttft_s=mid(lambda pair: pair[0].ttft_s),
-        transformers_ttft_s=mid(lambda pair: pair[1].ttft_s),
-        hit_rate=mid(lambda pair: pair[0].hit_rate),
+        ramify_ttft_s=mid(lambda turn: turn["ramify"].ttft_s),
+        transformers_ttft_s=mid(lambda turn: turn["transformers"].ttft_s),
+        hit_rate=mid(lambda turn: turn["ramify"].hit_rate),
         equal_outputs=f"{sum(outputs)}/{len(outputs)}",
     )
 
@@ -205,13 +211,13 @@ def report(args: argparse.Namespace, rows: list[Row]) -> None:
     """The table, with what is needed to read it."""
     print(f"\n{setting(args)}\n")
     print(
-        "| workload | ramify s | transformers s | ratio (min–max) | TTFT ramify / transformers ms "
-        "| hit rate | equal outputs |"
+        "| workload | ramify s | cache off s | transformers s | transformers / ramify (min–max) "
+        "| TTFT ramify / transformers ms | hit rate | equal outputs |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
-            f"| {row.workload} | {row.ramify_s:.2f} | {row.transformers_s:.2f} "
+            f"| {row.workload} | {row.ramify_s:.2f} | {row.cache_off_s:.2f} | {row.transformers_s:.2f} "
             f"| {row.ratio:.2f} ({row.ratio_min:.2f}–{row.ratio_max:.2f}) "
             f"| {row.ramify_ttft_s * 1e3:,.0f} / {row.transformers_ttft_s * 1e3:,.0f} "
             f"| {row.hit_rate:.1%} | {row.equal_outputs} |"
@@ -253,8 +259,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        path, vocab = args.model, 0
-        if path is None:
+        if args.model is not None:
+            path = str(find_checkpoint(args.model))
+        else:
             path = str(
                 write_tiny_checkpoint(Path(scratch) / "small", "llama", tokenizer=False, **SMALL)
             )
