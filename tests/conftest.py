@@ -8,6 +8,9 @@ from hypothesis import HealthCheck, settings
 # Before anything imports a library that would look for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Threads that wait do not spin: on a busy machine that made tiny models 10 times faster.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # A deadline measures the machine, not the code; CI replays the same examples on every run.
 settings.register_profile(

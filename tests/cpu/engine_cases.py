@@ -1,0 +1,198 @@
+"""Engines built piece by piece around a tiny model, and a record of every logit that they make."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import AttentionSpec
+from ramify.attention.tree import TreeBackend
+from ramify.cache.key import CacheKey
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.config import EngineConfig, resolve
+from ramify.engine.core import EngineCore
+from ramify.engine.executors import LocalExecutor
+from ramify.engine.runner import ROW_MULTIPLE, ModelRunner
+from ramify.engine.step import StepPlan, StepResult
+from ramify.kv.pool import KVLayout, KVPool
+from ramify.models.dense import DenseDecoder
+from ramify.params import RequestOutput, SamplingParams
+
+CPU = torch.device("cpu")
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+Prompt = tuple[int, ...]
+Logits = dict[int, Tensor]  # position of the token that is drawn → bits of its logits [vocab]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one prompt gives alone, cold, in one chunk and without a cache."""
+
+    answer: Prompt
+    logits: Logits
+    kv: Tensor  # bits of the K/V of prompt and answer, all of it computed as one prompt
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an engine may differ in without changing an answer."""
+
+    page_size: int = 16
+    num_pages: int = 256
+    max_batch_tokens: int = 4096
+    max_num_seqs: int = 8
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder and how it attends; mutants replace the last two."""
+
+    name: str
+    decoder: DenseDecoder
+    backend: type[TreeBackend] = TreeBackend
+    row_multiple: int = ROW_MULTIPLE
+
+    @cached_property
+    def references(self) -> dict[tuple[Prompt, int], Reference]:
+        """By prompt and number of new tokens; `reference` fills it."""
+        return {}
+
+    def with_fault(self, **changes: object) -> "Model":
+        """The same model with another decoder, backend or row multiple."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class RecordingRunner(ModelRunner):
+    """Keeps the logits of the last step."""
+
+    def __init__(self, model: Model, pool: KVPool, spec: AttentionSpec) -> None:
+        backend = model.backend(spec, CPU)
+        super().__init__(model.decoder, pool, backend, row_multiple=model.row_multiple)
+        self.last: list[Tensor] = []
+
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        found = super().logits(hidden, rows)
+        self.last.append(found.clone())
+        return found
+
+
+@dataclass
+class RecordingExecutor:
+    """Keeps every row of logits that a token was drawn from, and spoils whatever page is free.
+
+    Before each step the free pages are filled with NaN, so that a page that was ever free holds
+    nothing but what was written to it since.
+    """
+
+    runner: RecordingRunner
+    cache: PrefixCache | None = None
+    rows: dict[int, Logits] = field(default_factory=dict)  # by request id
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.spoil_free_pages()
+        self.runner.last.clear()
+        result = LocalExecutor(self.runner).execute(plan)
+        for index, draw in enumerate(plan.draws):
+            positions = self.rows.setdefault(draw.request_id, {})
+            assert draw.position not in positions, "a token was drawn twice"
+            positions[draw.position] = self.runner.last[0][index].view(torch.int32)
+        return result
+
+    def erase_pages(self, pages: Sequence[int]) -> None:
+        raise AssertionError("a step failed")
+
+    def spoil_free_pages(self) -> None:
+        """NaN in every page that nobody owns, and in the padding page."""
+        assert self.cache is not None
+        pool = self.runner.pool
+        free = [page for page in range(pool.num_pages) if self.cache.is_free(page)]
+        index = torch.tensor([*free, pool.padding_page])
+        for layer in range(pool.layout.num_layers):
+            for plane in pool.planes(layer).values():
+                plane.index_fill_(0, index, torch.nan)
+
+
+class Engine:
+    """An `EngineCore` built as `LLM` builds it, around a recording executor."""
+
+    def __init__(self, model: Model, sizes: Sizes) -> None:
+        config, dtype = model.decoder.config, model.decoder.dtype
+        layout = KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
+        asked = EngineConfig.of(
+            page_size=sizes.page_size,
+            kv_cache_tokens=sizes.num_pages * sizes.page_size,
+            max_batch_tokens=sizes.max_batch_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            prefix_cache=sizes.prefix_cache,
+        )
+        resolved = resolve(
+            asked,
+            model_max_len=config.max_model_len,
+            token_bytes=layout.token_bytes(dtype),
+            free_memory=0,
+        )
+        spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=sizes.page_size,
+            dtype=dtype,
+            windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
+            scale=config.head_dim**-0.5,
+        )
+        pool = KVPool(layout, resolved.num_pages, sizes.page_size, dtype=dtype)
+        self.executor = RecordingExecutor(RecordingRunner(model, pool, spec))
+        self.core = EngineCore(resolved, self.executor, vocab_size=config.vocab_size)
+        self.executor.cache = self.core.cache
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_new: Sequence[int]
+    ) -> list[tuple[RequestOutput, Logits]]:
+        """Answer all prompts in one continuous batch, greedily; the cache is checked after it."""
+        ids = [
+            self.core.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+            for prompt, count in zip(prompts, num_new, strict=True)
+        ]
+        outputs: dict[int, RequestOutput] = {}
+        # even one request at a time, each token on its own and computed twice, needs no more
+        for _ in range(2 * sum(map(len, prompts)) + 2 * sum(num_new) + 100):
+            if not self.core.has_unfinished:
+                break
+            for event in self.core.step():
+                if event.output is not None:
+                    outputs[event.request_id] = event.output
+        assert not self.core.has_unfinished, "the engine runs for ever"
+        self.core.cache.check()
+        return [(outputs[one], self.executor.rows.pop(one)) for one in ids]
+
+    def cached_kv(self, tokens: Prompt) -> Tensor:
+        """Bits of the cached K/V of the longest prefix, [layers * 2, num_tokens, heads, dim]."""
+        cache, pool = self.core.cache, self.executor.runner.pool
+        lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespace))
+        pages = torch.tensor(lease.pages, dtype=torch.int64)
+        planes = [
+            pool.planes(layer)[name][pages].flatten(0, 1)
+            for layer in range(pool.layout.num_layers)
+            for name in ("k", "v")
+        ]
+        cache.release(lease)
+        return torch.stack(planes).view(BITS[pool.dtype])
+
+
+def reference(model: Model, prompt: Prompt, num_new: int) -> Reference:
+    """See `Reference`; every prompt is computed once per model."""
+    known = model.references.get((prompt, num_new))
+    if known is None:
+        sizes = Sizes(num_pages=-(-(len(prompt) + num_new) // 16), max_num_seqs=1)
+        engine = Engine(model, replace(sizes, prefix_cache=False))
+        [(output, logits)] = engine.generate([prompt], [num_new])
+        whole = prompt + output.token_ids
+        engine = Engine(model, Sizes(page_size=1, num_pages=len(whole) + 1))
+        engine.generate([whole], [1])
+        known = Reference(output.token_ids, logits, engine.cached_kv((*whole, 0)))
+        model.references[(prompt, num_new)] = known
+    return known

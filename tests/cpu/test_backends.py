@@ -1,0 +1,315 @@
+"""Every backend against dense attention in float64, written here and sharing nothing with them."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import (
+    BACKENDS,
+    AttentionSpec,
+    backend_class,
+    select_backend,
+)
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.errors import ConfigError, UnsupportedBackendError
+from ramify.kv.block_table import PagedBlockTable
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of outputs that are of the order of 1
+HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
+
+# (cached, new): decode, a first chunk, later chunks, across and at the edges of 256-key blocks
+MIXED = ((0, 5), (37, 1), (300, 1), (255, 1), (256, 1), (250, 20), (1000, 13), (0, 1), (9, 64))
+DECODE = ((1, 1), (64, 1), (700, 1), (511, 1), (512, 1))
+PREFILL = ((0, 280), (0, 7), (1, 8), (128, 129))
+BATCHES = {"mixed": MIXED, "decode": DECODE, "prefill": PREFILL}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch over scattered pages in which every slot that is no request's token holds NaN."""
+
+    spec: AttentionSpec
+    batch: AttentionBatch
+    q: Tensor  # [T, num_heads, head_dim]
+    planes: dict[str, Tensor]
+    dense: list[tuple[Tensor, Tensor]]  # per request: keys and values [kv_len, kv_heads, dim]
+
+
+def spec_of(**changes: object) -> AttentionSpec:
+    base: dict[str, object] = {
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "page_size": 16,
+        "dtype": torch.float32,
+        "windows": (None,),
+        "scale": 0.25,
+        "exact": False,
+    }
+    return AttentionSpec(**(base | changes))  # type: ignore[arg-type]
+
+
+def case_of(spec: AttentionSpec, shares: tuple[tuple[int, int], ...], seed: int = 0) -> Case:
+    noise = torch.Generator().manual_seed(seed)
+    page_size = spec.page_size
+    counts = [-(-(cached + new) // page_size) for cached, new in shares]
+    spare = 3
+    pages = torch.randperm(sum(counts) + spare, generator=noise).tolist()
+    rows = [[pages.pop() for _ in range(count)] for count in counts]
+    table = PagedBlockTable.of(rows, page_size)
+    extends = [Extend(i, i, cached, new) for i, (cached, new) in enumerate(shares)]
+    batch = AttentionBatch.build(extends, table)
+    shape = (sum(counts) + spare + 1, page_size, spec.num_kv_heads, spec.head_dim)
+    planes = {name: torch.full(shape, torch.nan, dtype=spec.dtype) for name in ("k", "v")}
+    dense = []
+    for cached, new in shares:
+        size = (cached + new, *shape[2:])
+        key, value = (torch.randn(size, generator=noise).to(spec.dtype) for _ in "kv")
+        dense.append((key, value))
+    for row, (key, value) in zip(rows, dense, strict=True):
+        for position in range(len(key)):
+            page, offset = row[position // page_size], position % page_size
+            planes["k"][page, offset] = key[position]
+            planes["v"][page, offset] = value[position]
+    q_shape = (batch.num_tokens, spec.num_heads, spec.head_dim)
+    q = torch.randn(q_shape, generator=noise).to(spec.dtype)
+    return Case(spec, batch, q, planes, dense)
+
+
+def dense_attention(case: Case, layer: int = 0) -> Tensor:
+    """[T, num_heads, head_dim] float64, one query head at a time."""
+    spec, batch, window = case.spec, case.batch, case.spec.windows[layer]
+    out = torch.zeros(case.q.shape, dtype=torch.float64)
+    for seq, (key, value) in enumerate(case.dense):
+        start, stop = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
+        kv_len = len(key)
+        query_at = torch.arange(kv_len - (stop - start), kv_len)[:, None]
+        key_at = torch.arange(kv_len)[None, :]
+        seen = key_at <= query_at
+        if window is not None:
+            seen &= key_at > query_at - window
+        for head in range(spec.num_heads):
+            shared = head // (spec.num_heads // spec.num_kv_heads)
+            scores = case.q[start:stop, head].double() @ key[:, shared].double().T * spec.scale
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+            out[start:stop, head] = weights @ value[:, shared].double()
+    return out
+
+
+def run(name: str, case: Case, *, padding_rows: int = 0, layer: int = 0) -> Tensor:
+    backend = select_backend(name, case.spec, CPU).backend
+    filler = case.q.new_full((padding_rows, *case.q.shape[1:]), 7.0)
+    q = torch.cat([case.q, filler])
+    return backend.run(backend.plan(case.batch), layer, q, case.planes)
+
+
+def assert_agrees(name: str, case: Case, *, layer: int = 0) -> None:
+    found = run(name, case, padding_rows=3, layer=layer)
+    num_tokens = case.batch.num_tokens
+    assert found.dtype == case.spec.dtype
+    assert found.shape == (num_tokens + 3, case.spec.num_heads, case.spec.head_dim)
+    assert torch.equal(found[num_tokens:], torch.zeros_like(found[num_tokens:]))
+    error = (found[:num_tokens].double() - dense_attention(case, layer)).abs().max()
+    assert float(error) < TOLERANCE[case.spec.dtype]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_agree_with_dense_attention(name: str, heads: str, page_size: int) -> None:
+    """Any page size, any grouping of heads, any mixture of chunks and decode steps."""
+    num_heads, num_kv_heads = HEADS[heads]
+    spec = spec_of(num_heads=num_heads, num_kv_heads=num_kv_heads, page_size=page_size)
+
+    for number, shares in enumerate(BATCHES.values()):
+        assert_agrees(name, case_of(spec, shares, seed=number))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_any_head_dim_and_dtype(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Head dimensions need not be powers of two, nor multiples of 16."""
+    spec = spec_of(head_dim=head_dim, dtype=dtype, scale=head_dim**-0.5)
+
+    assert_agrees(name, case_of(spec, MIXED))
+
+
+@pytest.mark.parametrize("window", [1, 5, 50, 256, 300, 4096])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
+    """A query sees itself and window - 1 tokens before it; other layers see everything."""
+    spec = spec_of(windows=(window, None))
+    case = case_of(spec, MIXED)
+
+    for layer in range(2):
+        assert_agrees(name, case, layer=layer)
+
+    if window <= 5:  # it bites: the two layers differ
+        assert not torch.allclose(run(name, case, layer=0), run(name, case, layer=1))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("name", ["eager", "tree"])
+def test_a_soft_cap_bounds_the_scores(name: str, window: int | None) -> None:
+    """Scores are squashed before they are masked."""
+    spec = spec_of(soft_cap=1.5, scale=2.0, windows=(window,))
+    case = case_of(spec, MIXED)
+
+    assert_agrees(name, case)
+
+    uncapped = Case(spec_of(scale=2.0, windows=(window,)), *_rest(case))
+    assert not torch.allclose(run(name, case), run(name, uncapped), atol=1e-2)
+
+
+def _rest(case: Case) -> tuple[AttentionBatch, Tensor, dict[str, Tensor], list]:
+    return case.batch, case.q, case.planes, case.dense
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_chunk_of_any_length_equals_the_whole_prompt(name: str, page_size: int) -> None:
+    """The rows of a prompt are the same whether it is one chunk or any number of them."""
+    total = 75
+    spec = spec_of(page_size=page_size)
+    whole = case_of(spec, ((0, total),))
+    expected = dense_attention(whole)
+    pages = whole.batch.block_table[0].tolist()
+    table = PagedBlockTable.of([pages], page_size)
+
+    for q_len in range(1, total + 1, 7):
+        batch = AttentionBatch.build([Extend(0, 0, total - q_len, q_len)], table)
+        part = Case(spec, batch, whole.q[-q_len:], whole.planes, whole.dense)
+
+        found = run(name, part)
+
+        assert float((found.double() - expected[-q_len:]).abs().max()) < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_empty_batch_is_legal(name: str) -> None:
+    """No requests: no rows, and padding rows come back as zeros."""
+    spec = spec_of()
+    batch = AttentionBatch.build([], PagedBlockTable.of([], 16))
+    planes = {plane: torch.full((2, 16, 2, 16), torch.nan) for plane in ("k", "v")}
+    case = Case(spec, batch, torch.zeros(0, 6, 16), planes, [])
+
+    assert run(name, case).shape == (0, 6, 16)
+    assert torch.equal(run(name, case, padding_rows=8), torch.zeros(8, 6, 16))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_a_page_held_before_does_not_matter(name: str) -> None:
+    """NaN, infinity or zeros in unused slots: the same bits."""
+    spec = spec_of(windows=(40,), soft_cap=None)
+    case = case_of(spec, MIXED)
+    expected = run(name, case)
+    assert not expected.isnan().any()
+
+    for filler in (math.inf, -math.inf, 0.0):
+        planes = {
+            plane: torch.where(values.isnan(), filler, values)
+            for plane, values in case.planes.items()
+        }
+        found = run(name, Case(spec, case.batch, case.q, planes, case.dense))
+
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["eager", "tree"])
+def test_requests_that_share_pages_read_the_same_keys(name: str) -> None:
+    """Block tables may overlap: equal queries over a shared prefix get equal rows."""
+    spec = spec_of()
+    one = case_of(spec, ((320, 1),))
+    pages = one.batch.block_table[0].tolist()
+    table = PagedBlockTable.of([pages] * 3, spec.page_size)
+    batch = AttentionBatch.build([Extend(i, i, 320, 1) for i in range(3)], table)
+
+    found = run(name, Case(spec, batch, one.q.expand(3, -1, -1), one.planes, one.dense * 3))
+
+    assert torch.equal(found, run(name, one).expand(3, -1, -1))
+
+
+def test_the_metadata_of_a_batch_is_frozen_and_complete() -> None:
+    """Positions, slots and maxima follow from the extends and their pages alone."""
+    table = PagedBlockTable.of([[7, 2], [5, 0, 9]], page_size=4)
+
+    batch = AttentionBatch.build([Extend(0, 0, 3, 2), Extend(1, 1, 0, 9)], table)
+
+    assert batch.cu_seqlens_q.tolist() == [0, 2, 11]
+    assert batch.seq_lens_kv.tolist() == [5, 9]
+    assert batch.slot_mapping.tolist() == [31, 8, 20, 21, 22, 23, 0, 1, 2, 3, 36]
+    assert batch.kv_slots(0).tolist() == [28, 29, 30, 31, 8]
+    assert batch.block_table.tolist() == [[7, 2, -1], [5, 0, 9]]
+    assert (batch.max_q_len, batch.max_kv_len, batch.total_kv) == (9, 9, 14)
+    assert batch.has_cached
+    assert batch.slot_mapping.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        batch.positions[0] = 1
+
+
+def test_auto_prefers_the_exact_backend_on_cpu() -> None:
+    """tree serves every model on CPU; the choice says why, and what speaks against each other."""
+    for exact in (True, False):
+        choice = select_backend("auto", spec_of(exact=exact), CPU)
+
+        assert choice.name == "tree"
+        assert choice.why
+        assert set(choice.others) == set(BACKENDS) - {"tree"}
+        assert ("exact" in choice.others["sdpa"]) == exact
+
+
+def test_an_unknown_backend_is_told_with_the_known_ones() -> None:
+    """The error names what was asked and every name that could have been."""
+    with pytest.raises(ConfigError) as caught:
+        select_backend("flashy", spec_of(), CPU)
+
+    for word in ("flashy", "auto", *BACKENDS):
+        assert word in str(caught.value)
+
+
+def test_a_backend_that_cannot_serve_says_why() -> None:
+    """sdpa is not exact and has no soft cap; the error carries the reason."""
+    for changes, word in (({"exact": True}, "exact"), ({"soft_cap": 30.0}, "soft_cap")):
+        spec = spec_of(**changes)
+        reason = backend_class("sdpa").supports(spec, CPU)
+        assert reason is not None
+        assert word in reason
+
+        with pytest.raises(UnsupportedBackendError) as caught:
+            select_backend("sdpa", spec, CPU)
+
+        assert reason in str(caught.value)
+
+
+def test_auto_elsewhere_lists_every_reason_it_passed_over() -> None:
+    """Where neither sdpa nor tree can serve, eager does, and the choice tells why not they."""
+    choice = select_backend("auto", spec_of(exact=True), torch.device("meta"))
+
+    assert choice.name == "eager"
+    assert set(choice.others) == {"sdpa", "tree"}
+    assert "exact" in choice.others["sdpa"]
+    assert "meta" in choice.others["tree"]
+
+
+def test_the_error_lists_all_reasons() -> None:
+    """When nothing can serve, the message has one reason per backend that was tried."""
+    reasons = {"tree": "device cuda: written for CPU", "sdpa": "exact=True: bits differ"}
+
+    message = str(UnsupportedBackendError("auto", reasons))
+
+    for name, reason in reasons.items():
+        assert name in message and reason in message
+
+
+def test_query_heads_must_divide_over_kv_heads() -> None:
+    """The error names both numbers."""
+    with pytest.raises(ConfigError, match=r"num_heads=5.*num_kv_heads=2"):
+        spec_of(num_heads=5, num_kv_heads=2)

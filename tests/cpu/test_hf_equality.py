@@ -1,0 +1,259 @@
+"""Greedy answers equal those of Hugging Face transformers, whatever the engine does inside.
+
+The oracle is `AutoModelForCausalLM` with eager attention in float32, one prompt at a time. For
+each of the four families, over 56 prompts of 5 to 200 tokens, most of which share beginnings of
+lengths that are no multiple of any page size but 1:
+
+- page size 1, 3, 16, 64 × cache off, cold, warm, partly warm, batched, steps of 512 tokens;
+- steps of 7, 64, 512 tokens × batched, alone × cache off, cold, warm, partly warm, with a page
+  size that moves on from family to family, so that each pair of the two meets somewhere.
+
+Equal is equal, or a tie: where the first different token stands, the oracle's two best logits are
+within 1e-4. At most 0.5 % of all prompts may have one.
+"""
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ramify.cache import CacheKey
+from ramify.engine.llm import LLM
+from ramify.models.loader import read_config
+from ramify.params import RequestOutput, SamplingParams
+from ramify.testing import TinyFamily, write_tiny_checkpoint
+
+transformers = pytest.importorskip("transformers", reason="the oracle needs the extra ramify[hf]")
+
+Prompt = list[int]
+Ties = set[tuple[TinyFamily, int]]  # family and number of the prompt
+
+NUM_NEW = 12
+NUM_NEW_SLOWLY = 4  # in steps of few tokens, and alone
+TIE = 1e-4
+MAX_TIES = 0.005  # of all prompts
+VOCAB = 300
+FIRST_PAGE = 16
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Every family with what it alone has, or has least in common with the others.
+FAMILIES: dict[TinyFamily, dict[str, Any]] = {
+    "llama": {  # grouped queries, heads wider than hidden / heads, rope scaling that matters here
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "rope_scaling": LLAMA3_ROPE,
+    },
+    "mistral": {"sliding_window": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},  # multi-query, biases
+    "qwen3": {"head_dim": 24, "num_key_value_heads": 4, "rope_theta": 1000000.0},
+}
+PAGE_SIZES = (1, 3, 16, 64)
+STATES = ("off", "cold", "warm", "partly warm")
+PACES = ((7, "batched"), (7, "alone"), (64, "batched"), (64, "alone"), (512, "alone"))
+
+
+def make_prompts() -> list[Prompt]:
+    """56 prompts: five stems with eight endings each, and sixteen that share nothing."""
+    draw = random.Random(2)
+    stems = [draw.choices(range(3, VOCAB), k=length) for length in (22, 37, 53, 85, 118)]
+    prompts = [
+        stem + draw.choices(range(3, VOCAB), k=draw.randrange(1, 51))
+        for stem in stems
+        for _ in range(8)
+    ]
+    lengths = (5, 6, 9, 13, 17, 22, 31, 33, 47, 64, 65, 90, 111, 150, 192, 200)
+    return prompts + [draw.choices(range(3, VOCAB), k=length) for length in lengths]
+
+
+PROMPTS = make_prompts()
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What transformers answers to every prompt, and how close each choice was."""
+
+    family: TinyFamily
+    path: Path
+    answers: list[tuple[int, ...]]
+    margins: list[list[float]]  # best logit minus second best, per prompt and token
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """One family's checkpoint with its reference, computed once."""
+    family: TinyFamily = request.param
+    path = write_tiny_checkpoint(
+        tmp_path_factory.mktemp(family), family, tokenizer=False, **FAMILIES[family]
+    )
+    model = load_oracle(path)
+    answers, margins = zip(*(oracle_answer(model, prompt) for prompt in PROMPTS), strict=True)
+    return Oracle(family, path, list(answers), list(margins))
+
+
+@pytest.fixture(scope="module")
+def ties() -> Ties:
+    """Prompts whose answer differs where the oracle's two best are equally good."""
+    return set()
+
+
+def load_oracle(path: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32, local_files_only=True
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def oracle_answer(model: Any, prompt: Prompt) -> tuple[tuple[int, ...], list[float]]:
+    answer: list[int] = []
+    margins: list[float] = []
+    known, past = torch.tensor([prompt]), None
+    for _ in range(NUM_NEW):
+        found = model(input_ids=known, past_key_values=past, use_cache=True)
+        best = found.logits[0, -1].topk(2)
+        answer.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        known, past = best.indices[None, :1], found.past_key_values
+    return tuple(answer), margins
+
+
+def engine(path: Path, **options: Any) -> LLM:
+    return LLM(path, dtype="float32", kv_cache_tokens=16_384, **options)
+
+
+def ask(
+    llm: LLM, prompts: Sequence[Prompt], num_new: int, *, alone: bool = False
+) -> list[RequestOutput]:
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True)
+    batches = [[prompt] for prompt in prompts] if alone else [prompts]
+    outputs = [output for batch in batches for output in llm.generate(batch, params)]
+    llm.cache.check()
+    return outputs
+
+
+def runs(
+    path: Path, num_new: int, *, alone: bool, **sizes: int
+) -> Iterator[tuple[str, list[RequestOutput]]]:
+    """Outputs with the cache off, cold, warm, and warm for beginnings of the prompts only."""
+    yield "off", ask(engine(path, prefix_cache=False, **sizes), PROMPTS, num_new, alone=alone)
+    llm = engine(path, **sizes)
+    yield "cold", ask(llm, PROMPTS, num_new, alone=alone)
+    yield "warm", ask(llm, PROMPTS, num_new, alone=alone)
+    llm.cache.clear()
+    ask(llm, [prompt[: 2 * len(prompt) // 3] for prompt in PROMPTS], 1)
+    yield "partly warm", ask(llm, PROMPTS, num_new, alone=alone)
+
+
+def differing(oracle: Oracle, outputs: Sequence[RequestOutput]) -> tuple[set[int], set[int]]:
+    """Numbers of the prompts whose answers are wrong, and of those that differ by a tie."""
+    wrong: set[int] = set()
+    tied: set[int] = set()
+    for number, (output, answer) in enumerate(zip(outputs, oracle.answers, strict=True)):
+        wanted = answer[: len(output.token_ids)]
+        if output.token_ids != wanted:
+            pairs = zip(output.token_ids, wanted, strict=True)
+            first = next(at for at, (found, right) in enumerate(pairs) if found != right)
+            close = oracle.margins[number][first] < TIE
+            (tied if close else wrong).add(number)
+    return wrong, tied
+
+
+def assert_equal(
+    oracle: Oracle, runs: Iterator[tuple[str, list[RequestOutput]]], num_new: int, ties: Ties
+) -> None:
+    """Every run gives the oracle's answers, and reads from the cache what its name says."""
+    read = {}
+    for state, outputs in runs:
+        assert {len(output.token_ids) for output in outputs} == {num_new}
+        wrong, tied = differing(oracle, outputs)
+        assert not wrong, f"{state}: prompts {sorted(wrong)} have another answer"
+        ties |= {(oracle.family, number) for number in tied}
+        assert len(ties) <= MAX_TIES * len(PROMPTS) * len(FAMILIES), f"too many ties: {ties}"
+        read[state] = sum(output.cache.read_tokens for output in outputs)
+    assert tuple(read) == STATES
+    assert read["off"] == 0 < read["partly warm"] < read["warm"]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_answers_equal_the_oracles_for_every_page_size(
+    oracle: Oracle, page_size: int, ties: Ties
+) -> None:
+    """All prompts in one batch: cache off, cold, warm and partly warm."""
+    found = runs(oracle.path, NUM_NEW, alone=False, page_size=page_size, max_batch_tokens=512)
+
+    assert_equal(oracle, found, NUM_NEW, ties)
+
+
+@pytest.mark.parametrize(("max_batch_tokens", "company"), PACES)
+def test_answers_equal_the_oracles_at_every_pace(
+    oracle: Oracle, max_batch_tokens: int, company: str, ties: Ties
+) -> None:
+    """Long and short chunks, batched and alone, in each state of the cache."""
+    turn = PACES.index((max_batch_tokens, company)) + list(FAMILIES).index(oracle.family)
+    page_size = PAGE_SIZES[turn % len(PAGE_SIZES)]
+    alone = company == "alone"
+
+    found = runs(
+        oracle.path,
+        NUM_NEW_SLOWLY,
+        alone=alone,
+        page_size=page_size,
+        max_batch_tokens=max_batch_tokens,
+    )
+
+    assert_equal(oracle, found, NUM_NEW_SLOWLY, ties)
+
+
+# -- would a wrong page be noticed? -----------------------------------------------------------
+
+
+def within_reach(oracle: Oracle) -> list[int]:
+    """Numbers of the prompts whose last token looks straight at some of their first page."""
+    reach = read_config(oracle.path).sliding_window or max(map(len, PROMPTS))
+    lengths = enumerate(map(len, PROMPTS))
+    return [number for number, length in lengths if FIRST_PAGE < length < FIRST_PAGE + reach]
+
+
+def test_answers_depend_on_the_first_page_of_a_prompt(oracle: Oracle) -> None:
+    """Without their first page most prompts get another answer, so a wrong page shows."""
+    numbers = within_reach(oracle)
+    llm = engine(oracle.path)
+
+    outputs = ask(llm, [PROMPTS[number][FIRST_PAGE:] for number in numbers], NUM_NEW)
+
+    pairs = [
+        (output.token_ids, oracle.answers[i]) for output, i in zip(outputs, numbers, strict=True)
+    ]
+    changed = sum(found != whole for found, whole in pairs)
+    assert len(numbers) >= 20
+    assert changed >= 0.9 * len(numbers)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_damaged_first_page_is_noticed(oracle: Oracle, page_size: int) -> None:
+    """Warm answers are wrong when the K/V of the first 16 tokens is not what was computed."""
+    llm = engine(oracle.path, page_size=page_size)
+    assert not any(differing(oracle, ask(llm, PROMPTS, NUM_NEW)))
+
+    for prompt in PROMPTS:
+        lease = llm.cache.acquire(CacheKey(array("i", prompt), llm.core.namespace))
+        llm.core.executor.erase_pages(lease.pages[: max(1, FIRST_PAGE // page_size)])
+        llm.cache.release(lease)
+    wrong, _ = differing(oracle, ask(llm, PROMPTS, NUM_NEW))
+
+    touched = {i for i in within_reach(oracle) if len(PROMPTS[i]) > page_size}
+    assert len(touched) >= 5
+    assert len(wrong & touched) >= 0.8 * len(touched)
