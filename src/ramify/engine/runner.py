@@ -47,7 +47,7 @@ class ModelRunner:
         attention = self.backend.plan(batch)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.pool.write(layer, slots, k=k, v=v)
+            self.pool.write_kv(layer, slots, k=k, v=v)
             return self.backend.run(attention, layer, q, self.pool.planes(layer))
 
         hidden = self.model.forward(token_ids, positions, attend)

@@ -85,7 +85,7 @@ class KVPool:
         """The planes of one layer by name, `[num_pages + 1, page_size, *shape]` each."""
         return self._planes[layer]
 
-    def write(self, layer: int, slots: Tensor, **values: Tensor) -> None:
+    def write_kv(self, layer: int, slots: Tensor, **values: Tensor) -> None:
         """Scatter the new tokens of one layer into their slots, in place.
 
         Args:
@@ -101,9 +101,12 @@ class KVPool:
         for name, new in values.items():
             planes[name].flatten(0, 1).index_copy_(0, slots, new)
 
-    def gather(self, layer: int, name: str, slots: Tensor) -> Tensor:
-        """Dense copy [tokens, *shape] of the given slots [tokens] int64, in their order."""
-        return self._planes[layer][name].flatten(0, 1).index_select(0, slots)
+    def gather_kv(self, layer: int, slots: Tensor) -> dict[str, Tensor]:
+        """Dense copies of one layer's planes at `slots` [tokens] int64: [tokens, *shape] each."""
+        return {
+            name: plane.flatten(0, 1).index_select(0, slots)
+            for name, plane in self._planes[layer].items()
+        }
 
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages in every plane of every layer."""
