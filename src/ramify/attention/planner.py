@@ -16,7 +16,7 @@ from ramify.attention.batch import AttentionBatch, Extend
 from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.values import Lease
-from ramify.errors import CacheError, OutOfPagesError
+from ramify.errors import CacheError, ConfigError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 
 
@@ -76,11 +76,11 @@ class RadixAttentionPlanner:
         share: bool = True,
     ) -> None:
         if table.page_size != cache.page_size:
-            raise ValueError(
+            raise ConfigError(
                 f"the table's pages have {table.page_size} tokens, the cache's {cache.page_size}"
             )
         if max_pool_pages is not None and cache.num_pages > max_pool_pages:
-            raise ValueError(f"cache of {cache.num_pages} pages over a pool of {max_pool_pages}")
+            raise ConfigError(f"cache of {cache.num_pages} pages over a pool of {max_pool_pages}")
         self.cache, self.table, self.share = cache, table, share
         self.page_size = cache.page_size
         self._order = count(1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import count
 
 from ramify.cache.tree import Node
+from ramify.errors import ConfigError
 
 SortKey = tuple[int, ...]
 
@@ -26,7 +27,7 @@ class EvictionQueue:
 
     def __init__(self, policy: str) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"unknown eviction policy {policy!r}; one of {sorted(POLICIES)}")
+            raise ConfigError(f"unknown eviction policy {policy!r}; one of {sorted(POLICIES)}")
         self.policy = policy
         self._sort_key = POLICIES[policy]
         self._heap: list[tuple[SortKey, int, Node]] = []

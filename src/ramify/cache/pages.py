@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ramify.errors import InvariantError, OutOfPagesError, PageOwnershipError
+from ramify.errors import ConfigError, InvariantError, OutOfPagesError, PageOwnershipError
 
 FREE, PRIVATE, TREE = 0, 1, 2
 _OWNERS = ("free", "private to a request", "in the tree")
@@ -23,7 +23,7 @@ class PageLedger:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
-            raise ValueError(f"num_pages={num_pages} but a ledger needs at least 1 page")
+            raise ConfigError(f"num_pages={num_pages} but a ledger needs at least 1 page")
         self.num_pages = num_pages
         self._owner = bytearray(num_pages)
         self._free = list(range(num_pages - 1, -1, -1))
@@ -60,7 +60,7 @@ class PageLedger:
         """
         free = self._free
         if count < 0:
-            raise ValueError(f"{count} pages asked for; ask for 0 or more")
+            raise ConfigError(f"{count} pages asked for; ask for 0 or more")
         if count > len(free):
             raise OutOfPagesError(count, len(free), 0, self.num_pages)
         taken = free[len(free) - count :]

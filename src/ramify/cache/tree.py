@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
-from ramify.errors import InvariantError
+from ramify.errors import ConfigError, InvariantError
 
 
 class Node:
@@ -65,7 +65,7 @@ class RadixTree:
 
     def __init__(self, page_size: int) -> None:
         if page_size < 1:
-            raise ValueError(f"page_size={page_size} but a page holds at least 1 token")
+            raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
         self.page_size = page_size
         self.page_bytes = page_size * ATOM_BYTES
         self.roots: dict[bytes, Node] = {}

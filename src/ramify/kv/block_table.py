@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.errors import CacheError
+from ramify.errors import CacheError, ConfigError
 
 
 class SlotAllocator:
@@ -16,7 +16,7 @@ class SlotAllocator:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity={capacity} but at least 1 row is needed")
+            raise ConfigError(f"capacity={capacity} but at least 1 row is needed")
         self.capacity = capacity
         self._free = list(range(capacity))
         self._used: set[int] = set()
@@ -64,7 +64,7 @@ class PagedBlockTable:
 
     def __init__(self, num_rows: int, max_pages: int, page_size: int) -> None:
         if max_pages < 1 or page_size < 1:
-            raise ValueError(f"max_pages={max_pages} and page_size={page_size} must be at least 1")
+            raise ConfigError(f"max_pages={max_pages} and page_size={page_size} must be at least 1")
         self.page_size = page_size
         self.array: NDArray[np.int32] = np.full((num_rows, max_pages), -1, dtype=np.int32)
         self._num_pages = [0] * num_rows

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ramify.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -58,7 +60,7 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ValueError(f"num_pages={num_pages} and page_size={page_size} must be at least 1")
+            raise ConfigError(f"num_pages={num_pages} and page_size={page_size} must be at least 1")
         self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
         self.dtype, self.device = dtype, torch.device(device)
         self._planes = [
@@ -97,7 +99,7 @@ class KVPool:
         """
         planes = self._planes[layer]
         if values.keys() != planes.keys():
-            raise ValueError(f"values for {sorted(values)} given, planes are {sorted(planes)}")
+            raise ConfigError(f"values for {sorted(values)} given, planes are {sorted(planes)}")
         for name, new in values.items():
             planes[name].flatten(0, 1).index_copy_(0, slots, new)
 
@@ -111,7 +113,7 @@ class KVPool:
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages in every plane of every layer."""
         if len(source) != len(target):
-            raise ValueError(f"{len(source)} source pages, {len(target)} target pages")
+            raise ConfigError(f"{len(source)} source pages, {len(target)} target pages")
         take = torch.as_tensor(list(source), dtype=torch.int64, device=self.device)
         put = torch.as_tensor(list(target), dtype=torch.int64, device=self.device)
         for planes in self._planes:
