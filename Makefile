@@ -46,7 +46,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure test-slow check format bench clean FORCE
+.PHONY: help venv demo test test-pure check format bench clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -58,14 +58,11 @@ venv: $(DEV)  ## .venv with everything for working on Ramify
 demo: $(RUN)  ## 32 questions about one document: cache off, cold, warm
 	@$(BIN)/ramify demo $(ARGS)
 
-test: $(DEV)  ## the test suite, without the slow ones
+test: $(DEV)  ## the test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-pure: $(DEV)  ## the tests that need no torch: seconds
 	@$(BIN)/python -m pytest tests/pure $(ARGS)
-
-test-slow: $(DEV)  ## the slow tests only
-	@RAMIFY_SLOW=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(DEV)  ## lint, format, types, import contracts
 	@echo "ruff check" && $(BIN)/ruff check

@@ -1,8 +1,7 @@
-"""What holds for every tier: no network, no surprises in hypothesis, slow tests on request."""
+"""What holds for every tier: no network, no surprises in hypothesis."""
 
 import os
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 # Before anything imports a library that would look for a hub.
@@ -21,12 +20,3 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ramify")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("RAMIFY_SLOW", "0") != "0":
-        return
-    skip = pytest.mark.skip(reason="slow: needs RAMIFY_SLOW=1 (make test-slow)")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)

@@ -15,6 +15,7 @@ from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.executors import LocalExecutor
+from ramify.engine.llm import LLM
 from ramify.engine.runner import ROW_MULTIPLE, ModelRunner
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.pool import KVLayout, KVPool
@@ -22,6 +23,13 @@ from ramify.models.dense import DenseDecoder
 from ramify.params import RequestOutput, SamplingParams
 
 CPU = torch.device("cpu")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 Prompt = tuple[int, ...]
 Logits = dict[int, Tensor]  # position of the token that is drawn → bits of its logits [vocab]
@@ -196,3 +204,14 @@ def reference(model: Model, prompt: Prompt, num_new: int) -> Reference:
         known = Reference(output.token_ids, logits, engine.cached_kv((*whole, 0)))
         model.references[(prompt, num_new)] = known
     return known
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request holds anything, and all that is cached can be evicted."""
+    llm.cache.check()
+    stats = llm.cache.stats()
+    assert not llm.has_unfinished()
+    assert (stats.num_leases, stats.private_pages) == (0, 0)
+    llm.cache.clear()
+    assert llm.cache.stats().free_pages == llm.cache.num_pages
+    llm.cache.check()

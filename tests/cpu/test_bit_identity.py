@@ -29,15 +29,8 @@ from ramify.models.layers import Linear, why_not_packed
 from ramify.models.loader import load_model
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.attention_mutants import CutAtNodeBoundary, ShortenedLastBlock, UnpaddedRows
-from tests.cpu.engine_cases import CPU, Engine, Model, Prompt, Sizes, reference
+from tests.cpu.engine_cases import CPU, LLAMA3_ROPE, Engine, Model, Prompt, Sizes, reference
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 # llama and mistral have no width that is a multiple of 32, qwen3 has no other
 FAMILIES: dict[TinyFamily, dict[str, Any]] = {
     "llama": {

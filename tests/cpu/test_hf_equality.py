@@ -27,6 +27,7 @@ from ramify.engine.llm import LLM
 from ramify.models.loader import read_config
 from ramify.params import RequestOutput, SamplingParams
 from ramify.testing import TinyFamily, write_tiny_checkpoint
+from tests.cpu.engine_cases import LLAMA3_ROPE
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs the extra ramify[hf]")
 
@@ -40,13 +41,6 @@ MAX_TIES = 0.005  # of all prompts
 VOCAB = 300
 FIRST_PAGE = 16
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 # Every family with what it alone has, or has least in common with the others.
 FAMILIES: dict[TinyFamily, dict[str, Any]] = {
     "llama": {  # grouped queries, heads wider than hidden / heads, rope scaling that matters here

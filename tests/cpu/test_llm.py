@@ -18,6 +18,7 @@ from ramify.errors import (
 )
 from ramify.params import FinishReason, RequestOutput, TokenLogprob
 from ramify.testing import write_tiny_checkpoint
+from tests.cpu.engine_cases import assert_idle
 
 DOCUMENT = "the rain in the north is on the other line " * 4
 QUESTIONS = [f"{DOCUMENT}{name}?" for name in ("who", "where", "when", "the one")]
@@ -68,17 +69,6 @@ def oracle(checkpoint: Path) -> Callable[[Sequence[int]], torch.Tensor]:
         return found
 
     return logprobs
-
-
-def assert_idle(llm: LLM) -> None:
-    """No request holds anything, and all that is cached can be evicted."""
-    llm.cache.check()
-    stats = llm.cache.stats()
-    assert not llm.has_unfinished()
-    assert (stats.num_leases, stats.private_pages) == (0, 0)
-    llm.cache.clear()
-    assert llm.cache.stats().free_pages == llm.cache.num_pages
-    llm.cache.check()
 
 
 def assert_report_adds_up(output: RequestOutput) -> None:

@@ -28,6 +28,7 @@ from ramify.errors import (
 )
 from ramify.params import FinishReason
 from ramify.testing import write_tiny_checkpoint
+from tests.cpu.engine_cases import assert_idle
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -53,17 +54,6 @@ def llm(engine: LLM) -> Iterator[LLM]:
     """The shared engine; after each test nothing may be held."""
     yield engine
     assert_idle(engine)
-
-
-def assert_idle(llm: LLM) -> None:
-    """No request holds anything, and all that is cached can be evicted."""
-    llm.cache.check()
-    stats = llm.cache.stats()
-    assert not llm.has_unfinished()
-    assert (stats.num_leases, stats.private_pages) == (0, 0)
-    llm.cache.clear()
-    assert llm.cache.stats().free_pages == llm.cache.num_pages
-    llm.cache.check()
 
 
 BAD_PROMPTS: list[tuple[Any, type[RequestError], str]] = [
