@@ -92,11 +92,14 @@ class CacheModel:
 
     def snapshot(self) -> tuple:
         """Everything that a refused call must leave as it is."""
-        tree = [
-            (id(at), at.atoms, tuple(at.pages), at.pins, at.holder, at.hits, at.last_access)
-            for at in self.cache._tree.nodes()
-        ]
-        return self.cache.stats(), tuple(self.cache._ledger._free), tree, list(self.cache._held)
+        tree = self.cache._tree
+        nodes = [tree.node(at) for at in tree.nodes()]
+        return (
+            self.cache.stats(),
+            self.cache._ledger._free.tobytes(),
+            nodes,
+            list(self.cache._leases),
+        )
 
     def refused(self, error: type[Exception], call: Callable[..., object], *args: object) -> None:
         before = self.snapshot()
@@ -275,17 +278,18 @@ class CacheModel:
         model = {at: (page, False, pins[at]) for at, page in self.ready.items()}
         model |= {at: (page, True, pins[at]) for at, (page, _) in self.pending.items()}
         found = {}
-        todo = [(root, b"") for root in self.cache._tree.roots.values()]
+        tree = self.cache._tree
+        todo = [(child, b"") for root in tree.roots.values() for child in tree.children(root)]
         while todo:
-            node, tokens = todo.pop()
+            number, tokens = todo.pop()
+            node = tree.node(number)
             tokens += bytes(array("i", node.atoms).tolist())
-            start = len(tokens) - len(node.pages) * self.size
             for i, page in enumerate(node.pages, start=1):
-                prefix = (node.namespace.decode(), tokens[: start + i * self.size])
+                prefix = (node.namespace.decode(), tokens[: (node.start + i) * self.size])
                 assert prefix not in found
                 found[prefix] = (page, node.is_pending, node.pins)
             assert node.hits >= 0
-            todo += [(child, tokens) for child in node.children.values()]
+            todo += [(child, tokens) for child in tree.children(number)]
         assert found == model
 
     def shared_means_computed(self) -> None:
@@ -311,4 +315,5 @@ class CacheModel:
         assert self.cache.num_available == stats.free_pages + self.evictable()
         assert (stats.lookups, stats.lookup_tokens) == (self.lookups, self.asked)
         assert (stats.hit_tokens, stats.evicted_pages) == (self.hit, self.evicted)
-        assert len(self.cache._queue._heap) <= 2 * self.num_pages + 65
+        assert self.cache._queue.num_queued <= stats.num_nodes <= self.num_pages
+        assert stats.ghost_pages <= self.num_pages

@@ -6,7 +6,7 @@ import pytest
 
 from ramify.cache import Lease, PrefixCache
 from ramify.errors import InvariantError, LeaseError, PageOwnershipError
-from tests.pure.test_prefix_cache import begin, drained, key, publish, serve, state
+from tests.pure.test_prefix_cache import begin, cached_nodes, drained, key, publish, serve, state
 
 
 def leader_and_follower(cache: PrefixCache) -> tuple[Lease, Lease]:
@@ -187,7 +187,7 @@ def test_cancel_undoes_a_lookup_in_the_statistics() -> None:
     cache.cancel(cache.attach(key("unknown", "new")))
 
     assert cache.stats() == before
-    assert [node.hits for node in cache._tree.nodes()] == [0]
+    assert [node.hits for node in cached_nodes(cache)] == [0]
     assert (before.lookups, before.lookup_tokens, before.hit_tokens) == (1, 6, 0)
 
 
@@ -324,11 +324,12 @@ def test_a_page_holds_at_least_a_token(page_size: int) -> None:
 
 
 def lose_a_pin(cache: PrefixCache) -> None:
-    next(cache._tree.nodes()).pins -= 1
+    cache._tree.pins[next(cache._tree.nodes())] -= 1
 
 
 def lose_a_page(cache: PrefixCache) -> None:
-    next(cache._tree.nodes()).pages.pop()
+    node = next(cache._tree.nodes())
+    cache._tree.pages[node][node] = b""
 
 
 def miscount_evictable(cache: PrefixCache) -> None:
@@ -336,7 +337,7 @@ def miscount_evictable(cache: PrefixCache) -> None:
 
 
 def orphan_a_pending_node(cache: PrefixCache) -> None:
-    next(cache._tree.nodes()).holder = 99
+    cache._tree.holder[next(cache._tree.nodes())] = 99
 
 
 @pytest.mark.parametrize(

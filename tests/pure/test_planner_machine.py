@@ -217,14 +217,14 @@ class PlannerMachine(RuleBasedStateMachine):
         """Every ready page of the tree holds the K/V of exactly its atoms."""
         if not hasattr(self, "cache"):
             return
-        for node in self.cache._tree.nodes():
-            if node.is_leaf or any(child.is_pending for child in node.children.values()):
-                path = self.cache._tree.path(node)
-                if node.is_pending:
-                    continue
+        tree = self.cache._tree
+        for number in tree.nodes():
+            path = [tree.node(step) for step in tree.path(number)]
+            if not path[-1].is_pending:
                 pages = [page for step in path for page in step.pages]
                 atoms = CacheKey(b"".join(step.atoms for step in path)).tokens()
-                assert self.read(pages, len(atoms)) == list(atoms)
+                num_tokens = len(pages) * self.page_size
+                assert self.read(pages, num_tokens) == list(atoms[:num_tokens])
 
     def read(self, pages: Sequence[int], num_tokens: int) -> list[int]:
         at = np.arange(num_tokens)

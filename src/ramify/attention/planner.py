@@ -226,7 +226,7 @@ class RadixAttentionPlanner:
         end = one.num_computed + one.num_planned
         held = len(one.lease.pages) + len(one.private)
         pages = self.cache.reserve(max(0, -(-end // self.page_size) - held))
-        one.private += pages
+        one.private.extend(pages)
         self.table.append(one.row, pages)
         if self.share and one.num_planned > 1:
             self._move(one, self.cache.announce(one.lease, one.key(end), one.private))

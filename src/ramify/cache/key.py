@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, spelled_out
 from ramify.errors import InvalidKeyError
 
 ATOM_BYTES = 4  # one int32 per token
+HASH_BYTES = 16  # of a page hash
+_SIGN = 3 if sys.byteorder == "little" else 0  # the byte of an atom that has its sign
+_page_hasher = hashlib.blake2b(digest_size=HASH_BYTES)
 
 
 def pack(tokens: Iterable[int]) -> bytes:
@@ -19,13 +23,25 @@ def pack(tokens: Iterable[int]) -> bytes:
     Raises:
         InvalidKeyError: an id does not fit in an int32, or is negative.
     """
-    try:
-        packed = array("i", tokens)
-    except (OverflowError, TypeError) as error:
-        raise InvalidKeyError(f"token ids must be integers in 0..{2**31 - 1}: {error}") from None
-    if packed and min(packed) < 0:
-        raise InvalidKeyError(f"token id {min(packed)} is negative; ids are in 0..{2**31 - 1}")
-    return packed.tobytes()
+    if isinstance(tokens, bytes | bytearray):
+        packed = bytes(tokens)
+        if len(packed) % ATOM_BYTES:
+            raise InvalidKeyError(
+                f"{len(packed)} bytes are no whole number of {ATOM_BYTES}-byte atoms"
+            )
+    elif isinstance(tokens, array) and tokens.typecode == "i":
+        packed = tokens.tobytes()
+    else:
+        try:
+            packed = array("i", tokens).tobytes()
+        except (OverflowError, TypeError) as error:
+            raise InvalidKeyError(
+                f"token ids must be integers in 0..{2**31 - 1}: {error}"
+            ) from None
+    if not packed[_SIGN::ATOM_BYTES].isascii():  # a sign bit is set somewhere
+        least = min(array("i", packed))
+        raise InvalidKeyError(f"token id {least} is negative; ids are in 0..{2**31 - 1}")
+    return packed
 
 
 def namespace_of(**parts: str | bytes | int) -> bytes:
@@ -58,25 +74,38 @@ class CacheKey:
     Args:
         atoms: token ids, or their packed int32 bytes.
         namespace: any string or bytes; `namespace_of` builds one from parts.
+        media: segments that stand for images, audio or video; the ids in their places are ignored.
+        salts: positions from which on the prompt is private to those who know the salt.
 
     Raises:
-        InvalidKeyError: an id is negative or wider than an int32, or the bytes are no whole atoms.
+        InvalidKeyError: an id is negative or wider than an int32, the bytes are no whole atoms, or
+            segments overlap or leave the prompt.
     """
 
     atoms: bytes
     namespace: bytes = b""
+    marks: Marks = ()
 
-    def __init__(self, atoms: bytes | Iterable[int], namespace: str | bytes = b"") -> None:
-        packed = bytes(atoms) if isinstance(atoms, bytes | bytearray) else pack(atoms)
-        if len(packed) % ATOM_BYTES:
-            raise InvalidKeyError(
-                f"{len(packed)} bytes are no whole number of {ATOM_BYTES}-byte atoms"
-            )
+    def __init__(
+        self,
+        atoms: bytes | Iterable[int],
+        namespace: str | bytes = b"",
+        *,
+        media: Sequence[Media] = (),
+        salts: Sequence[Salt] = (),
+    ) -> None:
+        packed = pack(atoms)
         if not isinstance(namespace, str | bytes):
             raise InvalidKeyError(f"namespace={namespace!r} but it must be a string or bytes")
-        raw = namespace.encode() if isinstance(namespace, str) else namespace
+        marks: Marks = ()
+        if media or salts:
+            marked, marks = apply_marks(array("i", packed), media, salts)
+            packed = marked.tobytes()
         object.__setattr__(self, "atoms", packed)
-        object.__setattr__(self, "namespace", raw)
+        object.__setattr__(
+            self, "namespace", namespace.encode() if isinstance(namespace, str) else namespace
+        )
+        object.__setattr__(self, "marks", marks)
 
     def __len__(self) -> int:
         return len(self.atoms) // ATOM_BYTES
@@ -87,45 +116,76 @@ class CacheKey:
 
     def prefix(self, num_tokens: int) -> CacheKey:
         """The first `num_tokens` atoms, in the same namespace."""
-        return CacheKey(self.atoms[: num_tokens * ATOM_BYTES], self.namespace)
+        cut = CacheKey.__new__(CacheKey)
+        object.__setattr__(cut, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
+        object.__setattr__(cut, "namespace", self.namespace)
+        object.__setattr__(cut, "marks", between(self.marks, 0, num_tokens) if self.marks else ())
+        return cut
 
     def page_hashes(self, page_size: int) -> list[bytes]:
         """A 16-byte name for each whole page and everything before it, for external stores.
 
-        BLAKE2b over the previous page's hash and this page's atoms as little-endian int32, keyed
-        with the namespace's own hash: the same in every process.
+        A chain: the hash of page i is BLAKE2b-128 over the hash of page i - 1 (for the first page:
+        over that of the namespace) and the page's atoms as little-endian int32. An atom that stands
+        for content is written as -2, and the digests follow the page. The same in every process.
         """
-        atoms = self.tokens()
-        if sys.byteorder == "big":
-            atoms.byteswap()
-        raw, step = atoms.tobytes(), page_size * ATOM_BYTES
-        key = hashlib.blake2b(self.namespace, digest_size=32).digest()
-        hashes, last = list[bytes](), b""
-        for start in range(0, len(raw) - step + 1, step):
-            page = raw[start : start + step]
-            last = hashlib.blake2b(last + page, digest_size=16, key=key).digest()
-            hashes.append(last)
-        return hashes
+        whole = self.num_pages(page_size) * page_size * ATOM_BYTES
+        packed = chain_hashes(
+            namespace_hash(self.namespace), self.atoms[:whole], page_size * ATOM_BYTES, self.marks
+        )
+        return split_hashes(packed)
 
     def tokens(self) -> array[int]:
         """The atoms as integers."""
         return array("i", self.atoms)
 
 
-def common_pages(one: bytes, other: bytes, page_bytes: int, start: int = 0) -> int:
-    """Whole pages that two packed sequences share from byte `start` on, which both have.
+def namespace_hash(namespace: bytes) -> bytes:
+    """What the hash chain of a namespace begins with."""
+    return hashlib.blake2b(namespace, digest_size=HASH_BYTES, person=b"ramify-ns").digest()
 
-    Compares slices (each a memcmp) and halves the range when they differ, so that the cost is
-    that of a few memcmps however long the sequences are.
+
+def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, marks: Marks = ()) -> bytes:
+    """Hashes of consecutive pages below one whose hash is `parent`, 16 bytes each."""
+    pages = [atoms[at : at + page_bytes] for at in range(0, len(atoms), page_bytes)]
+    if marks or sys.byteorder == "big":
+        page_size = page_bytes // ATOM_BYTES
+        for i, page in enumerate(pages):
+            pages[i] = spelled_out(page, between(marks, i * page_size, (i + 1) * page_size))
+    copy, found = _page_hasher.copy, []
+    for page in pages:
+        hasher = copy()
+        hasher.update(parent + page)
+        parent = hasher.digest()
+        found.append(parent)
+    return b"".join(found)
+
+
+def split_hashes(packed: bytes) -> list[bytes]:
+    """Packed page hashes, one by one."""
+    return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
+
+
+def common_pages(one: bytes, other: bytes, page_bytes: int, start: int = 0) -> int:
+    """Whole pages that `one` from byte `start` on shares with `other` from byte `start` on."""
+    return shared_pages(one, start, memoryview(other)[start:], page_bytes)
+
+
+def shared_pages(atoms: bytes, position: int, edge: bytes | memoryview, page_bytes: int) -> int:
+    """Whole pages that `atoms` from byte `position` on share with the beginning of `edge`.
+
+    Halves the range until it is one page: in all, a memcmp of at most twice the shared part, and
+    nothing is copied.
     """
-    low, high = 0, (min(len(one), len(other)) - start) // page_bytes
-    if one[start : start + high * page_bytes] == other[start : start + high * page_bytes]:
+    low, high = 0, max(0, min(len(atoms) - position, len(edge))) // page_bytes
+    view = memoryview(edge)
+    if atoms.startswith(view[: high * page_bytes], position):
         return high
     high -= 1  # invariant: the first `low` pages agree, the first `high + 1` do not
     while low < high:
         middle = (low + high + 1) // 2
-        begin, end = start + low * page_bytes, start + middle * page_bytes
-        if one[begin:end] == other[begin:end]:
+        begin, end = low * page_bytes, middle * page_bytes
+        if atoms.startswith(view[begin:end], position + begin):
             low = middle
         else:
             high = middle - 1

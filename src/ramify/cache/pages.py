@@ -2,12 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
+from ramify.cache.key import shared_pages
 from ramify.errors import ConfigError, InvariantError, OutOfPagesError, PageOwnershipError
 
-FREE, PRIVATE, TREE = 0, 1, 2
-_OWNERS = ("free", "private to a request", "in the tree")
+ID_BYTES = 4  # page ids travel as native int32
+
+
+class Pages(Sequence[int]):
+    """Page ids in order: an immutable sequence of integers over packed int32.
+
+    Equal to any sequence with the same ids. `numpy.asarray(pages)` copies nothing, and neither
+    does `memoryview(pages.packed)`.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        self.packed = packed
+
+    @classmethod
+    def of(cls, pages: Sequence[int]) -> Pages:
+        """Any sequence of page ids, packed."""
+        return pages if isinstance(pages, Pages) else cls(pack_pages(pages))
+
+    def __len__(self) -> int:
+        return len(self.packed) // ID_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Pages: ...
+    def __getitem__(self, at: int | slice) -> int | Pages:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self.packed) // ID_BYTES)
+            if step == 1:
+                return Pages(self.packed[start * ID_BYTES : stop * ID_BYTES])
+            return Pages(memoryview(self.packed).cast("i")[at].tobytes())
+        return memoryview(self.packed).cast("i")[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(array("i", self.packed))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Pages):
+            return self.packed == other.packed
+        if isinstance(other, Sequence | array) and not isinstance(other, str | bytes):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
+    def __add__(self, other: Sequence[int]) -> Pages:
+        return Pages(self.packed + pack_pages(other))
+
+    def __radd__(self, other: list[int] | tuple[int, ...]) -> list[int] | tuple[int, ...]:
+        return [*other, *self] if isinstance(other, list) else (*other, *self)
+
+    def __repr__(self) -> str:
+        return f"Pages({list(self)})"
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (len(self),),
+            "typestr": "<i4" if sys.byteorder == "little" else ">i4",
+            "data": self.packed,
+            "version": 3,
+        }
+
+
+def pack_pages(pages: Sequence[int]) -> bytes:
+    """Page ids as native int32 bytes: free for `Pages` and int32 buffers, 10 ns a page for others.
+
+    Raises:
+        PageOwnershipError: an entry is no int32.
+    """
+    if isinstance(pages, Pages):
+        return pages.packed
+    if isinstance(pages, array) and pages.typecode == "i":
+        return pages.tobytes()
+    try:
+        return array("i", pages).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise PageOwnershipError(f"page ids must be int32 numbers: {error}") from None
 
 
 class PageLedger:
@@ -17,16 +100,20 @@ class PageLedger:
     (`give_back`). Each call checks all its pages before it moves the first. The page given back
     last is handed out first, since its bytes are the likeliest to be in a hardware cache.
 
+    Private pages are kept as the runs in which they were taken, found by the first page of each:
+    to hand back or publish (a beginning of) a run costs one lookup and one memcmp, however long
+    it is. Any other order works too, at the cost of a search for each page.
+
     Args:
         num_pages: pages 0 .. num_pages - 1 are managed; at least 1.
     """
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ConfigError(f"num_pages={num_pages} but a ledger needs at least 1 page")
+        if not 1 <= num_pages < 2**31:
+            raise ConfigError(f"num_pages={num_pages} but a ledger has 1 to {2**31 - 1} pages")
         self.num_pages = num_pages
-        self._owner = bytearray(num_pages)
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = array("i", range(num_pages - 1, -1, -1))
+        self._runs: dict[bytes, bytes] = {}  # first page → the whole run, packed
         self._num_private = 0
 
     @property
@@ -45,70 +132,109 @@ class PageLedger:
         return self.num_pages - len(self._free) - self._num_private
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody owns this page."""
-        return self._owner[page] == FREE
+        """Whether nobody owns this page. A search: for checks, not for the hot path."""
+        return page in self._free
 
     def is_private(self, page: int) -> bool:
-        """Whether a request owns this page."""
-        return self._owner[page] == PRIVATE
+        """Whether a request owns this page. A search, too."""
+        return any(page in array("i", run) for run in self._runs.values())
 
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` free pages.
+    def take(self, count: int) -> bytes:
+        """Hand out `count` free pages, packed.
 
         Raises:
             OutOfPagesError: fewer are free; nothing was taken.
         """
+        if count <= 0:
+            if count < 0:
+                raise ConfigError(f"{count} pages asked for; ask for 0 or more")
+            return b""
         free = self._free
-        if count < 0:
-            raise ConfigError(f"{count} pages asked for; ask for 0 or more")
-        if count > len(free):
+        keep = len(free) - count
+        if keep < 0:
             raise OutOfPagesError(count, len(free), 0, self.num_pages)
-        taken = free[len(free) - count :]
+        taken = free[keep:]
+        del free[keep:]
         taken.reverse()
-        del free[len(free) - count :]
-        for page in taken:
-            self._owner[page] = PRIVATE
+        run = taken.tobytes()
+        self._runs[run[:ID_BYTES]] = run
         self._num_private += count
-        return taken
+        return run
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def give_back(self, packed: bytes) -> None:
         """Private pages become free, last first, so that a sequence's tail is reused first."""
-        self.require_private(pages)
-        self._free_all(pages)
-        self._num_private -= len(pages)
+        self.adopt(packed)
+        self._free.frombytes(packed)
 
-    def adopt(self, pages: Sequence[int]) -> None:
-        """Private pages become the tree's."""
-        self.require_private(pages)
-        for page in pages:
-            self._owner[page] = TREE
-        self._num_private -= len(pages)
+    def adopt(self, packed: bytes) -> None:
+        """Private pages become the tree's.
 
-    def reclaim(self, pages: Sequence[int]) -> None:
-        """Pages of the tree become free."""
-        self._require(pages, TREE)
-        self._free_all(pages)
+        Raises:
+            PageOwnershipError: a page is not private, or is named twice; nothing moved.
+        """
+        if not packed:
+            return
+        first = packed[:ID_BYTES]
+        run = self._runs.get(first, b"")
+        if run.startswith(packed):  # the beginning of a run, or all of it
+            del self._runs[first]
+            if rest := run[len(packed) :]:
+                self._runs[rest[:ID_BYTES]] = rest
+        else:
+            for head in self._runs_of(packed):
+                del self._runs[head]
+        self._num_private -= len(packed) // ID_BYTES
 
-    def require_private(self, pages: Sequence[int]) -> None:
+    def reclaim(self, packed: bytes) -> None:
+        """Pages of the tree become free. The tree's own word is taken for it; `check` recounts."""
+        self._free.frombytes(packed)
+
+    def require_private(self, packed: bytes) -> None:
         """Raise PageOwnershipError unless all pages are private and none is named twice."""
-        self._require(pages, PRIVATE)
+        if not self._runs.get(packed[:ID_BYTES], b"").startswith(packed):
+            self._runs_of(packed)
 
-    def _free_all(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._owner[page] = FREE
-        self._free.extend(pages)
+    def _runs_of(self, packed: bytes) -> list[bytes]:
+        """The heads of the runs that these pages are, one after the other.
 
-    def _require(self, pages: Sequence[int], owner: int) -> None:
-        for page in pages:
-            if not 0 <= page < self.num_pages:
-                raise PageOwnershipError(f"page {page} is outside 0..{self.num_pages - 1}")
-            if self._owner[page] != owner:
-                raise PageOwnershipError(
-                    f"page {page} is {_OWNERS[self._owner[page]]}, not {_OWNERS[owner]}; "
-                    "it was given back or published before"
-                )
-        if len(set(pages)) != len(pages):
-            raise PageOwnershipError(f"a page is named twice in {list(pages)}")
+        Runs are cut where the pages leave them, which changes nothing about who owns what.
+        """
+        runs, heads, at = self._runs, list[bytes](), 0
+        while at < len(packed):
+            head = packed[at : at + ID_BYTES]
+            if head not in runs:
+                self._isolate(head)
+            run = runs[head]
+            if not packed.startswith(run, at):
+                run = self._cut(head, shared_pages(packed, at, run, ID_BYTES) * ID_BYTES)
+            heads.append(head)
+            at += len(run)
+        if len(set(heads)) < len(heads) or sum(len(runs[head]) for head in heads) < len(packed):
+            raise PageOwnershipError(f"a page is named twice in {array('i', packed).tolist()}")
+        return heads
+
+    def _isolate(self, page: bytes) -> None:
+        """Make a page inside a run the head of one."""
+        (number,) = array("i", page)
+        if not 0 <= number < self.num_pages:
+            raise PageOwnershipError(f"page {number} is outside 0..{self.num_pages - 1}")
+        for head, run in self._runs.items():
+            pages = array("i", run)
+            if number in pages:
+                self._cut(head, pages.index(number) * ID_BYTES)
+                return
+        owner = "free" if self.is_free(number) else "in the tree"
+        raise PageOwnershipError(
+            f"page {number} is {owner}, not private to a request; it was given back or published "
+            "before"
+        )
+
+    def _cut(self, head: bytes, size: int) -> bytes:
+        """Make two runs of one, the first of `size` bytes; returns that."""
+        run = self._runs[head]
+        self._runs[head], rest = run[:size], run[size:]
+        self._runs[rest[:ID_BYTES]] = rest
+        return run[:size]
 
     def check(self, tree_pages: Sequence[int]) -> None:
         """Recount every page, given all pages that tree nodes hold.
@@ -116,17 +242,16 @@ class PageLedger:
         Raises:
             InvariantError: a page has no owner or more than one, or a count is wrong.
         """
-        if len(set(self._free)) != len(self._free):
-            raise InvariantError("a page is on the free list twice")
-        if len(set(tree_pages)) != len(tree_pages):
-            raise InvariantError("a page is in two tree nodes")
-        for owner, pages in ((FREE, self._free), (TREE, tree_pages)):
-            recorded = self._owner.count(owner)
-            if recorded != len(pages) or any(self._owner[page] != owner for page in pages):
-                raise InvariantError(
-                    f"{recorded} pages are recorded as {_OWNERS[owner]} but {len(pages)} are"
-                )
-        if self._owner.count(PRIVATE) != self._num_private:
+        private = [page for run in self._runs.values() for page in array("i", run)]
+        if len(private) != self._num_private:
+            raise InvariantError(f"{self._num_private} private pages counted, {len(private)} kept")
+        if any(run[:ID_BYTES] != head for head, run in self._runs.items()):
+            raise InvariantError("a run of private pages is not found under its first page")
+        owned = sorted([*self._free, *private, *tree_pages])
+        if owned != list(range(self.num_pages)):
+            odd = [page for page, times in Counter(owned).items() if times > 1]
+            lost = sorted(set(range(self.num_pages)) - set(owned))
             raise InvariantError(
-                f"{self._num_private} private pages counted, {self._owner.count(PRIVATE)} recorded"
+                f"pages with two owners: {odd[:8]}; with none: {lost[:8]}; "
+                f"{len(owned)} owned of {self.num_pages}"
             )

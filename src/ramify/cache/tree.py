@@ -1,49 +1,63 @@
-"""The radix tree over pages: match, split, insert, pin counts; one root per namespace."""
+"""The radix tree over pages, in columns: structure and content, nothing about policy or owners.
+
+A node is an integer, its fields are entries of columns. The columns are `array`s and dicts from
+numbers to bytes, which the cyclic garbage collector does not traverse: at a million nodes a full
+collection passes over the tree in no time, where a million objects would stop it for 100 ms.
+Node 0 is no node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
+from ramify.cache.key import ATOM_BYTES, shared_pages
+from ramify.cache.marks import Marks, between
+from ramify.cache.pages import ID_BYTES, Pages
 from ramify.errors import ConfigError, InvariantError
 
+SHARDS = (
+    256  # of the dicts from node to bytes: each stays small enough to be resized in microseconds
+)
+MAX_GROWN_BYTES = 1 << 16  # a leaf longer than this gets a child instead of being copied to grow
 
+
+class ChildIndex(Protocol):
+    """Finds the child of a node by the atoms of the child's first page."""
+
+    max_pages: int | None  # pages in a node, None for any number
+
+    def find(self, parent: int, atoms: bytes, position: int) -> int:
+        """The child of `parent` that begins with the page at byte `position`; 0 if none does."""
+
+    def add(self, node: int) -> None:
+        """A node has been linked below its parent."""
+
+    def remove(self, node: int) -> None:
+        """A node is about to leave its place."""
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
-    """A run of pages whose atoms follow those of its parent.
+    """What is known of a node, copied: for predicates, observers and tests."""
 
-    `atoms` are packed int32, a whole number of pages; `children` is keyed by the bytes of the
-    child's first page. `pins` counts the leases at or below this node. `holder` is 0 once the
-    pages are computed (ready), else the holder that is computing them (pending).
-    """
-
-    __slots__ = (
-        "atoms",
-        "children",
-        "depth",
-        "hits",
-        "holder",
-        "last_access",
-        "namespace",
-        "pages",
-        "parent",
-        "pins",
-        "priority",
-    )
-
-    def __init__(
-        self, parent: Node | None, atoms: bytes, pages: list[int], holder: int, namespace: bytes
-    ) -> None:
-        self.parent = parent
-        self.namespace = namespace
-        self.atoms = atoms
-        self.pages = pages
-        self.children: dict[bytes, Node] = {}
-        self.depth: int = (0 if parent is None else parent.depth) + len(pages)  # in pages
-        self.pins = 0
-        self.holder = holder
-        self.hits = 0
-        self.priority = 0
-        self.last_access = 0
+    id: int
+    parent: int
+    namespace: bytes
+    atoms: bytes  # packed int32; those of evicted pages included
+    pages: Pages  # pages with K/V, or about to have it, from the node's beginning on
+    start: int  # pages above it
+    pins: int  # leases that end in it or below
+    holder: int  # 0: computed; else who is computing it
+    hits: int  # lookups that it served
+    uses: int  # lookups that it served, or would have if it had not been evicted
+    priority: int
+    last_access: int  # in lookups since the cache was made
+    created: int
+    used_s: float  # the cache's clock at the last access
+    num_children: int  # those with pages
 
     @property
     def is_pending(self) -> bool:
@@ -52,12 +66,55 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing follows it."""
-        return not self.children
+        """Whether nothing cached follows it."""
+        return self.num_children == 0
+
+    @property
+    def depth(self) -> int:
+        """Pages from the root to the end of this node's pages."""
+        return self.start + len(self.pages)
+
+
+class PageIndex:
+    """Children by (their first page, their parent): the index of the radix tree."""
+
+    max_pages: int | None = None
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._page_bytes = tree.page_bytes
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
+
+    def find(self, parent: int, atoms: bytes, position: int) -> int:
+        """One dict lookup, however many children there are."""
+        end = position + self._page_bytes
+        name = atoms[position:end] + parent.to_bytes(4, "little")
+        return self._shards[atoms[end - ATOM_BYTES]].get(name, 0)
+
+    def add(self, node: int) -> None:
+        """Name a node by its first page and its parent."""
+        shard, name = self._name(node)
+        assert name not in shard, "siblings share their first page"
+        shard[name] = node
+
+    def remove(self, node: int) -> None:
+        """Forget the name of a node."""
+        shard, name = self._name(node)
+        del shard[name]
+
+    def _name(self, node: int) -> tuple[dict[bytes, int], bytes]:
+        tree, end = self._tree, self._page_bytes
+        edge = tree.edges[node % SHARDS][node]
+        name = edge[:end] + tree.parent[node].to_bytes(4, "little")
+        return self._shards[edge[end - ATOM_BYTES]], name
 
 
 class RadixTree:
     """Nodes, and nothing about who may evict or use them.
+
+    A node is a run of pages; its first `resident` ones have page ids, the others were evicted and
+    are remembered (a ghost is a node none of whose pages is resident). A node that has resident
+    children, pins or a holder is resident in full.
 
     Args:
         page_size: tokens per page, at least 1.
@@ -68,151 +125,324 @@ class RadixTree:
             raise ConfigError(f"page_size={page_size} but a page holds at least 1 token")
         self.page_size = page_size
         self.page_bytes = page_size * ATOM_BYTES
-        self.roots: dict[bytes, Node] = {}
-        self.num_nodes = 0  # roots not counted
+        self.index: ChildIndex = PageIndex(self)
+        self.roots: dict[bytes, int] = {}
+        self.namespaces: dict[int, bytes] = {}  # root → its namespace
+        self.num_nodes = 0  # with ghosts, without roots
+        self.num_ghosts = 0  # nodes without a resident page
+        self.num_ghost_pages = 0  # remembered pages, those of partly evicted nodes included
+        self._vacant = array("i")
+        self.edges: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
+        self.pages: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
+        self.marks: dict[int, Marks] = {}
+        self._columns: list[array[int] | array[float]] = []
+        self._capacity = 1  # entries in every column
+        self.root = self.column("i")
+        self.parent = self.column("i")
+        self.first_child = self.column("i")  # newest first
+        self.next_sibling = self.column("i")
+        self.prev_sibling = self.column("i")
+        self.length = self.column("i")  # pages in its edge
+        self.resident = self.column("i")  # of them with page ids, from the first on
+        self.resident_children = self.column("i")
+        # what both halves of a split have
+        self.start = self.column("i")  # pages above the node
+        self.pins = self.column("i")
+        self.holder = self.column("q")
+        self.hits = self.column("i")
+        self.uses = self.column("i")
+        self.priority = self.column("i")
+        self.last_access = self.column("q")
+        self.created = self.column("q")
+        self.created_s: array[float] = self.column("d")
+        self.used_s: array[float] = self.column("d")
+        self._inherited = self._columns[8:]
+        self._history = (self.hits, self.uses, self.priority, self.last_access)
 
-    def walk(
-        self, key: CacheKey, max_pages: int, *, pending: bool, start: Node | None = None
-    ) -> tuple[Node | None, int]:
-        """The deepest node that a key's first pages reach, and how many of its pages they cover.
+    def column(self, typecode: str) -> Any:
+        """One more field of every node, 0 for new ones: for whoever keeps something by node."""
+        column = array(typecode, [0]) * self._capacity
+        self._columns.append(column)
+        return column
 
-        No more than `max_pages` pages count. `pending` says whether pages that are still being
-        computed count. `start` is a node whose path the key is known to share. The node is None
-        when the namespace is unknown.
+    # -- finding ---------------------------------------------------------------------------
+
+    def find(
+        self, root: int, atoms: bytes, end: int, *, pending: bool
+    ) -> tuple[list[int], int, int]:
+        """Follow packed atoms, as far as byte `end`, through resident pages.
+
+        Returns the nodes that are covered in full from the root on, then a node that is covered in
+        part (or 0), and how many of its pages are. `pending` says whether pages count that are
+        still being computed.
         """
-        node = start if start is not None else self.roots.get(key.namespace)
-        if node is None:
-            return None, 0
-        atoms, page_bytes = key.atoms, self.page_bytes
-        end = max_pages * page_bytes
-        position = node.depth * page_bytes
-        covered = len(node.pages)
+        path: list[int] = []
+        node, position = root, 0
+        find, length, resident = self.index.find, self.length, self.resident
+        edges, holder, page_bytes = self.edges, self.holder, self.page_bytes
         while position < end:
-            child = node.children.get(atoms[position : position + page_bytes])
-            if child is None or (child.holder and not pending):
+            child = find(node, atoms, position)
+            if not child:
                 break
-            edge = child.atoms
+            num_resident = resident[child]
+            if not num_resident or (holder[child] and not pending):
+                break
+            edge = edges[child % SHARDS][child]
             stop = position + len(edge)
-            node = child
-            if stop <= end and atoms[position:stop] == edge:
-                position, covered = stop, len(child.pages)
+            if stop <= end and num_resident == length[child] and atoms.startswith(edge, position):
+                path.append(child)
+                node, position = child, stop
                 continue
-            room = (end - position) // page_bytes
-            shared = common_pages(atoms[position : min(stop, end)], edge, page_bytes)
-            return node, min(room, shared)
-        return node, covered
+            room = min(num_resident, (end - position) // page_bytes)
+            return path, child, min(room, shared_pages(atoms, position, edge, page_bytes))
+        return path, 0, 0
 
-    def split(self, node: Node, num_pages: int) -> Node:
-        """Cut a node after `num_pages` pages; returns the new upper half.
+    def follow(self, node: int, atoms: bytes, position: int, end: int) -> list[tuple[int, int]]:
+        """Go on below a node through whatever is known, ghosts and pending pages included.
 
-        The existing object stays the deeper half, so that pins held on it stay balanced; both
-        halves keep pins, hits, recency, priority and pending state.
+        Returns (node, how many of its pages agree) from the top down.
         """
-        assert 0 < num_pages < len(node.pages) and node.parent is not None
-        cut = num_pages * self.page_bytes
-        upper = Node(
-            node.parent, node.atoms[:cut], node.pages[:num_pages], node.holder, node.namespace
-        )
-        upper.pins, upper.hits, upper.priority = node.pins, node.hits, node.priority
-        upper.last_access = node.last_access
-        node.parent.children[node.atoms[: self.page_bytes]] = upper
-        node.parent = upper
-        node.atoms, node.pages = node.atoms[cut:], node.pages[num_pages:]
-        upper.children[node.atoms[: self.page_bytes]] = node
-        self.num_nodes += 1
-        return upper
+        found: list[tuple[int, int]] = []
+        while position < end:
+            node = self.index.find(node, atoms, position)
+            if not node:
+                break
+            edge = self.edges[node % SHARDS][node]
+            shared = shared_pages(atoms, position, edge, self.page_bytes)
+            shared = min(shared, (end - position) // self.page_bytes)
+            found.append((node, shared))
+            if shared < self.length[node]:
+                break
+            position += len(edge)
+        return found
 
-    def root(self, namespace: bytes) -> Node:
+    # -- making and cutting ----------------------------------------------------------------
+
+    def root_of(self, namespace: bytes) -> int:
         """The root of a namespace, made when there is none."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(None, b"", [], 0, namespace)
+            root = self.roots[namespace] = self._new()
+            self.namespaces[root] = namespace
+            self.root[root] = root
         return root
 
-    def add_child(self, parent: Node, atoms: bytes, pages: list[int], holder: int) -> Node:
-        """Hang a new node below `parent`, which must have no child with that first page."""
-        first = atoms[: self.page_bytes]
-        assert pages and len(atoms) == len(pages) * self.page_bytes
-        assert first not in parent.children
-        node = parent.children[first] = Node(parent, atoms, pages, holder, parent.namespace)
+    def drop_empty_root(self, root: int) -> None:
+        """Forget a namespace that remembers nothing and is pinned by nobody."""
+        if not self.first_child[root] and not self.pins[root]:
+            del self.roots[self.namespaces.pop(root)]
+            self._vacate(root)
+
+    def _new(self) -> int:
+        if not self._vacant:
+            first, more = self._capacity, min(1024, self._capacity)
+            for column in self._columns:
+                column.frombytes(bytes(more * column.itemsize))
+            self._capacity += more
+            self._vacant.extend(range(first + more - 1, first - 1, -1))
+        return self._vacant.pop()
+
+    def _vacate(self, node: int) -> None:
+        """Give a number back; links, pins and counts are 0 by now, and `add` sets the rest."""
+        for column in (self.parent, self.next_sibling, self.prev_sibling, *self._history):
+            column[node] = 0
+        self._vacant.append(node)
+
+    def add(self, parent: int, atoms: bytes, packed: bytes, holder: int) -> int:
+        """Hang a leaf below `parent`, which must have no child that begins with the same page."""
+        node = self._new()
+        count = len(packed) // ID_BYTES
+        shard = node % SHARDS
+        self.edges[shard][node] = atoms
+        self.pages[shard][node] = packed
+        self.root[node] = self.root[parent]
+        self.parent[node] = parent
+        self.start[node] = self.start[parent] + self.length[parent]
+        self.length[node] = self.resident[node] = count
+        self.holder[node] = holder
+        head = self.first_child[parent]
+        if head:
+            self.next_sibling[node] = head
+            self.prev_sibling[head] = node
+        self.first_child[parent] = node
+        self.resident_children[parent] += 1
+        self.index.add(node)
         self.num_nodes += 1
         return node
 
-    def extend(self, node: Node, atoms: bytes, pages: Sequence[int]) -> None:
-        """Append pages to a leaf in place."""
-        assert node.is_leaf and node.parent is not None
-        node.atoms += atoms
-        node.pages.extend(pages)
-        node.depth += len(pages)
+    def split(self, node: int, num_pages: int) -> int:
+        """Cut a node after `num_pages` pages; returns the new upper half.
 
-    def trim(self, node: Node, num_pages: int) -> list[int]:
-        """Cut the last `num_pages` pages off a leaf; a leaf without pages leaves the tree."""
-        assert node.is_leaf and node.parent is not None
-        keep = len(node.pages) - num_pages
-        cut = node.pages[keep:]
-        if keep == 0:
-            self.remove(node)
+        The existing node stays the deeper half, so that pins held on it stay balanced; both halves
+        keep pins, hits, recency, priority and pending state.
+        """
+        assert 0 < num_pages < self.length[node]
+        upper, parent, shard = self._new(), self.parent[node], node % SHARDS
+        edge, packed = self.edges[shard][node], self.pages[shard][node]
+        cut, resident = num_pages * self.page_bytes, self.resident[node]
+        self.root[upper], self.parent[upper] = self.root[node], parent
+        for column in self._inherited:
+            column[upper] = column[node]
+        self.index.remove(node)
+        self.edges[upper % SHARDS][upper] = edge[:cut]
+        self.pages[upper % SHARDS][upper] = packed[: num_pages * ID_BYTES]
+        self.edges[shard][node] = edge[cut:]
+        self.pages[shard][node] = packed[num_pages * ID_BYTES :]
+        self.length[upper] = num_pages
+        self.resident[upper] = min(resident, num_pages)
+        self.start[node] += num_pages
+        self.length[node] -= num_pages
+        self.resident[node] = lower_resident = max(0, resident - num_pages)
+        self.resident_children[upper] = 1 if lower_resident else 0
+        self.num_ghosts += not lower_resident  # both halves of a ghost are ghosts
+        before, after = self.prev_sibling[node], self.next_sibling[node]
+        self.prev_sibling[upper], self.next_sibling[upper] = before, after
+        if before:
+            self.next_sibling[before] = upper
         else:
-            del node.pages[keep:]
-            node.atoms = node.atoms[: keep * self.page_bytes]
-            node.depth -= num_pages
-        return cut
+            self.first_child[parent] = upper
+        if after:
+            self.prev_sibling[after] = upper
+        self.prev_sibling[node] = self.next_sibling[node] = 0
+        self.first_child[upper] = node
+        self.parent[node] = upper
+        if marks := self.marks.pop(node, ()):
+            where = num_pages * self.page_size
+            self._mark(upper, between(marks, 0, where))
+            self._mark(node, between(marks, where, len(edge)))
+        self.index.add(upper)
+        self.index.add(node)
+        self.num_nodes += 1
+        return upper
 
-    def remove(self, node: Node) -> None:
-        """Take a leaf out of the tree; its `pages` stay on the object, its parent does not."""
-        assert node.is_leaf and node.parent is not None
-        del node.parent.children[node.atoms[: self.page_bytes]]
-        node.parent = None  # a queue that still holds the object sees that it has left
+    def grow(self, node: int, atoms: bytes, packed: bytes) -> None:
+        """Append pages to a leaf that is resident in full."""
+        shard, count = node % SHARDS, len(packed) // ID_BYTES
+        self.edges[shard][node] += atoms
+        self.pages[shard][node] += packed
+        self.length[node] += count
+        self.resident[node] += count
+
+    def can_grow(self, node: int, num_bytes: int) -> bool:
+        """Whether a leaf may take more atoms in place: the copy must stay small."""
+        return (
+            self.index.max_pages is None
+            and not self.first_child[node]
+            and self.parent[node] != 0
+            and self.length[node] * self.page_bytes + num_bytes <= MAX_GROWN_BYTES
+        )
+
+    def refill(self, node: int, packed: bytes) -> None:
+        """Give page ids to the first of a node's evicted pages, whose parent is resident."""
+        was = self.resident[node]
+        count = len(packed) // ID_BYTES
+        self.pages[node % SHARDS][node] += packed
+        self.resident[node] = was + count
+        self.num_ghost_pages -= count
+        if not was:
+            self.num_ghosts -= 1
+            self.resident_children[self.parent[node]] += 1
+
+    def evict_tail(self, node: int, num_pages: int) -> bytes:
+        """Take the last `num_pages` page ids off a leaf, which stays as a memory of them."""
+        keep = self.resident[node] - num_pages
+        shard = node % SHARDS
+        packed = self.pages[shard][node]
+        self.pages[shard][node] = packed[: keep * ID_BYTES]
+        self.resident[node] = keep
+        self.num_ghost_pages += num_pages
+        if not keep:
+            self.num_ghosts += 1
+            self.resident_children[self.parent[node]] -= 1
+        return packed[keep * ID_BYTES :]
+
+    def forget(self, node: int) -> None:
+        """Drop the memory of a leaf's evicted pages; a leaf without resident pages leaves."""
+        keep = self.resident[node]
+        self.num_ghost_pages -= self.length[node] - keep
+        if keep:
+            shard = node % SHARDS
+            self.edges[shard][node] = self.edges[shard][node][: keep * self.page_bytes]
+            self.length[node] = keep
+            if node in self.marks:
+                self._mark(node, between(self.marks.pop(node), 0, keep * self.page_size))
+            return
+        assert not self.first_child[node] and not self.pins[node]
+        self.index.remove(node)
+        before, after, parent = self.prev_sibling[node], self.next_sibling[node], self.parent[node]
+        if before:
+            self.next_sibling[before] = after
+        else:
+            self.first_child[parent] = after
+        if after:
+            self.prev_sibling[after] = before
+        shard = node % SHARDS
+        del self.edges[shard][node], self.pages[shard][node]
+        self.marks.pop(node, None)
         self.num_nodes -= 1
+        self.num_ghosts -= 1
+        self._vacate(node)
 
-    def drop_empty_root(self, namespace: bytes) -> None:
-        """Forget a namespace that holds nothing and is pinned by nobody."""
-        root = self.roots.get(namespace)
-        if root is not None and root.is_leaf and root.pins == 0:
-            del self.roots[namespace]
+    def mark(self, node: int, marks: Marks) -> None:
+        """Keep those marks of a whole key that lie in a node."""
+        start = self.start[node] * self.page_size
+        self._mark(node, between(marks, start, start + self.length[node] * self.page_size))
 
-    @staticmethod
-    def path(node: Node) -> list[Node]:
+    def _mark(self, node: int, marks: Marks) -> None:
+        if marks:
+            self.marks[node] = marks
+
+    # -- looking at it ---------------------------------------------------------------------
+
+    def children(self, node: int) -> Iterator[int]:
+        """The children of a node, newest first, ghosts included."""
+        child = self.first_child[node]
+        while child:
+            yield child
+            child = self.next_sibling[child]
+
+    def nodes(self, start: int = 0) -> Iterator[int]:
+        """All nodes at and below `start`, parents first, ghosts included; no roots."""
+        stack = [start] if start else list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            if self.parent[node]:
+                yield node
+            stack.extend(self.children(node))
+
+    def path(self, node: int) -> list[int]:
         """The nodes from below the root down to `node`."""
         found = []
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            found.append(at)
-            at = at.parent
+        while self.parent[node]:
+            found.append(node)
+            node = self.parent[node]
         found.reverse()
         return found
 
-    def nodes(self, start: Node | None = None) -> Iterator[Node]:
-        """All nodes at and below `start`, parents first; by default the whole tree, no roots."""
-        stack = [start] if start is not None else list(self.roots.values())
-        while stack:
-            node = stack.pop()
-            if node.parent is not None:
-                yield node
-            stack.extend(node.children.values())
+    def edge(self, node: int) -> bytes:
+        """The packed atoms of a node."""
+        return self.edges[node % SHARDS][node]
 
-    def check(self) -> None:
-        """Recount everything a tree can know about itself.
+    def packed_pages(self, node: int) -> bytes:
+        """The packed ids of a node's resident pages."""
+        return self.pages[node % SHARDS][node]
 
-        Raises:
-            InvariantError: links, depths, keys, pins or pending states contradict each other.
-        """
-        count = 0
-        for node in self.nodes():
-            count += 1
-            parent = node.parent
-            assert parent is not None
-            if not node.pages or len(node.atoms) != len(node.pages) * self.page_bytes:
-                raise InvariantError(f"a node has {len(node.pages)} pages, {len(node.atoms)} bytes")
-            if parent.children.get(node.atoms[: self.page_bytes]) is not node:
-                raise InvariantError("a child is not found under its first page")
-            if node.depth != parent.depth + len(node.pages):
-                raise InvariantError(f"depth {node.depth} under depth {parent.depth}")
-            if node.pins > parent.pins:
-                raise InvariantError(f"{node.pins} pins below {parent.pins}")
-            if parent.is_pending and not node.is_pending:
-                raise InvariantError("a ready node hangs below a pending one")
-            if node.is_pending and node.pins == 0:
-                raise InvariantError("a pending node is held by nobody")
-        if count != self.num_nodes:
-            raise InvariantError(f"{count} nodes found, {self.num_nodes} counted")
+    def node(self, node: int) -> Node:
+        """All that is known of a node."""
+        return Node(
+            id=node,
+            parent=self.parent[node],
+            namespace=self.namespaces[self.root[node]],
+            atoms=self.edge(node),
+            pages=Pages(self.packed_pages(node)),
+            start=self.start[node],
+            pins=self.pins[node],
+            holder=self.holder[node],
+            hits=self.hits[node],
+            uses=self.uses[node],
+            priority=self.priority[node],
+            last_access=self.last_access[node],
+            created=self.created[node],
+            used_s=self.used_s[node],
+            num_children=self.resident_children[node],
+        )

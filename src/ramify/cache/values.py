@@ -1,10 +1,12 @@
-"""What the prefix cache hands out: frozen, complete values."""
+"""What the prefix cache hands out: complete values that their receiver only reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ramify.cache.key import CacheKey
+from ramify.cache.pages import Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +17,49 @@ class Match:
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
 
-    `pages` are the prefix's pages in order; the last `num_pending` of them were still to be
-    computed when the lease was made.
+    The last `num_pending` of its pages were still to be computed when the lease was made. It is
+    made by a cache and read by everybody; names with an underscore are the cache's own. (A frozen
+    dataclass takes a microsecond to make, a tenth of a whole request.)
     """
 
-    id: int
-    key: CacheKey  # exactly the pinned prefix, whole pages
-    pages: tuple[int, ...]
-    num_pending: int = 0
+    __slots__ = (
+        "_counted",
+        "_holder",
+        "_key",
+        "_node",
+        "_packed",
+        "_withdrawn",
+        "id",
+        "num_pending",
+        "num_tokens",
+    )
+
+    def __init__(self, number: int, key: CacheKey, num_tokens: int, packed: bytes) -> None:
+        self.id: Final = number
+        self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
+        self._key = key  # begins with that prefix
+        self._packed = packed
+        self.num_pending = 0
+        self._node = 0  # the prefix ends at this node's end; splits keep that true
+        self._holder = number  # passed on from a lease to the one that replaces it
+        self._counted = (0, 0, 0)  # tokens asked for, found, and found by an infinite cache
+        self._withdrawn = False
 
     @property
-    def num_tokens(self) -> int:
-        """Length of the pinned prefix."""
-        return len(self.key)
+    def key(self) -> CacheKey:
+        """Exactly the pinned prefix."""
+        return self._key.prefix(self.num_tokens)
+
+    @property
+    def pages(self) -> Pages:
+        """The prefix's pages, in order."""
+        return Pages(self._packed)
+
+    def __repr__(self) -> str:
+        return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +72,13 @@ class CacheStats:
     private_pages: int  # owned by requests
     cached_pages: int  # in the tree, pinned ones and pending ones included
     evictable_pages: int
+    ghost_pages: int  # evicted and still remembered
     num_nodes: int
     num_leases: int
     lookups: int
     lookup_tokens: int
     hit_tokens: int
+    ideal_hit_tokens: int
     evicted_pages: int
 
     @property

@@ -1,0 +1,79 @@
+"""What was evicted, when and why: the tree remembers it, within a budget, oldest forgotten first."""
+
+from __future__ import annotations
+
+from ramify.cache.tree import RadixTree
+
+# why a run of pages lost its place; an index into this tuple is kept by node
+REASONS = ("capacity", "asked", "cleared", "predicate", "withdrawn")
+CAPACITY, ASKED, CLEARED, PREDICATE, WITHDRAWN = range(len(REASONS))
+
+
+class Ghosts:
+    """Nodes with evicted pages, in the order of their last eviction.
+
+    A node's pages are evicted after all those below it, so the oldest has no children.
+
+    Args:
+        max_pages: pages remembered at most; 0 remembers nothing.
+    """
+
+    def __init__(self, tree: RadixTree, max_pages: int) -> None:
+        self._tree = tree
+        self.max_pages = max_pages
+        self.reason = tree.column("b")
+        self.evicted = tree.column("q")  # in lookups since the cache was made
+        self.evicted_s = tree.column("d")
+        self._after = tree.column("i")
+        self._before = tree.column("i")
+        self._listed = tree.column("b")
+        self._head = self._tail = 0
+
+    def add(self, node: int, reason: int, now: int, now_s: float) -> None:
+        """Pages of a node were evicted just now."""
+        if node != self._tail:
+            if self._listed[node]:
+                self._unlink(node)
+            if self._tail:
+                self._after[self._tail], self._before[node] = node, self._tail
+            else:
+                self._head = node
+            self._tail = node
+            self._listed[node] = 1
+        self.reason[node], self.evicted[node], self.evicted_s[node] = reason, now, now_s
+
+    def remove(self, node: int) -> None:
+        """All pages of a node are cached again."""
+        if self._listed[node]:
+            self._unlink(node)
+
+    def trim(self) -> None:
+        """Forget the oldest until the budget is kept."""
+        tree = self._tree
+        while tree.num_ghost_pages > self.max_pages:
+            node = self._head
+            self._unlink(node)
+            root = tree.root[node]
+            tree.forget(node)
+            if not tree.first_child[root]:
+                tree.drop_empty_root(root)
+
+    def oldest_first(self) -> list[int]:
+        """The remembered nodes: for checks."""
+        found, node = [], self._head
+        while node:
+            found.append(node)
+            node = self._after[node]
+        return found
+
+    def _unlink(self, node: int) -> None:
+        before, after = self._before[node], self._after[node]
+        if before:
+            self._after[before] = after
+        else:
+            self._head = after
+        if after:
+            self._before[after] = before
+        else:
+            self._tail = before
+        self._before[node] = self._after[node] = self._listed[node] = 0

@@ -1,0 +1,159 @@
+"""Content that is no token: images, audio, video and salts, as atoms that cannot collide.
+
+A prompt with media is a stream of atoms like any other, of which some stand for content. The first
+atom of a segment is a negative number that belongs to one (kind, 256-bit digest) in this process;
+the others are `CONTINUED`. Token ids are never negative, equal numbers mean equal digests exactly,
+and what follows the first atom of a segment lies behind it in the tree: no two contents and no
+text can be taken for each other. A number lives as long as a key or a cached page uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from weakref import WeakValueDictionary
+
+from ramify.errors import InvalidKeyError
+
+DIGEST_BYTES = 32
+CONTINUED = -1  # an atom of media content after its first
+_MARKED = -2  # stands for any marked atom where its digest is written out: in page hashes
+_FIRST, _LAST = 3, 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """`length` atoms from `start` on are content with this digest, whatever ids stand there.
+
+    Args:
+        digest: 32 bytes that name the content *and everything that shapes its K/V* (processor
+            settings, resolution); `Media.digest_of` makes one.
+        start: position of the first of its atoms in the prompt.
+        length: how many atoms it takes, at least 1.
+    """
+
+    digest: bytes
+    start: int
+    length: int
+
+    @staticmethod
+    def digest_of(content: bytes, *settings: str | bytes | int) -> bytes:
+        """BLAKE2b-256 of raw content and of what else shapes its K/V, each framed by its length."""
+        named = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ramify-media")
+        for part in (content, *settings):
+            raw = part if isinstance(part, bytes) else repr(part).encode()
+            named.update(type(part).__name__.encode() + len(raw).to_bytes(8, "big") + raw)
+        return named.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """From position `start` on, nothing is shared with a prompt that has no such salt there.
+
+    What lies before stays shared: a public system prompt, then a private tail.
+    """
+
+    start: int
+    salt: str | bytes
+
+
+class Mark:
+    """One (kind, digest) and the atom that stands for it in this process."""
+
+    __slots__ = ("__weakref__", "atom", "digest", "kind")
+
+    def __init__(self, kind: bytes, digest: bytes, atom: int) -> None:
+        self.kind, self.digest, self.atom = kind, digest, atom
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return mark_of, (self.kind, self.digest)
+
+
+Marks = tuple[tuple[int, Mark], ...]  # positions of marked atoms, ascending
+
+_marks: WeakValueDictionary[tuple[bytes, bytes], Mark] = WeakValueDictionary()
+_numbers = count(_FIRST)
+
+
+def mark_of(kind: bytes, digest: bytes) -> Mark:
+    """The mark of a digest: the same object for the same digest while anybody uses it."""
+    mark = _marks.get((kind, digest))
+    if mark is None:
+        number = next(_numbers)
+        if number > _LAST:
+            raise InvalidKeyError(
+                f"{number - _FIRST} different contents were used in this process, which is all "
+                "there are numbers for; restart it"
+            )
+        mark = _marks[kind, digest] = Mark(kind, digest, -number)
+    return mark
+
+
+def apply_marks(
+    atoms: array[int], media: Sequence[Media], salts: Sequence[Salt]
+) -> tuple[array[int], Marks]:
+    """Atoms with content and salts in their places, and where these are.
+
+    Raises:
+        InvalidKeyError: segments overlap, leave the prompt or have no whole digest; a salt begins
+            outside the prompt, inside a segment, or where another begins.
+    """
+    atoms, found, end = atoms[:], dict[int, Mark](), 0
+    for one in sorted(media, key=lambda each: each.start):
+        if not isinstance(one.digest, bytes) or len(one.digest) != DIGEST_BYTES:
+            raise InvalidKeyError(
+                f"the digest of the segment at {one.start} is {one.digest!r}, not {DIGEST_BYTES} "
+                "bytes; Media.digest_of makes one"
+            )
+        if one.length < 1 or one.start < 0 or one.start + one.length > len(atoms):
+            raise InvalidKeyError(
+                f"a media segment takes atoms {one.start} to {one.start + one.length} of a prompt "
+                f"of {len(atoms)}; it needs at least 1 atom, all inside the prompt"
+            )
+        if one.start < end:
+            raise InvalidKeyError(
+                f"a media segment begins at {one.start} but the one before ends at {end}; "
+                "segments must not overlap"
+            )
+        end = one.start + one.length
+        found[one.start] = mark_of(b"media", one.digest)
+        atoms[one.start : end] = array("i", [CONTINUED]) * one.length
+        atoms[one.start] = found[one.start].atom
+    salted = set[int]()
+    for salt in salts:
+        at = salt.start
+        if not 0 <= at < len(atoms) or at in salted or atoms[at] == CONTINUED:
+            raise InvalidKeyError(
+                f"a salt begins at {at} of a prompt of {len(atoms)} atoms; it must begin inside "
+                "the prompt, not inside a media segment, and not where another salt does"
+            )
+        salted.add(at)
+        raw = salt.salt.encode() if isinstance(salt.salt, str) else salt.salt
+        below = found[at].digest if at in found else atoms[at].to_bytes(4, "little", signed=True)
+        named = hashlib.blake2b(below, digest_size=DIGEST_BYTES, person=b"ramify-salt")
+        named.update(raw)  # `below` has one of two lengths, and the kind says which
+        found[at] = mark_of(b"salted media" if at in found else b"salted token", named.digest())
+        atoms[at] = found[at].atom
+    return atoms, tuple(sorted(found.items()))
+
+
+def between(marks: Marks, start: int, end: int) -> Marks:
+    """The marks at positions start .. end - 1, counted from `start`."""
+    return tuple((at - start, mark) for at, mark in marks if start <= at < end)
+
+
+def spelled_out(page: bytes, marks: Marks) -> bytes:
+    """A page's atoms, little-endian, and the digests that its marks stand for.
+
+    The same in every process, as the numbers of marks are not.
+    """
+    atoms = array("i", page)
+    for at, _ in marks:
+        atoms[at] = _MARKED
+    if sys.byteorder == "big":
+        atoms.byteswap()
+    return atoms.tobytes() + b"".join(mark.kind + b"\0" + mark.digest for _, mark in marks)
