@@ -8,7 +8,15 @@ from numbers import Integral
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
-POLICIES = ("lru",)  # of ramify.cache.eviction, which is above this layer
+POLICIES = (
+    "auto",
+    "lru",
+    "lfu",
+    "slru",
+    "fifo",
+    "priority",
+    "cost",
+)  # of ramify.cache.eviction, which is above this layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +36,7 @@ class CacheSection:
     kv_cache_tokens: int | None = None  # rounds down to pages
     kv_cache_memory: int | None = None  # bytes; used when kv_cache_tokens is not given
     prefix_cache: bool = True  # never changes an answer, so there is no reason to start without
-    policy: str = "lru"  # the only one so far
+    policy: str = "auto"  # follows the traffic; the others are fixed rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ RamifyError
 │  ├─ OutOfPagesError             nothing was evicted and nothing was changed
 │  ├─ InvalidKeyError             atoms or a namespace that cannot be compared
 │  ├─ LeaseError                  a lease was released before, or belongs to another cache
+│  ├─ PinError                    a prefix that cannot be pinned, or a pin that is not there
 │  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
 └─ StepFailedError                a forward pass failed; its requests were told
@@ -169,6 +170,10 @@ class InvalidKeyError(CacheError, ValueError):
 
 class LeaseError(CacheError):
     """A lease was released before, was replaced by a newer one, or is another cache's."""
+
+
+class PinError(CacheError):
+    """Nothing to pin, no budget left for it, or no such pin; nothing changed."""
 
 
 class PageOwnershipError(CacheError):

@@ -309,7 +309,7 @@ def test_too_few_pages_are_refused(verb: str) -> None:
     assert state(cache) == before
 
 
-@pytest.mark.parametrize("policy", ["", "fifo"])
+@pytest.mark.parametrize("policy", ["", "mru"])
 def test_an_unknown_policy_is_refused_with_the_known_ones(policy: str) -> None:
     """The error lists what there is."""
     with pytest.raises(ValueError, match="lru"):
@@ -333,7 +333,7 @@ def lose_a_page(cache: PrefixCache) -> None:
 
 
 def miscount_evictable(cache: PrefixCache) -> None:
-    cache._num_evictable += 1
+    cache._store.num_evictable += 1
 
 
 def orphan_a_pending_node(cache: PrefixCache) -> None:

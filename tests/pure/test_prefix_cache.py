@@ -36,7 +36,7 @@ def serve(cache: PrefixCache, text: str, namespace: str = "") -> tuple[int, ...]
 
 
 def state(cache: PrefixCache) -> tuple:
-    return cache.stats(), cache._ledger._free.tobytes(), cached_nodes(cache)
+    return cache.stats(), cache._store.ledger._free.tobytes(), cached_nodes(cache)
 
 
 def cached_nodes(cache: PrefixCache) -> list[Node]:
@@ -362,7 +362,7 @@ def test_ab6_the_queue_is_bounded_when_every_request_is_a_hit() -> None:
     for _ in range(1000):
         serve(cache, "abcdef")
 
-    assert cache._queue.num_queued == 1
+    assert cache._store.queue.num_queued == 1
 
 
 def test_clear_keeps_what_is_in_use_and_gives_the_rest_back() -> None:

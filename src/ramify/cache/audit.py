@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from ramify.cache.pages import ID_BYTES, Pages
+from ramify.cache.store import PageStore
 from ramify.cache.tree import SHARDS, RadixTree
+from ramify.cache.values import Lease
 from ramify.errors import InvariantError
 
-if TYPE_CHECKING:
-    from ramify.cache.prefix_cache import PrefixCache
 
-
-def check_cache(cache: PrefixCache) -> None:
+def check_cache(store: PageStore, leases: Collection[Lease]) -> None:
     """Raise InvariantError for the first contradiction found. O(nodes + pages)."""
-    tree = cache._tree
+    tree = store.tree
     check_tree(tree)
     nodes = list(tree.nodes())
-    cache._ledger.check([page for node in nodes for page in Pages(tree.packed_pages(node))])
-    _check_leases(cache, nodes)
-    _check_queue(cache, nodes)
-    _check_ghosts(cache, nodes)
+    store.ledger.check([page for node in nodes for page in Pages(tree.packed_pages(node))])
+    _check_leases(tree, leases, nodes)
+    _check_queue(store, nodes)
+    _check_ghosts(store, nodes)
 
 
 def require(holds: object, told: str) -> None:
@@ -72,11 +70,10 @@ def check_tree(tree: RadixTree) -> None:
     require(all(node % SHARDS == i for i, at in enumerate(tree.edges) for node in at), "shards")
 
 
-def _check_leases(cache: PrefixCache, nodes: Iterable[int]) -> None:
-    tree = cache._tree
+def _check_leases(tree: RadixTree, leases: Collection[Lease], nodes: list[int]) -> None:
     pins: Counter[int] = Counter()
-    for lease in cache._leases.values():
-        at = lease._node
+    for lease in leases:
+        at = lease.node
         while at:
             pins[at] += 1
             at = tree.parent[at]
@@ -84,26 +81,26 @@ def _check_leases(cache: PrefixCache, nodes: Iterable[int]) -> None:
         counted, held = tree.pins[node], pins.pop(node, 0)
         require(counted == held, f"a node has {counted} pins but {held} leases")
     require(not pins, f"{len(pins)} pinned nodes have left the tree")
-    holders = {lease._holder for lease in cache._leases.values()}
+    holders = {lease.holder for lease in leases}
     lost = [node for node in nodes if tree.holder[node] and tree.holder[node] not in holders]
     require(not lost, "a pending node's leader is gone")
 
 
-def _check_queue(cache: PrefixCache, nodes: list[int]) -> None:
-    tree, queue = cache._tree, cache._queue
+def _check_queue(store: PageStore, nodes: list[int]) -> None:
+    tree, queue = store.tree, store.queue
     free = [node for node in nodes if not tree.pins[node] and tree.resident[node]]
     evictable = sum(tree.resident[node] for node in free)
     require(
-        evictable == cache._num_evictable,
-        f"{evictable} pages are evictable, {cache._num_evictable} counted",
+        evictable == store.num_evictable,
+        f"{evictable} pages are evictable, {store.num_evictable} counted",
     )
     leaves = sorted(node for node in free if not tree.resident_children[node])
     require(sorted(queue.nodes()) == leaves, "the queue does not have just the evictable leaves")
     require(len(leaves) == queue.num_queued, "the queue's length is wrong")
 
 
-def _check_ghosts(cache: PrefixCache, nodes: list[int]) -> None:
-    tree, ghosts = cache._tree, cache._ghosts
+def _check_ghosts(store: PageStore, nodes: list[int]) -> None:
+    tree, ghosts = store.tree, store.ghosts
     require(tree.num_ghost_pages <= ghosts.max_pages, "more is remembered than may be")
     partly = sorted(node for node in nodes if tree.resident[node] < tree.length[node])
     listed = ghosts.oldest_first()

@@ -10,6 +10,7 @@ from itertools import count
 from ramify.cache.tree import RadixTree
 from ramify.errors import ConfigError
 
+SLRU_HITS = 2  # lookups after which a page is in the protected segment
 NodeNumber = Callable[[RadixTree, int], float]
 
 
@@ -25,8 +26,16 @@ def _recency(tree: RadixTree, node: int) -> float:
     return tree.last_access[node]
 
 
+def _one_lane(tree: RadixTree, node: int) -> int:
+    return 0
+
+
 POLICIES: dict[str, Policy] = {
-    "lru": Policy(lambda tree, node: 0, _recency),
+    "auto": Policy(_one_lane, _recency),
+    "lru": Policy(_one_lane, _recency),
+    "fifo": Policy(_one_lane, lambda tree, node: tree.created[node]),
+    "slru": Policy(lambda tree, node: min(tree.hits[node], SLRU_HITS), _recency),
+    "priority": Policy(lambda tree, node: tree.priority[node], _recency),
 }
 
 

@@ -56,7 +56,8 @@ class Pages(Sequence[int]):
             return list(self) == list(other)
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
     def __add__(self, other: Sequence[int]) -> Pages:
         return Pages(self.packed + pack_pages(other))

@@ -1,22 +1,27 @@
-"""The prefix cache: match / acquire / reserve / announce / publish / withdraw / release."""
+"""The prefix cache: match / acquire / reserve / announce / publish / withdraw / release / check."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 
 from ramify.cache.audit import check_cache
-from ramify.cache.eviction import POLICIES, EvictionQueue
-from ramify.cache.ghosts import ASKED, CAPACITY, CLEARED, WITHDRAWN, Ghosts
+from ramify.cache.book import LeaseBook
+from ramify.cache.events import Evicted, Snapshot, Subscription
+from ramify.cache.eviction import POLICIES
+from ramify.cache.explain import Explanation, explain_key
+from ramify.cache.ghosts import ASKED, CAPACITY
 from ramify.cache.hash_index import HashIndex
-from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
-from ramify.cache.pages import ID_BYTES, PageLedger, Pages, pack_pages
-from ramify.cache.tree import SHARDS, ChildIndex, PageIndex, RadixTree
+from ramify.cache.key import ATOM_BYTES, CacheKey
+from ramify.cache.leases import Pin, PinBoard
+from ramify.cache.pages import ID_BYTES, Pages, pack_pages
+from ramify.cache.store import PageStore
+from ramify.cache.tree import SHARDS, ChildIndex, Node, PageIndex, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match
-from ramify.errors import ConfigError, LeaseError, OutOfPagesError, PageOwnershipError
+from ramify.errors import ConfigError, LeaseError, OutOfPagesError, PageOwnershipError, PinError
 
 INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}
+MAX_REFUSALS = 256  # refused pins that explanations remember
 
 
 class PrefixCache:
@@ -26,9 +31,11 @@ class PrefixCache:
         num_pages: pages 0 .. num_pages - 1 of the caller's storage.
         page_size: tokens per page, at least 1.
         policy: name of an eviction policy; see `ramify.cache.eviction.POLICIES`.
-        index: "radix" or "hash": how pages are found. Same results, another cost.
-        ghost_pages: evicted pages that are remembered, for explanations and the policy; by default
-            as many as there are pages.
+        index: "radix" or "hash": how pages are found. The same results at another cost.
+        ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
+            "auto"; by default as many as there are pages, 0 for none.
+        max_pinned_share: share of the pages that `pin` may keep from eviction.
+        log_every: lookups from one log line to the next, 0 for none.
         clock: seconds, never going back; for ages and times to live.
 
     Every call either succeeds or raises and changes nothing.
@@ -39,46 +46,48 @@ class PrefixCache:
         num_pages: int,
         page_size: int = 16,
         *,
-        policy: str = "lru",
+        policy: str = "auto",
         index: str = "radix",
         ghost_pages: int | None = None,
+        max_pinned_share: float = 0.5,
+        log_every: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if policy not in POLICIES:
-            raise ConfigError(f"unknown eviction policy {policy!r}; one of {sorted(POLICIES)}")
-        if index not in INDICES:
-            raise ConfigError(f"unknown index {index!r}; one of {sorted(INDICES)}")
+        for name, table in ((policy, POLICIES), (index, INDICES)):
+            if name not in table:
+                kind = "eviction policy" if table is POLICIES else "index"
+                raise ConfigError(f"unknown {kind} {name!r}; one of {sorted(table)}")
+        if ghost_pages is not None and ghost_pages < 0:
+            raise ConfigError(f"ghost_pages={ghost_pages} but it is a count; 0 remembers nothing")
+        if not 0 <= max_pinned_share <= 1:
+            raise ConfigError(f"max_pinned_share={max_pinned_share} but it is a share of 0 to 1")
         self.page_size = page_size
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
         tree.index = INDICES[index](tree)
+        remembered = num_pages if ghost_pages is None else ghost_pages
+        self._store = PageStore(tree, num_pages, POLICIES[policy], remembered, log_every, clock)
         self._page_bytes = tree.page_bytes
-        self._ledger = PageLedger(num_pages)
-        self._queue = EvictionQueue(tree, POLICIES[policy])
-        self._ghosts = Ghosts(tree, num_pages if ghost_pages is None else ghost_pages)
-        self._now_s = clock
-        self._leases: dict[int, Lease] = {}
-        self._ids = count(1)
-        self._clock = 0  # lookups, cancelled ones included
-        self._num_evictable = 0
-        self._lookups = self._lookup_tokens = self._hit_tokens = self._ideal_tokens = 0
-        self._evicted_pages = 0
+        self._book = LeaseBook(tree)
+        max_pinned = int(num_pages * max_pinned_share)
+        self._pins = PinBoard(tree, max_pinned, clock, self._end)
+        self._refusals: dict[CacheKey, str] = {}
 
     # -- looking ---------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
         """Pages managed, whoever owns them."""
-        return self._ledger.num_pages
+        return self._store.ledger.num_pages
 
     @property
     def num_available(self) -> int:
         """Pages that `reserve` could hand out now: free ones and evictable ones."""
-        return self._ledger.num_free + self._num_evictable
+        return self._store.ledger.num_free + self._store.num_evictable
 
     def is_free(self, page: int) -> bool:
         """Whether nobody owns this page. O(num_pages): for checks."""
-        return self._ledger.is_free(page)
+        return self._store.ledger.is_free(page)
 
     def match(self, key: CacheKey) -> Match:
         """The longest computed prefix of `key`, shorter than it; changes nothing.
@@ -90,37 +99,65 @@ class PrefixCache:
         if root is None:
             return Match(0, 0)
         path, part, covered = tree.find(root, key.atoms, self._usable(key), pending=False)
-        if part:
-            pages = tree.start[part] + covered
-        else:
-            pages = tree.start[path[-1]] + tree.length[path[-1]] if path else 0
+        pages = tree.end_of(path, part, covered)
         return Match(pages * self.page_size, pages)
+
+    def explain(self, key: CacheKey) -> Explanation:
+        """Why a lookup of `key` finds what it finds, and no more; changes nothing.
+
+        Cost: that of `match` and a few lookups more; at most 64 siblings and 64 namespaces.
+        """
+        refused = self._refusals.get(key, "") if self._refusals else ""
+        return explain_key(self._tree, self._store.ghosts, key, self._store.now_s(), refused)
+
+    def can_reserve(self, num_pages: int) -> bool:
+        """Whether `reserve` would succeed now."""
+        self._pins.expire()
+        return 0 <= num_pages <= self.num_available
+
+    def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
+        """Whether `acquire(key)` and pages for its other tokens and `num_tokens` more can be had.
+
+        Warm pages that the lease would pin are counted once: as found, not as free.
+        """
+        self._pins.expire()
+        num_pages = -(-(len(key) + num_tokens) // self.page_size)
+        return num_pages <= self._store.room_for(key, self._usable(key))
 
     def stats(self) -> CacheStats:
         """Counters and occupancy."""
-        ledger, tree = self._ledger, self._tree
+        ledger, tree, recorder = self._store.ledger, self._tree, self._store.recorder
+        recent_tokens, recent_hit_tokens = recorder.recent
+        residency, idle, reuse_gap = recorder.histograms
         return CacheStats(
             num_pages=ledger.num_pages,
             page_size=self.page_size,
             free_pages=ledger.num_free,
             private_pages=ledger.num_private,
             cached_pages=ledger.num_tree,
-            evictable_pages=self._num_evictable,
+            evictable_pages=self._store.num_evictable,
+            pinned_pages=self._pins.num_pages,
             ghost_pages=tree.num_ghost_pages,
             num_nodes=tree.num_nodes - tree.num_ghosts,
-            num_leases=len(self._leases),
-            lookups=self._lookups,
-            lookup_tokens=self._lookup_tokens,
-            hit_tokens=self._hit_tokens,
-            ideal_hit_tokens=self._ideal_tokens,
-            evicted_pages=self._evicted_pages,
+            num_leases=len(self._book) - len(self._pins),
+            lookups=recorder.lookups,
+            lookup_tokens=recorder.tokens,
+            hit_tokens=recorder.hit_tokens,
+            ideal_hit_tokens=recorder.ideal_tokens,
+            recent_tokens=recent_tokens,
+            recent_hit_tokens=recent_hit_tokens,
+            evicted_pages=sum(recorder.evictions.values()),
+            evictions=dict(recorder.evictions),
+            residency=residency,
+            idle=idle,
+            reuse_gap=reuse_gap,
         )
 
     # -- leases ----------------------------------------------------------------------------
 
     def acquire(self, key: CacheKey) -> Lease:
         """Pin the longest computed prefix of `key`, shorter than it; it may be empty."""
-        return self._acquire(key, pending=False)
+        return self._acquire(key, self._usable(key), pending=False)
 
     def attach(self, key: CacheKey) -> Lease:
         """Like `acquire`, but pages that a live leader has announced count too.
@@ -128,7 +165,23 @@ class PrefixCache:
         For a planner alone: it must run the caller and the leader in one step, or the caller
         after it.
         """
-        return self._acquire(key, pending=True)
+        return self._acquire(key, self._usable(key), pending=True)
+
+    def fork(self, lease: Lease) -> Lease:
+        """Another lease on the same prefix, with a life of its own; no page is copied.
+
+        Raises:
+            LeaseError: the lease is not live, or depends on pages that are not computed yet.
+        """
+        self._book.require(lease)
+        if self._tree.holder[lease.node]:
+            raise LeaseError(
+                f"lease {lease.id} has announced or attached to pages that are not computed yet; "
+                "publish them first"
+            )
+        path = self._tree.path(lease.node)
+        self._store.pin_path(self._tree.root[lease.node], path)
+        return self._book.open(lease.source, lease.num_tokens, lease.packed, lease.node)
 
     def cancel(self, lease: Lease) -> None:
         """Undo an `acquire` or `attach` whose lease was not used: statistics too.
@@ -136,20 +189,18 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or grew by `announce` or `publish` (`release` it).
         """
-        self._require(lease, withdrawn=True)
-        asked, found, ideal = lease._counted
+        self._book.require(lease, withdrawn=True)
+        found = lease.counted[1]
         if lease.num_tokens != found:
             raise LeaseError(
                 f"lease {lease.id} grew from {found} to {lease.num_tokens} tokens; "
                 "release it instead"
             )
-        self._lookups -= 1
-        self._lookup_tokens -= asked
-        self._hit_tokens -= found
-        self._ideal_tokens -= ideal
-        for node in self._tree.path(lease._node):
+        self._store.recorder.cancel(*lease.counted)
+        for node in self._tree.path(lease.node):
             self._tree.hits[node] -= 1
-        self._drop(lease, touch=False)
+        self._book.close(lease)
+        self._store.unpin(lease.node, touch=False)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
         """End a lease; `private` pages of its owner become free. Published pages stay warm.
@@ -161,19 +212,60 @@ class PrefixCache:
                 (`withdraw` first).
             PageOwnershipError: a page of `private` is not private.
         """
-        self._require(lease, withdrawn=True)
+        self._book.require(lease, withdrawn=True)
         packed = pack_pages(private)
-        if self._tree.holder[lease._node] and (announced := self._announced(lease)):
-            self._ledger.require_private(packed)
+        if self._tree.holder[lease.node] and (announced := self._book.announced(lease)):
+            self._store.ledger.require_private(packed)
             pins = self._tree.pins[announced[0]]
             if pins > 1:
                 raise LeaseError(
                     f"{pins - 1} other leases depend on pages that lease {lease.id} announced and "
                     "did not compute; withdraw it first"
                 )
-            self._remove_pending(announced[0], [lease])
-        self._ledger.give_back(packed)
-        self._drop(lease, touch=True)
+            self._store.drop_pending(self._book.withdraw(announced[0], [lease]))
+        if packed:
+            self._store.ledger.give_back(packed)
+        self._end(lease)
+
+    def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
+        """Keep the longest computed prefix of `key`, all of it if possible, from eviction.
+
+        Args:
+            key: what to keep; whole pages count.
+            owner: who is to be named in the list of pins.
+            ttl: seconds; begins again with each hit on the whole prefix. None: until `unpin`.
+
+        Raises:
+            ConfigError: `ttl` is not positive.
+            PinError: nothing of it is cached, or more than `max_pinned_share` would be pinned.
+        """
+        self._pins.expire()
+        end = len(key.atoms) // self._page_bytes * self._page_bytes
+        lease = self._acquire(key, end, pending=False, counted=False)
+        try:
+            return self._pins.add(lease, owner, ttl)
+        except (ConfigError, PinError) as error:
+            self._book.close(lease)
+            self._store.unpin(lease.node, touch=False)
+            if isinstance(error, PinError):
+                self._refusals[key] = str(error)
+                if len(self._refusals) > MAX_REFUSALS:
+                    del self._refusals[next(iter(self._refusals))]
+            raise
+
+    def unpin(self, pin: Pin | int) -> None:
+        """End a pin; its pages are ordinary cached pages again.
+
+        Raises:
+            PinError: it has expired or was ended before.
+        """
+        self._pins.expire()
+        self._pins.remove(pin if isinstance(pin, int) else pin.id)
+
+    def pins(self, owner: str | None = None) -> list[Pin]:
+        """All live pins, or those of an owner, oldest first."""
+        self._pins.expire()
+        return self._pins.list(owner)
 
     # -- pages -----------------------------------------------------------------------------
 
@@ -183,58 +275,58 @@ class PrefixCache:
         Raises:
             OutOfPagesError: even evicting everything would not give enough; nothing changed.
         """
-        ledger = self._ledger
-        missing = num_pages - ledger.num_free
+        store = self._store
+        missing = num_pages - store.ledger.num_free
         if missing > 0:
-            if missing > self._num_evictable:
+            self._pins.expire()
+            if missing > store.num_evictable:
                 raise OutOfPagesError(
-                    num_pages, ledger.num_free, self._num_evictable, ledger.num_pages
+                    num_pages, store.ledger.num_free, store.num_evictable, store.ledger.num_pages
                 )
-            self._evict(missing, CAPACITY)
-        return Pages(ledger.take(num_pages))
+            store.evict(missing, CAPACITY)
+        return Pages(store.ledger.take(num_pages))
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Private pages that belong to no lease become free."""
-        self._ledger.give_back(pack_pages(pages))
+        self._store.ledger.give_back(pack_pages(pages))
 
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` pages, from the tails of the policy's leaves; returns how many.
 
         Cost: O(log n) per leaf touched.
         """
-        return self._evict(num_pages, ASKED)
+        self._pins.expire()
+        return self._store.evict(num_pages, ASKED)
+
+    def evict_if(self, predicate: Callable[[Node], bool], num_pages: int | None = None) -> int:
+        """Evict runs of pages of which `predicate` is true and that nobody pins, from the tails.
+
+        Args:
+            predicate: told a `Node`, which knows age, hits, namespace, depth and more.
+            num_pages: at most so many; by default all.
+
+        Returns:
+            how many pages. Cost: a look at every cached leaf.
+        """
+        self._pins.expire()
+        limit = self.num_pages if num_pages is None else num_pages
+        return self._store.evict_if(predicate, limit)
+
+    def set_priority(self, key: CacheKey, priority: int) -> int:
+        """Give the cached prefix of `key` a priority for the policy "priority"; returns its tokens.
+
+        The prefix is what `match` finds. Nodes above it have at least its priority.
+        """
+        lease = self._acquire(key, self._usable(key), pending=False, counted=False)
+        self._store.set_priority(lease.node, priority)
+        self._book.close(lease)
+        self._store.unpin(lease.node, touch=False)
+        return lease.num_tokens
 
     def clear(self) -> int:
         """Evict everything that no lease pins; returns the number of pages."""
-        return self._evict(self._num_evictable, CLEARED)
-
-    def _evict(self, num_pages: int, reason: int) -> int:
-        tree, queue, evicted = self._tree, self._queue, 0
-        now, now_s = self._clock, self._now_s()
-        while evicted < num_pages and (node := queue.first()):
-            cut = min(tree.resident[node], num_pages - evicted)
-            parent = tree.parent[node]
-            self._ledger.reclaim(tree.evict_tail(node, cut))
-            evicted += cut
-            self._ghosts.add(node, reason, now, now_s)
-            if not tree.resident[node]:
-                queue.remove(node)
-                self._offer(parent)
-        self._num_evictable -= evicted
-        self._evicted_pages += evicted
-        self._ghosts.trim()
-        return evicted
-
-    def _offer(self, node: int) -> None:
-        """Queue a node if it has become an evictable leaf."""
-        tree = self._tree
-        if (
-            not tree.pins[node]
-            and not tree.resident_children[node]
-            and tree.resident[node]
-            and not self._queue.place[node]
-        ):
-            self._queue.offer(node)
+        self._pins.expire()
+        return self._store.clear()
 
     # -- a prefix's way into the tree ------------------------------------------------------
 
@@ -249,21 +341,21 @@ class PrefixCache:
             LeaseError: the lease is not live, or `key` does not extend its prefix.
             PageOwnershipError: too few pages, or one that is not private.
         """
-        self._require(lease)
+        self._book.require(lease)
         packed = self._beyond(lease, key, private)
-        tree, node = self._tree, lease._node
-        start = lease.num_tokens * ATOM_BYTES
-        child = tree.index.find(node, key.atoms, start) if packed else 0
+        tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
+        child = tree.index.find(lease.node, key.atoms, start) if packed else 0
         if not packed or tree.resident[child]:
+            store.ledger.require_private(packed)
             return lease
-        self._ledger.adopt(packed)
-        self._fill(lease, node, child, key, start, packed, lease._holder)
+        store.ledger.adopt(packed)
+        lease.node = store.fill(lease.node, child, key, start, packed, lease.holder)
         end = lease.num_tokens + len(packed) // ID_BYTES * self.page_size
-        num_pending, at = 0, lease._node
+        num_pending, at = 0, lease.node
         while tree.holder[at]:
             num_pending += tree.resident[at]
             at = tree.parent[at]
-        return self._replace(lease, key, end, lease._packed + packed, num_pending)
+        return self._book.replace(lease, key, end, lease.packed + packed, num_pending)
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
         """Say that the K/V of `key` is computed: its whole pages become shared.
@@ -279,230 +371,120 @@ class PrefixCache:
                 published (publish the leader first).
             PageOwnershipError: too few pages, or one that is not private.
         """
-        self._require(lease)
-        packed = self._beyond(lease, key, private)
-        if self._tree.holder[lease._node]:
-            if self.is_blocked(lease):
+        self._book.require(lease)
+        packed, store = self._beyond(lease, key, private), self._store
+        if self._tree.holder[lease.node]:
+            if self._book.is_blocked(lease):
                 raise LeaseError(
                     f"lease {lease.id} depends on pages that are not computed yet; "
                     "publish their leader first"
                 )
-            self._ledger.require_private(packed)
-            for node in self._announced(lease):
-                self._tree.holder[node] = 0
-        pages = self._insert(lease, key, packed) if packed else b""
+            store.ledger.require_private(packed)
+            store.make_ready(self._book.announced(lease))
+        lease.node, pages = store.insert(lease.node, key, lease.num_tokens * ATOM_BYTES, packed)
         end = lease.num_tokens + len(pages) // ID_BYTES * self.page_size
-        return self._replace(lease, key, end, lease._packed + pages, 0)
+        return self._book.replace(lease, key, end, lease.packed + pages, 0)
 
     def withdraw(self, lease: Lease) -> list[Lease]:
         """Take back what a lease announced and did not compute; its pages become free.
 
         Returns the other leases that depended on those pages. They, and `lease` itself, now pin
         only what is left above: their owners may read nothing through them, and release them.
+
+        Raises:
+            LeaseError: the lease is not live, or was withdrawn already.
         """
-        self._require(lease)
-        announced = self._announced(lease)
+        self._book.require(lease)
+        announced = self._book.announced(lease)
         if not announced:
             return []
-        top, holder, parent = announced[0], self._tree.holder, self._tree.parent
-        dependents = []
-        for other in self._leases.values():
-            at = other._node
-            while holder[at] and at != top:
-                at = parent[at]
-            if at == top:
-                dependents.append(other)
-        self._remove_pending(top, dependents)
+        dependents = self._book.dependents(announced[0])
+        self._store.drop_pending(self._book.withdraw(announced[0], dependents))
         return [other for other in dependents if other is not lease]
 
     def is_blocked(self, lease: Lease) -> bool:
         """Whether the prefix of a lease depends on pages that another leader is to publish."""
-        self._require(lease, withdrawn=True)
-        holder, node = self._tree.holder, lease._node
-        while holder[node] == lease._holder:
-            node = self._tree.parent[node]
-        return holder[node] != 0
+        self._book.require(lease, withdrawn=True)
+        return self._book.is_blocked(lease)
 
     def is_withdrawn(self, lease: Lease) -> bool:
         """Whether a live lease lost pages to a withdrawal and can only be released."""
-        self._require(lease, withdrawn=True)
-        return lease._withdrawn
+        self._book.require(lease, withdrawn=True)
+        return lease.withdrawn
+
+    # -- watching --------------------------------------------------------------------------
+
+    def subscribe(self, capacity: int = 16384) -> Subscription:
+        """Begin to log events: `stored`, `removed`, `split`, `cleared`, with page hashes.
+
+        Args:
+            capacity: events kept until they are taken; the oldest are dropped and counted.
+
+        A late or lossy subscriber takes a `snapshot` and goes on with the events after it. While
+        anybody subscribes, every page that is published is hashed.
+        """
+        if capacity < 1:
+            raise ConfigError(f"capacity={capacity} but a subscription keeps at least 1 event")
+        return self._store.log.subscribe(capacity)
+
+    def snapshot(self) -> Snapshot:
+        """Everything that is shared and ready, parents first, with a digest. O(pages)."""
+        return self._store.log.snapshot()
+
+    def observe_evictions(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
+        """Call `observer` for each run of pages that was evicted; returns how to stop that.
+
+        It is called at the end of the call that evicted, when the pages are free and before
+        anybody has them: the time to copy their K/V elsewhere. It must not call the cache.
+        """
+        observers = self._store.log.observers
+        observers.append(observer)
+        return lambda: observers.remove(observer) if observer in observers else None
 
     def check(self) -> None:
-        """Recount everything: owners of pages, pins, evictable pages, links.
+        """Recount everything: owners of pages, pins, evictable pages, links. O(nodes + pages).
 
         Raises:
             InvariantError: a contradiction, which is a bug in Ramify.
         """
-        check_cache(self)
+        check_cache(self._store, self._book.live())
 
     # -- inside ----------------------------------------------------------------------------
 
     def _usable(self, key: CacheKey) -> int:
         """Bytes of a key that may be found: at least one token is always computed."""
-        return max(0, len(key.atoms) - 1) // self._page_bytes * self._page_bytes
+        page_bytes = self._page_bytes
+        return max(0, len(key.atoms) - 1) // page_bytes * page_bytes
 
-    def _acquire(self, key: CacheKey, *, pending: bool) -> Lease:
-        tree, atoms, namespace = self._tree, key.atoms, key.namespace
-        end = self._usable(key)
-        root = tree.roots.get(namespace)
+    def _acquire(self, key: CacheKey, end: int, *, pending: bool, counted: bool = True) -> Lease:
+        tree, store = self._tree, self._store
+        root = tree.roots.get(key.namespace)
         if root is None:
-            root = tree.root_of(namespace)
-            path: list[int] = []
+            root, path = tree.root_of(key.namespace), list[int]()
         else:
-            path, part, covered = tree.find(root, atoms, end, pending=pending)
+            path, part, covered = tree.find(root, key.atoms, end, pending=pending)
             if part:
-                path.append(self._split(part, covered))
-        hits, pins, resident, holder = tree.hits, tree.pins, tree.resident, tree.holder
-        pages, parts, num_pending, pinned = tree.pages, list[bytes](), 0, 0
-        for node in path:
-            hits[node] += 1
-            if not pins[node]:
-                pinned += resident[node]
-            pins[node] += 1
-            if holder[node]:
-                num_pending += resident[node]
-            parts.append(pages[node % SHARDS][node])
-        pins[root] += 1
+                path.append(store.split(part, covered))
+        store.pin_path(root, path)
+        pages, holder = tree.pages, tree.holder
+        parts, num_pending = [pages[node % SHARDS][node] for node in path], 0
         node = path[-1] if path else root
-        self._num_evictable -= pinned
-        if self._queue.place[node]:
-            self._queue.remove(node)
-        packed = b"".join(parts)
+        if holder[node]:
+            num_pending = sum(tree.resident[at] for at in path if holder[at])
+        packed = parts[0] if len(parts) == 1 else b"".join(parts)
         found = len(packed) // ID_BYTES * self.page_size
-        lease = Lease(next(self._ids), key, found, packed)
-        lease.num_pending = num_pending
-        lease._node = node
-        asked, ideal = len(atoms) // ATOM_BYTES, found
-        if tree.num_ghost_pages and found * ATOM_BYTES < end:
-            for _, shared in tree.follow(node, atoms, found * ATOM_BYTES, end):
-                ideal += shared * self.page_size
-        lease._counted = (asked, found, ideal)
-        self._clock += 1
-        self._lookups += 1
-        self._lookup_tokens += asked
-        self._hit_tokens += found
-        self._ideal_tokens += ideal
-        self._leases[lease.id] = lease
-        return lease
-
-    def _split(self, node: int, num_pages: int) -> int:
-        upper = self._tree.split(node, num_pages)
-        if self._queue.place[node] and not self._tree.resident[node]:
-            self._queue.remove(node)
-        return upper
-
-    def _insert(self, lease: Lease, key: CacheKey, packed: bytes) -> bytes:
-        """Insert pages behind a lease; returns the canonical ones, which may be fewer.
-
-        The lease moves along to the deepest node; duplicates become free.
-        """
-        tree, ledger, atoms, node = self._tree, self._ledger, key.atoms, lease._node
-        position = lease.num_tokens * ATOM_BYTES
-        end = position + len(packed) // ID_BYTES * self._page_bytes
-        parts = []
-        while position < end:
-            child = tree.index.find(node, atoms, position)
-            if not tree.resident[child]:  # nor has node 0
-                ledger.adopt(packed)
-                self._fill(lease, node, child, key, position, packed, 0)
-                parts.append(packed)
-                break
-            if tree.holder[child]:
-                break  # somebody else is computing it: ours stay private
-            if not parts:
-                ledger.require_private(packed)
-            edge = tree.edges[child % SHARDS][child]
-            shared = shared_pages(atoms, position, edge, self._page_bytes)
-            shared = min(shared, (end - position) // self._page_bytes)
-            resident = tree.resident[child]
-            ledger.give_back(packed[: min(shared, resident) * ID_BYTES])
-            if shared > resident:
-                fill = packed[resident * ID_BYTES : shared * ID_BYTES]
-                ledger.adopt(fill)
-                self._refill(child, fill)
-            if shared < tree.length[child]:
-                child = self._split(child, shared)
-            self._pin(child)
-            parts.append(tree.pages[child % SHARDS][child])
-            packed = packed[shared * ID_BYTES :]
-            position += shared * self._page_bytes
-            lease._node = node = child
-        return b"".join(parts)
-
-    def _fill(
-        self,
-        lease: Lease,
-        node: int,
-        child: int,
-        key: CacheKey,
-        position: int,
-        packed: bytes,
-        holder: int,
-    ) -> None:
-        """Put adopted pages below a node, whose child there, if any, is a ghost.
-
-        Where the tree remembers the atoms, its ghosts come back to life. The lease moves along.
-        """
-        tree, atoms, page_bytes = self._tree, key.atoms, self._page_bytes
-        longest = tree.index.max_pages
-        while packed:
-            if child:
-                edge = tree.edges[child % SHARDS][child]
-                shared = shared_pages(atoms, position, edge, page_bytes)
-                shared = min(shared, len(packed) // ID_BYTES)
-                tree.refill(child, packed[: shared * ID_BYTES])
-                if shared < tree.length[child]:
-                    child = tree.split(child, shared)
-                else:
-                    self._ghosts.remove(child)
-                tree.holder[child] = holder
-            else:
-                shared = len(packed) // ID_BYTES if longest is None else longest
-                edge = atoms[position : position + shared * page_bytes]
-                if not holder and self._may_grow(node, len(edge)):
-                    tree.grow(node, edge, packed)
-                    child = node
-                else:
-                    child = tree.add(node, edge, packed[: shared * ID_BYTES], holder)
-                if key.marks:
-                    tree.mark(child, key.marks)
-            tree.pins[child] = 1
-            tree.created[child] = self._clock
-            tree.created_s[child] = self._now_s()
-            node = child
-            position += shared * page_bytes
-            packed = packed[shared * ID_BYTES :]
-            child = tree.index.find(node, atoms, position) if packed else 0
-        lease._node = node
-
-    def _may_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether new pages may lengthen a node: it is the lease's own and nobody used it."""
-        tree = self._tree
-        return tree.pins[node] == 1 and not tree.hits[node] and tree.can_grow(node, num_bytes)
-
-    def _refill(self, node: int, packed: bytes) -> None:
-        """Bring pages of an unpinned, partly evicted node back."""
-        self._tree.refill(node, packed)
-        self._num_evictable += len(packed) // ID_BYTES
-        if self._tree.resident[node] == self._tree.length[node]:
-            self._ghosts.remove(node)
-
-    def _pin(self, node: int) -> None:
-        tree = self._tree
-        if not tree.pins[node]:
-            self._num_evictable -= tree.resident[node]
-            if self._queue.place[node]:
-                self._queue.remove(node)
-        tree.pins[node] += 1
+        if not counted:
+            return self._book.open(key, found, packed, node, num_pending)
+        counts = store.count_lookup(path, node, key.atoms, found, end)
+        if path and self._pins.next_expiry_s < float("inf"):
+            self._pins.refresh(path)
+        return self._book.open(key, found, packed, node, num_pending, counts)
 
     def _beyond(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
-        """Packed pages for the whole pages of `key` beyond the lease; checks key and pages."""
-        atoms, pinned, own = key.atoms, lease.num_tokens * ATOM_BYTES, lease._key
-        if key.namespace != own.namespace or not (
-            atoms.startswith(own.atoms)
-            if len(own.atoms) == pinned
-            else atoms.startswith(memoryview(own.atoms)[:pinned])
+        """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
+        atoms, pinned, own = key.atoms, lease.num_tokens * ATOM_BYTES, lease.source
+        if key.namespace != own.namespace or not atoms.startswith(
+            own.atoms if len(own.atoms) == pinned else memoryview(own.atoms)[:pinned]
         ):
             raise LeaseError(f"the key does not begin with the prefix of lease {lease.id}")
         packed = pack_pages(private)
@@ -514,67 +496,6 @@ class PrefixCache:
             )
         return packed[: grown * ID_BYTES]
 
-    def _announced(self, lease: Lease) -> list[int]:
-        """The pending nodes that this lease's holder is to compute, topmost first."""
-        found, node, holder = [], lease._node, self._tree.holder
-        while holder[node] == lease._holder:
-            found.append(node)
-            node = self._tree.parent[node]
-        return found[::-1]
-
-    def _remove_pending(self, top: int, dependents: list[Lease]) -> None:
-        """Take the pages from a pending subtree, all of whose leases are `dependents`."""
-        tree, above = self._tree, self._tree.parent[top]
-        doomed = set[int]()
-        for lease in dependents:
-            node = lease._node
-            while node != above:
-                doomed.add(node)
-                node = tree.parent[node]
-            lease._node, lease._withdrawn = above, True
-        for node in sorted(doomed, key=tree.start.__getitem__, reverse=True):
-            tree.pins[node] = tree.holder[node] = 0
-            self._ledger.reclaim(tree.evict_tail(node, tree.resident[node]))
-            self._ghosts.add(node, WITHDRAWN, self._clock, self._now_s())
-        self._ghosts.trim()
-
-    def _replace(
-        self, old: Lease, key: CacheKey, num_tokens: int, packed: bytes, num_pending: int
-    ) -> Lease:
-        lease = Lease(next(self._ids), key, num_tokens, packed)
-        lease.num_pending, lease._node, lease._holder = num_pending, old._node, old._holder
-        lease._counted = old._counted
-        del self._leases[old.id]
-        self._leases[lease.id] = lease
-        return lease
-
-    def _require(self, lease: Lease, *, withdrawn: bool = False) -> None:
-        if self._leases.get(lease.id) is not lease:
-            raise LeaseError(
-                f"lease {lease.id} is not live here: it was released, replaced by a newer one, "
-                "or belongs to another cache"
-            )
-        if lease._withdrawn and not withdrawn:
-            raise LeaseError(f"lease {lease.id} lost pages to a withdrawal; release it")
-
-    def _drop(self, lease: Lease, *, touch: bool) -> None:
-        """Take a lease's pins off. A pin alone does not refresh recency, only its release does."""
-        tree = self._tree
-        pins, parent, last_access, used_s = tree.pins, tree.parent, tree.last_access, tree.used_s
-        clock, now_s, unpinned = self._clock, self._now_s(), 0
-        del self._leases[lease.id]
-        node = lease._node
-        while parent[node]:
-            pins[node] = left = pins[node] - 1
-            if not left:
-                unpinned += tree.resident[node]
-            if touch:
-                last_access[node] = clock
-                used_s[node] = now_s
-            node = parent[node]
-        pins[node] -= 1
-        self._num_evictable += unpinned
-        if lease._node != node:
-            self._offer(lease._node)
-        if not tree.first_child[node]:
-            tree.drop_empty_root(node)
+    def _end(self, lease: Lease) -> None:
+        self._book.close(lease)
+        self._store.unpin(lease.node, touch=True)

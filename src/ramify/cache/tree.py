@@ -11,12 +11,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 from ramify.cache.key import ATOM_BYTES, shared_pages
 from ramify.cache.marks import Marks, between
 from ramify.cache.pages import ID_BYTES, Pages
-from ramify.errors import ConfigError, InvariantError
+from ramify.errors import ConfigError
 
 SHARDS = (
     256  # of the dicts from node to bytes: each stays small enough to be resized in microseconds
@@ -135,7 +135,7 @@ class RadixTree:
         self.edges: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
         self.pages: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
         self.marks: dict[int, Marks] = {}
-        self._columns: list[array[int] | array[float]] = []
+        self._columns: list[array[Any]] = []
         self._capacity = 1  # entries in every column
         self.root = self.column("i")
         self.parent = self.column("i")
@@ -154,12 +154,16 @@ class RadixTree:
         self.priority = self.column("i")
         self.last_access = self.column("q")
         self.created = self.column("q")
-        self.created_s: array[float] = self.column("d")
-        self.used_s: array[float] = self.column("d")
+        self.created_s = self.column("d")
+        self.used_s = self.column("d")
         self._inherited = self._columns[8:]
         self._history = (self.hits, self.uses, self.priority, self.last_access)
 
-    def column(self, typecode: str) -> Any:
+    @overload
+    def column(self, typecode: Literal["b", "i", "q"]) -> array[int]: ...
+    @overload
+    def column(self, typecode: Literal["d"]) -> array[float]: ...
+    def column(self, typecode: Any) -> Any:
         """One more field of every node, 0 for new ones: for whoever keeps something by node."""
         column = array(typecode, [0]) * self._capacity
         self._columns.append(column)
@@ -196,6 +200,12 @@ class RadixTree:
             room = min(num_resident, (end - position) // page_bytes)
             return path, child, min(room, shared_pages(atoms, position, edge, page_bytes))
         return path, 0, 0
+
+    def end_of(self, path: list[int], part: int, covered: int) -> int:
+        """How many pages a `find` has found in all."""
+        if part:
+            return self.start[part] + covered
+        return self.start[path[-1]] + self.length[path[-1]] if path else 0
 
     def follow(self, node: int, atoms: bytes, position: int, end: int) -> list[tuple[int, int]]:
         """Go on below a node through whatever is known, ghosts and pending pages included.
@@ -387,6 +397,11 @@ class RadixTree:
         """Keep those marks of a whole key that lie in a node."""
         start = self.start[node] * self.page_size
         self._mark(node, between(marks, start, start + self.length[node] * self.page_size))
+
+    def marks_from(self, node: int, page: int) -> Marks:
+        """The marks of a node from one of its pages on, counted from there."""
+        marks = self.marks.get(node, ())
+        return between(marks, page * self.page_size, self.length[node] * self.page_size)
 
     def _mark(self, node: int, marks: Marks) -> None:
         if marks:

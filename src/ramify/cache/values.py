@@ -7,6 +7,7 @@ from typing import Final
 
 from ramify.cache.key import CacheKey
 from ramify.cache.pages import Pages
+from ramify.cache.recorder import Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,43 +21,52 @@ class Match:
 class Lease:
     """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
 
-    The last `num_pending` of its pages were still to be computed when the lease was made. It is
-    made by a cache and read by everybody; names with an underscore are the cache's own. (A frozen
-    dataclass takes a microsecond to make, a tenth of a whole request.)
+    Its first three fields, `key` and `pages` are for everybody to read; the others are the
+    cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
     """
 
     __slots__ = (
-        "_counted",
-        "_holder",
-        "_key",
-        "_node",
-        "_packed",
-        "_withdrawn",
+        "counted",
+        "holder",
         "id",
+        "node",
         "num_pending",
         "num_tokens",
+        "packed",
+        "source",
+        "withdrawn",
     )
 
-    def __init__(self, number: int, key: CacheKey, num_tokens: int, packed: bytes) -> None:
+    def __init__(
+        self,
+        number: int,
+        source: CacheKey,
+        num_tokens: int,
+        packed: bytes,
+        node: int,
+        num_pending: int,
+        holder: int,
+        counted: tuple[int, int, int, int],
+    ) -> None:
         self.id: Final = number
         self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
-        self._key = key  # begins with that prefix
-        self._packed = packed
-        self.num_pending = 0
-        self._node = 0  # the prefix ends at this node's end; splits keep that true
-        self._holder = number  # passed on from a lease to the one that replaces it
-        self._counted = (0, 0, 0)  # tokens asked for, found, and found by an infinite cache
-        self._withdrawn = False
+        self.num_pending: Final = num_pending  # of its last pages, not computed when it was made
+        self.source: Final = source  # begins with the prefix
+        self.packed: Final = packed  # its pages
+        self.node = node  # the prefix ends at this node's end; splits keep that true
+        self.holder: Final = holder  # passed on from a lease to the one that replaces it
+        self.counted: Final = counted  # what its lookup added to the statistics
+        self.withdrawn = False
 
     @property
     def key(self) -> CacheKey:
         """Exactly the pinned prefix."""
-        return self._key.prefix(self.num_tokens)
+        return self.source.prefix(self.num_tokens)
 
     @property
     def pages(self) -> Pages:
         """The prefix's pages, in order."""
-        return Pages(self._packed)
+        return Pages(self.packed)
 
     def __repr__(self) -> str:
         return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
@@ -72,16 +82,36 @@ class CacheStats:
     private_pages: int  # owned by requests
     cached_pages: int  # in the tree, pinned ones and pending ones included
     evictable_pages: int
+    pinned_pages: int  # under pins that were asked for
     ghost_pages: int  # evicted and still remembered
     num_nodes: int
-    num_leases: int
+    num_leases: int  # without those of pins
     lookups: int
     lookup_tokens: int
     hit_tokens: int
-    ideal_hit_tokens: int
-    evicted_pages: int
+    ideal_hit_tokens: int  # what a cache that evicts nothing would have found, as far as remembered
+    recent_tokens: int  # of the last 512 to 1,024 lookups
+    recent_hit_tokens: int
+    evicted_pages: int  # for whatever reason
+    evictions: dict[str, int]  # pages by reason
+    residency: Histogram  # seconds from publish to eviction, by page
+    idle: Histogram  # seconds from the last use to eviction, by page
+    reuse_gap: Histogram  # seconds from the last use to the next hit, by lookup
 
     @property
     def hit_rate(self) -> float:
         """Tokens found over tokens looked up; 0 before the first lookup."""
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
+
+    @property
+    def recent_hit_rate(self) -> float:
+        """The same over the last 512 to 1,024 lookups."""
+        return self.recent_hit_tokens / self.recent_tokens if self.recent_tokens else 0.0
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        """The hit rate of a cache that never evicts: what more memory could give at most.
+
+        A lower bound once the ghost budget has been exceeded.
+        """
+        return self.ideal_hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0

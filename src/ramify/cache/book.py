@@ -1,0 +1,109 @@
+"""Which leases are live, and which of them compute or wait for pending pages."""
+
+from __future__ import annotations
+
+from collections.abc import ValuesView
+from itertools import count
+
+from ramify.cache.key import CacheKey
+from ramify.cache.tree import RadixTree
+from ramify.cache.values import Lease
+from ramify.errors import LeaseError
+
+UNCOUNTED = (0, -1, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
+
+
+class LeaseBook:
+    """The live leases of a cache.
+
+    A pending node carries the holder that is to compute it; the leases of one request, each of
+    which replaces the one before, have one holder.
+    """
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._live: dict[int, Lease] = {}
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def live(self) -> ValuesView[Lease]:
+        """All live leases, oldest first."""
+        return self._live.values()
+
+    def open(
+        self,
+        source: CacheKey,
+        num_tokens: int,
+        packed: bytes,
+        node: int,
+        num_pending: int = 0,
+        counted: tuple[int, int, int, int] = UNCOUNTED,
+    ) -> Lease:
+        """A new lease with a holder of its own."""
+        number = next(self._numbers)
+        lease = Lease(number, source, num_tokens, packed, node, num_pending, number, counted)
+        self._live[number] = lease
+        return lease
+
+    def replace(
+        self, old: Lease, source: CacheKey, num_tokens: int, packed: bytes, num_pending: int
+    ) -> Lease:
+        """The next lease of the same request, at the node to which the old one has moved."""
+        number, node, counted = next(self._numbers), old.node, old.counted
+        lease = Lease(number, source, num_tokens, packed, node, num_pending, old.holder, counted)
+        del self._live[old.id]
+        self._live[number] = lease
+        return lease
+
+    def close(self, lease: Lease) -> None:
+        """End a lease."""
+        del self._live[lease.id]
+
+    def require(self, lease: Lease, *, withdrawn: bool = False) -> None:
+        """Raise LeaseError unless a lease is live, and not withdrawn unless that is allowed."""
+        if self._live.get(lease.id) is not lease:
+            raise LeaseError(
+                f"lease {lease.id} is not live here: it was released, replaced by a newer one, "
+                "or belongs to another cache"
+            )
+        if lease.withdrawn and not withdrawn:
+            raise LeaseError(f"lease {lease.id} lost pages to a withdrawal; release it")
+
+    def announced(self, lease: Lease) -> list[int]:
+        """The pending nodes that this lease's holder is to compute, topmost first."""
+        found, node, holder = [], lease.node, self._tree.holder
+        while holder[node] == lease.holder:
+            found.append(node)
+            node = self._tree.parent[node]
+        return found[::-1]
+
+    def is_blocked(self, lease: Lease) -> bool:
+        """Whether another holder is to compute a part of the prefix."""
+        holder, node = self._tree.holder, lease.node
+        while holder[node] == lease.holder:
+            node = self._tree.parent[node]
+        return bool(holder[node])
+
+    def dependents(self, top: int) -> list[Lease]:
+        """The leases that pin a pending node."""
+        holder, parent, found = self._tree.holder, self._tree.parent, []
+        for lease in self._live.values():
+            at = lease.node
+            while holder[at] and at != top:
+                at = parent[at]
+            if at == top:
+                found.append(lease)
+        return found
+
+    def withdraw(self, top: int, leases: list[Lease]) -> set[int]:
+        """Move leases off a pending subtree, all of whose leases they are; returns its nodes."""
+        parent, doomed = self._tree.parent, set[int]()
+        above = parent[top]
+        for lease in leases:
+            while lease.node != above:
+                doomed.add(lease.node)
+                lease.node = parent[lease.node]
+            lease.withdrawn = True
+        return doomed

@@ -1,0 +1,164 @@
+"""Why a prefix was found, and why no more of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ramify.cache.ghosts import REASONS, Ghosts
+from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
+from ramify.cache.tree import RadixTree
+
+MAX_SIBLINGS = 64  # looked at for the one that goes along furthest
+MAX_NAMESPACES = 64  # looked at for the same prefix elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a lookup of a key would find, and what stops it there.
+
+    `reason` is one of
+
+    - "hit": all that can be found is: at least one token is always computed;
+    - "page_tail": only a part of a page is left, and pages are shared whole;
+    - "pending": the next page is being computed by another request;
+    - "evicted": the next page was cached; `evicted_by` says what took it (capacity, asked,
+      cleared, predicate, or withdrawn: its step failed), `evicted_ago_s` when, `idle_s` how long
+      it had not been used by then; `pin_refused` is set if it was to be pinned;
+    - "diverged": a cached prompt goes along up to token `diverged_at` and on differently:
+      `sibling` has its tokens from the end of the hit on, as packed int32;
+    - "namespace": nothing here, but `other_namespace` has `other_tokens` of it;
+    - "never_seen": nothing begins like this, or it was forgotten.
+    """
+
+    num_tokens: int  # length of the key
+    hit_tokens: int
+    reason: str
+    diverged_at: int | None = None
+    sibling: bytes = field(default=b"", repr=False)
+    evicted_tokens: int = 0  # tokens behind the hit that are remembered as evicted
+    evicted_by: str = ""
+    evicted_ago_s: float | None = None
+    idle_s: float | None = None
+    pin_refused: str = ""
+    other_namespace: bytes | None = None
+    other_tokens: int = 0
+
+    def __str__(self) -> str:
+        told = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
+        match self.reason:
+            case "hit":
+                return told + "that is all there is to find"
+            case "page_tail":
+                return told + "the rest is less than a page"
+            case "pending":
+                return told + "the next page is being computed"
+            case "evicted":
+                refused = f", after a pin was refused ({self.pin_refused})" * bool(self.pin_refused)
+                return told + (
+                    f"the next {self.evicted_tokens} were evicted {self.evicted_ago_s:.1f} s ago "
+                    f"({self.evicted_by}), idle for {self.idle_s:.1f} s{refused}"
+                )
+            case "diverged":
+                return told + f"a cached prompt is the same up to token {self.diverged_at}"
+            case "namespace":
+                return told + f"another namespace has {self.other_tokens}"
+        return told + "nothing cached or remembered begins like this"
+
+
+def explain_key(
+    tree: RadixTree, ghosts: Ghosts, key: CacheKey, now_s: float, pin_refused: str = ""
+) -> Explanation:
+    """Follow a key through what is cached and what is remembered; changes nothing.
+
+    Cost: that of a match, and of a look at 64 siblings or namespaces at most.
+    """
+    atoms, page_bytes, size = key.atoms, tree.page_bytes, tree.page_size
+    total = len(key)
+    usable = max(0, len(atoms) - 1) // page_bytes * page_bytes
+    root = tree.roots.get(key.namespace, 0)
+    path, part, covered = tree.find(root, atoms, usable, pending=False) if root else ([], 0, 0)
+    node = path[-1] if path else root
+    pages = tree.end_of(path, part, covered)
+    hit, position = pages * size, pages * page_bytes
+    if position >= usable:
+        return Explanation(total, hit, "hit" if total - hit <= size else "page_tail")
+    if part and covered == tree.resident[part] < tree.length[part]:
+        child, inside = part, covered  # the rest of this node was evicted
+    elif part:
+        return _diverged(tree, part, covered, key, hit)
+    else:
+        child, inside = tree.index.find(node, atoms, position) if root else 0, 0
+    if child:
+        edge = tree.edge(child)[inside * page_bytes :]
+        shared = min(
+            shared_pages(atoms, position, edge, page_bytes), (usable - position) // page_bytes
+        )
+        if tree.holder[child]:
+            return Explanation(total, hit, "pending")
+        if shared:
+            gone = shared
+            if inside + shared == tree.length[child]:
+                below = tree.follow(child, atoms, position + shared * page_bytes, usable)
+                gone += sum(count for _, count in below)
+            return Explanation(
+                total,
+                hit,
+                "evicted",
+                evicted_tokens=gone * size,
+                evicted_by=REASONS[ghosts.reason[child]],
+                evicted_ago_s=now_s - ghosts.evicted_s[child],
+                idle_s=max(0.0, ghosts.evicted_s[child] - tree.used_s[child]),
+                pin_refused=pin_refused,
+            )
+        return _diverged(tree, child, inside, key, hit)
+    near = _nearest(tree, node, key, hit) if root else None
+    far = _elsewhere(tree, key, root, usable, at_least=1 + (near.diverged_at or 0 if near else hit))
+    return far or near or Explanation(total, hit, "never_seen")
+
+
+def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) -> Explanation:
+    edge = tree.edge(node)[page * tree.page_bytes :]
+    rest = memoryview(key.atoms)[hit * ATOM_BYTES :]
+    same = shared_pages(edge, 0, rest, ATOM_BYTES)
+    return Explanation(len(key), hit, "diverged", diverged_at=hit + same, sibling=edge)
+
+
+def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation | None:
+    """Of the newest children of a node, the one whose first page goes along furthest."""
+    rest = memoryview(key.atoms)[hit * ATOM_BYTES :]
+    best, best_edge = -1, b""
+    for child in islice(tree.children(node), MAX_SIBLINGS):
+        if tree.resident[child] and not tree.holder[child]:
+            same = shared_pages(tree.edge(child), 0, rest, ATOM_BYTES)
+            if same > best:
+                best, best_edge = same, tree.edge(child)
+    if best < 0 or not (best or hit):
+        return None
+    return Explanation(len(key), hit, "diverged", diverged_at=hit + best, sibling=best_edge)
+
+
+def _elsewhere(
+    tree: RadixTree, key: CacheKey, own: int, usable: int, at_least: int
+) -> Explanation | None:
+    """The namespace that has the most of a key, if that is `at_least` so many tokens."""
+    best, best_tokens = None, at_least - 1
+    for namespace, root in islice(tree.roots.items(), MAX_NAMESPACES):
+        if root != own:
+            path, part, covered = tree.find(root, key.atoms, usable, pending=False)
+            pages = tree.end_of(path, part, covered)
+            if pages * tree.page_size > best_tokens:
+                best, best_tokens = namespace, pages * tree.page_size
+    if best is None:
+        return None
+    own_tokens = 0
+    if own:
+        path, part, covered = tree.find(own, key.atoms, usable, pending=False)
+        own_tokens = tree.end_of(path, part, covered)
+    return Explanation(
+        len(key),
+        own_tokens * tree.page_size,
+        "namespace",
+        other_namespace=best,
+        other_tokens=best_tokens,
+    )

@@ -1,0 +1,139 @@
+"""Pins: prefixes that stay cached on purpose, with an owner, a time to live and a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ramify.cache.key import CacheKey
+from ramify.cache.tree import RadixTree
+from ramify.cache.values import Lease
+from ramify.errors import ConfigError, PinError
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that is not evicted before `expires_s`, unless it is unpinned.
+
+    Every hit on the whole prefix puts `expires_s` off to `ttl_s` after that hit.
+    """
+
+    id: int
+    owner: str
+    key: CacheKey  # exactly the pinned prefix, whole pages
+    num_pages: int
+    ttl_s: float | None  # None: until it is unpinned
+    expires_s: float  # on the cache's clock; infinity without a time to live
+
+
+@dataclass(slots=True)
+class _Kept:
+    lease: Lease
+    owner: str
+    ttl_s: float | None
+    expires_s: float
+
+
+class PinBoard:
+    """Who has pinned what. Each pin is a lease that the cache itself holds.
+
+    Args:
+        tree: whose nodes are pinned.
+        max_pages: pages under pins at most, each counted once however many pins it has.
+        clock: seconds.
+        release: ends a lease.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        max_pages: int,
+        clock: Callable[[], float],
+        release: Callable[[Lease], None],
+    ) -> None:
+        self._tree = tree
+        self.max_pages = max_pages
+        self._now_s = clock
+        self._release = release
+        self._pins: dict[int, _Kept] = {}
+        self.next_expiry_s = float("inf")  # no pin ends before; it may be too early
+
+    @property
+    def num_pages(self) -> int:
+        """Pages under pins, each counted once."""
+        return self._pages_of(kept.lease for kept in self._pins.values())
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
+        """Keep a lease.
+
+        Raises:
+            ConfigError: a time to live that is not positive.
+            PinError: nothing is cached of the prefix, or it goes over the budget.
+        """
+        if ttl_s is not None and not ttl_s > 0:
+            raise ConfigError(f"ttl={ttl_s} s but a pin lives for more than 0; None is for ever")
+        if not lease.num_tokens:
+            raise PinError("no whole page of the prefix is cached; compute and publish it first")
+        would = self._pages_of([lease, *(kept.lease for kept in self._pins.values())])
+        if would > self.max_pages:
+            raise PinError(
+                f"with these {len(lease.pages)} pages {would} would be pinned, but at most "
+                f"{self.max_pages} may be; unpin something, pin a shorter prefix, or raise "
+                "max_pinned_share"
+            )
+        expires_s = float("inf") if ttl_s is None else self._now_s() + ttl_s
+        self._pins[lease.id] = _Kept(lease, owner, ttl_s, expires_s)
+        self.next_expiry_s = min(self.next_expiry_s, expires_s)
+        return self._pin(lease.id)
+
+    def remove(self, number: int) -> None:
+        """End a pin.
+
+        Raises:
+            PinError: there is none with this number; it has expired or was ended before.
+        """
+        kept = self._pins.pop(number, None)
+        if kept is None:
+            raise PinError(f"no pin has the id {number}; it expired or was unpinned before")
+        self._release(kept.lease)
+
+    def expire(self) -> int:
+        """End the pins whose time is over; returns how many."""
+        now_s = self._now_s()
+        if now_s < self.next_expiry_s:
+            return 0
+        over = [number for number, kept in self._pins.items() if kept.expires_s <= now_s]
+        for number in over:
+            self.remove(number)
+        left = (kept.expires_s for kept in self._pins.values())
+        self.next_expiry_s = min(left, default=float("inf"))
+        return len(over)
+
+    def refresh(self, path: Iterable[int]) -> None:
+        """A lookup went through these nodes: pins whose prefix it found live on."""
+        found = set(path)
+        for kept in self._pins.values():
+            if kept.ttl_s is not None and kept.lease.node in found:
+                kept.expires_s = max(kept.expires_s, self._now_s() + kept.ttl_s)
+
+    def list(self, owner: str | None = None) -> list[Pin]:
+        """All pins, or those of an owner, oldest first."""
+        kept = self._pins.items()
+        return [self._pin(number) for number, one in kept if owner in (None, one.owner)]
+
+    def _pin(self, number: int) -> Pin:
+        kept = self._pins[number]
+        lease = kept.lease
+        return Pin(number, kept.owner, lease.key, len(lease.pages), kept.ttl_s, kept.expires_s)
+
+    def _pages_of(self, leases: Iterable[Lease]) -> int:
+        tree, seen = self._tree, set[int]()
+        for lease in leases:
+            node = lease.node
+            while node not in seen and tree.parent[node]:
+                seen.add(node)
+                node = tree.parent[node]
+        return sum(tree.resident[node] for node in seen)

@@ -1,0 +1,133 @@
+"""Counts what happens in a cache: hit rates over its life and lately, evictions, ages."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ramify.cache.ghosts import REASONS
+
+log = logging.getLogger(__name__)
+
+GENERATION = 512  # lookups; the recent hit rate is over the last one to two of them
+NUM_BUCKETS = 24
+MISS = NUM_BUCKETS  # the gap of a lookup that found nothing
+_PER_SECOND = 256  # the first bucket ends at 1/256 s, each further one at twice that
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts by age: bucket i has those below `bounds_s[i]` seconds, the last all others."""
+
+    counts: tuple[int, ...]
+
+    bounds_s: ClassVar[tuple[float, ...]] = tuple(
+        2.0**i / _PER_SECOND for i in range(NUM_BUCKETS - 1)
+    )
+
+    @property
+    def total(self) -> int:
+        """All that was counted."""
+        return sum(self.counts)
+
+    def quantile_s(self, share: float) -> float:
+        """An upper bound in seconds that `share` of the counts stay below; 0 without counts."""
+        seen, total = 0, self.total
+        for count, bound in zip(self.counts, (*self.bounds_s, float("inf")), strict=True):
+            seen += count
+            if total and seen >= share * total:
+                return bound
+        return 0.0
+
+
+class Recorder:
+    """The counters of one cache.
+
+    Args:
+        log_every: lookups from one log line to the next; 0 for none.
+    """
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every = log_every
+        self.lookups = self.tokens = self.hit_tokens = self.ideal_tokens = 0
+        self.evictions = dict.fromkeys(REASONS, 0)  # pages, by reason
+        self._residency = array("q", [0]) * NUM_BUCKETS
+        self._idle = array("q", [0]) * NUM_BUCKETS
+        self._reuse_gap = array("q", [0]) * (NUM_BUCKETS + 1)  # and a place for misses
+        self._marks = [(0, 0, 0), (0, 0, 0)]  # lookups, tokens, hit tokens at two generations
+        self._logged = (0, 0, 0)
+
+    def lookup(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
+        """Count a lookup; `gap` is the `bucket` of seconds since the last use, or MISS."""
+        self.lookups += 1
+        self.tokens += tokens
+        self.hit_tokens += hit_tokens
+        self.ideal_tokens += ideal_tokens
+        self._reuse_gap[gap] += 1
+        if self.lookups >= self._marks[1][0] + GENERATION:
+            self._marks = [self._marks[1], self._now()]
+
+    def cancel(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
+        """Take a lookup off that led to nothing."""
+        self.lookups -= 1
+        self.tokens -= tokens
+        self.hit_tokens -= hit_tokens
+        self.ideal_tokens -= ideal_tokens
+        self._reuse_gap[gap] -= 1
+
+    def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
+        """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
+        self.evictions[REASONS[reason]] += num_pages
+        self._residency[bucket(age_s)] += num_pages
+        self._idle[bucket(idle_s)] += num_pages
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Tokens asked for and found in the last one to two generations of lookups."""
+        _, tokens, hits = self._marks[0]
+        return max(0, self.tokens - tokens), max(0, self.hit_tokens - hits)
+
+    @property
+    def histograms(self) -> tuple[Histogram, Histogram, Histogram]:
+        """Age at eviction and idle time at eviction, by page; gap before a hit, by lookup."""
+        return (
+            Histogram(tuple(self._residency)),
+            Histogram(tuple(self._idle)),
+            Histogram(tuple(self._reuse_gap[:NUM_BUCKETS])),
+        )
+
+    @property
+    def wants_log(self) -> bool:
+        """Whether it is time for a log line."""
+        return 0 < self.log_every <= self.lookups - self._logged[0]
+
+    def write_log(self, used: int, cached: int, free: int) -> None:
+        """One line about the lookups since the last one, and about the pages now."""
+        lookups, tokens, hits = (
+            now - last for now, last in zip(self._now(), self._logged, strict=True)
+        )
+        self._logged = self._now()
+        log.info(
+            "prefix cache: %d lookups, %d of %d tokens found (%.1f %%; %.1f %% since the start, "
+            "%.1f %% in an infinite cache); pages %d in use, %d cached, %d free; %d evicted so far",
+            lookups,
+            hits,
+            tokens,
+            100 * hits / max(1, tokens),
+            100 * self.hit_tokens / max(1, self.tokens),
+            100 * self.ideal_tokens / max(1, self.tokens),
+            used,
+            cached,
+            free,
+            sum(self.evictions.values()),
+        )
+
+    def _now(self) -> tuple[int, int, int]:
+        return self.lookups, self.tokens, self.hit_tokens
+
+
+def bucket(seconds: float) -> int:
+    """The bucket of an age."""
+    return min(int(max(0.0, seconds) * _PER_SECOND).bit_length(), NUM_BUCKETS - 1)

@@ -1,0 +1,331 @@
+"""Cached pages and their nodes: pinned, split, filled, evicted and remembered, as one whole.
+
+The four parts (tree, ledger, queue, ghosts) know nothing of each other; what moves a page changes
+several of them, and does it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ramify.cache.events import EventLog
+from ramify.cache.eviction import EvictionQueue, Policy
+from ramify.cache.ghosts import CLEARED, PREDICATE, WITHDRAWN, Ghosts
+from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
+from ramify.cache.pages import ID_BYTES, PageLedger
+from ramify.cache.recorder import MISS, Recorder, bucket
+from ramify.cache.tree import SHARDS, Node, RadixTree
+
+
+class PageStore:
+    """The tree with its pages; callers say when, never which part to change.
+
+    Args:
+        tree: empty, with its index.
+        num_pages: pages of the caller's storage.
+        policy: order of eviction.
+        ghost_pages: evicted pages to remember.
+        log_every: lookups from one log line to the next.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        num_pages: int,
+        policy: Policy,
+        ghost_pages: int,
+        log_every: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.tree = tree
+        self.ledger = PageLedger(num_pages)
+        self.policy = policy
+        self.queue = EvictionQueue(tree, policy)
+        self.ghosts = Ghosts(tree, ghost_pages)
+        self.recorder = Recorder(log_every)
+        self.log = EventLog(tree)
+        self.now_s = clock
+        self.clock = 0  # lookups so far, cancelled ones included
+        self.num_evictable = 0  # pages of ready nodes that nobody pins
+        self._page_bytes = tree.page_bytes
+
+    # -- pins ------------------------------------------------------------------------------
+
+    def pin(self, node: int) -> None:
+        """One more pin on a single node, whose ancestors have theirs."""
+        tree = self.tree
+        if not tree.pins[node]:
+            self.num_evictable -= tree.resident[node]
+            if self.queue.place[node]:
+                self.queue.remove(node)
+        tree.pins[node] += 1
+
+    def pin_path(self, root: int, path: Sequence[int]) -> None:
+        """One more pin on a root and the nodes below it, the last of which may be a leaf."""
+        tree, pins, pinned = self.tree, self.tree.pins, 0
+        for node in path:
+            count = pins[node]
+            if not count:
+                pinned += tree.resident[node]
+            pins[node] = count + 1
+        pins[root] += 1
+        self.num_evictable -= pinned
+        if path and self.queue.place[path[-1]]:
+            self.queue.remove(path[-1])
+
+    def unpin(self, node: int, *, touch: bool) -> None:
+        """One pin less on a node and all above. Only this refreshes recency: a pin alone, which
+        may yet be cancelled, does not.
+        """  # noqa: D205
+        tree = self.tree
+        pins, parent, last_access, used_s = tree.pins, tree.parent, tree.last_access, tree.used_s
+        clock, now_s, unpinned, at = self.clock, self.now_s(), 0, node
+        while parent[at]:
+            pins[at] = left = pins[at] - 1
+            if not left:
+                unpinned += tree.resident[at]
+            if touch:
+                last_access[at] = clock
+                used_s[at] = now_s
+            at = parent[at]
+        pins[at] -= 1
+        self.num_evictable += unpinned
+        if at != node:
+            self._offer(node)
+        if not tree.first_child[at]:
+            tree.drop_empty_root(at)
+
+    def count_lookup(
+        self, path: Sequence[int], node: int, atoms: bytes, found: int, end: int
+    ) -> tuple[int, int, int, int]:
+        """Count a lookup that found `found` tokens and ended at `node`.
+
+        Returns what it added to the statistics: tokens asked for, found, and known of; and the
+        bucket of the seconds since the last use.
+        """
+        tree, recorder, hits = self.tree, self.recorder, self.tree.hits
+        for at in path:
+            hits[at] += 1
+        gap = bucket(self.now_s() - tree.used_s[node]) if path else MISS
+        ideal, position = found, found * ATOM_BYTES
+        if tree.num_ghost_pages and position < end:
+            for _, shared in tree.follow(node, atoms, position, end):
+                ideal += shared * tree.page_size
+        self.clock += 1
+        tokens = len(atoms) // ATOM_BYTES
+        recorder.lookup(tokens, found, ideal, gap)
+        if recorder.wants_log:
+            ledger = self.ledger
+            used = ledger.num_pages - ledger.num_free - self.num_evictable
+            recorder.write_log(used, self.num_evictable, ledger.num_free)
+        return tokens, found, ideal, gap
+
+    def split(self, node: int, num_pages: int) -> int:
+        """Cut a node; returns the upper half, which the caller is going to pin."""
+        tree = self.tree
+        upper = tree.split(node, num_pages)
+        if self.queue.place[node] and not tree.resident[node]:
+            self.queue.remove(node)
+        if self.log.subscribers:
+            self.log.split(upper, node)
+        return upper
+
+    def _offer(self, node: int) -> None:
+        """Queue a node if it has become an evictable leaf."""
+        tree = self.tree
+        if (
+            not (tree.pins[node] or tree.resident_children[node] or self.queue.place[node])
+            and (tree.resident[node])
+        ):
+            self.queue.offer(node)
+
+    def set_priority(self, node: int, priority: int) -> None:
+        """Give a pinned node a priority, and those above at least that."""
+        tree = self.tree
+        if tree.parent[node]:
+            tree.priority[node] = priority
+            for above in tree.path(tree.parent[node]):
+                tree.priority[above] = max(tree.priority[above], priority)
+
+    def room_for(self, key: CacheKey, end: int) -> int:
+        """Pages that a lookup of `key` would find, and those that could be reserved after it."""
+        tree = self.tree
+        root = tree.roots.get(key.namespace, 0)
+        available = self.ledger.num_free + self.num_evictable
+        if not root:
+            return available
+        path, part, covered = tree.find(root, key.atoms, end, pending=False)
+        revived = sum(tree.resident[node] for node in path if not tree.pins[node])
+        if part and not tree.pins[part]:
+            revived += covered
+        return tree.end_of(path, part, covered) + available - revived
+
+    # -- pages in --------------------------------------------------------------------------
+
+    def insert(self, node: int, key: CacheKey, position: int, packed: bytes) -> tuple[int, bytes]:
+        """Insert a lease's private pages below the node it ends in; its pin moves along.
+
+        Returns the deepest node and the canonical pages, which may be fewer; private pages that
+        the tree has already become free.
+
+        Raises:
+            PageOwnershipError: a page is not private; nothing changed.
+        """
+        tree, atoms, page_bytes, parts = self.tree, key.atoms, self._page_bytes, list[bytes]()
+        while packed:
+            child = tree.index.find(node, atoms, position)
+            if not tree.resident[child]:  # nor has node 0
+                self.ledger.adopt(packed)
+                node = self.fill(node, child, key, position, packed, 0)
+                parts.append(packed)
+                break
+            if tree.holder[child]:
+                break  # somebody else is computing it: ours stay private
+            if not parts:
+                self.ledger.require_private(packed)
+            edge = tree.edges[child % SHARDS][child]
+            shared = min(shared_pages(atoms, position, edge, page_bytes), len(packed) // ID_BYTES)
+            resident = tree.resident[child]
+            self.ledger.give_back(packed[: min(shared, resident) * ID_BYTES])
+            if shared > resident:
+                fill = packed[resident * ID_BYTES : shared * ID_BYTES]
+                self.ledger.adopt(fill)
+                self._refill(child, fill)
+            if shared < tree.length[child]:
+                child = self.split(child, shared)
+            self.pin(child)
+            parts.append(tree.pages[child % SHARDS][child])
+            packed = packed[shared * ID_BYTES :]
+            position += shared * page_bytes
+            node = child
+        return node, parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def fill(
+        self, node: int, child: int, key: CacheKey, position: int, packed: bytes, holder: int
+    ) -> int:
+        """Put adopted pages below a node, whose child there, if any, is a ghost; pinned once.
+
+        Where the tree remembers the atoms, its ghosts come back to life. Returns the deepest node.
+        """
+        tree, atoms, page_bytes = self.tree, key.atoms, self._page_bytes
+        longest, clock, now_s = tree.index.max_pages, self.clock, self.now_s()
+        while packed:
+            if child:
+                edge = tree.edges[child % SHARDS][child]
+                shared = shared_pages(atoms, position, edge, page_bytes)
+                shared = min(shared, len(packed) // ID_BYTES)
+                tree.refill(child, packed[: shared * ID_BYTES])
+                if shared < tree.length[child]:
+                    child = tree.split(child, shared)
+                else:
+                    self.ghosts.remove(child)
+                tree.holder[child] = holder
+                tree.hits[child] = 0
+            else:
+                shared = len(packed) // ID_BYTES if longest is None else longest
+                edge = atoms[position : position + shared * page_bytes]
+                if not holder and self._may_grow(node, len(edge)):
+                    tree.grow(node, edge, packed)
+                    child = node
+                else:
+                    child = tree.add(node, edge, packed[: shared * ID_BYTES], holder)
+                if key.marks:
+                    tree.mark(child, key.marks)
+            tree.pins[child] = 1
+            tree.created[child] = clock
+            tree.created_s[child] = now_s
+            if self.log.subscribers and not holder:
+                self.log.stored(child)
+            node = child
+            position += shared * page_bytes
+            packed = packed[shared * ID_BYTES :]
+            child = tree.index.find(node, atoms, position) if packed else 0
+        return node
+
+    def make_ready(self, nodes: Iterable[int]) -> None:
+        """Pending nodes are computed, parents first."""
+        for node in nodes:
+            self.tree.holder[node] = 0
+            if self.log.subscribers:
+                self.log.stored(node)
+
+    def _may_grow(self, node: int, num_bytes: int) -> bool:
+        """Whether new pages may lengthen a node: it is the lease's own, and nobody used it."""
+        tree = self.tree
+        return tree.pins[node] == 1 and not tree.hits[node] and tree.can_grow(node, num_bytes)
+
+    def _refill(self, node: int, packed: bytes) -> None:
+        """Bring back pages of an unpinned, partly evicted node."""
+        self.tree.refill(node, packed)
+        self.num_evictable += len(packed) // ID_BYTES
+        if self.tree.resident[node] == self.tree.length[node]:
+            self.ghosts.remove(node)
+        if self.log.subscribers:
+            self.log.stored(node)
+
+    # -- pages out -------------------------------------------------------------------------
+
+    def evict(self, num_pages: int, reason: int) -> int:
+        """Evict up to `num_pages` pages in the order of the policy; returns how many."""
+        queue, evicted = self.queue, 0
+        now_s = self.now_s()
+        while evicted < num_pages and (node := queue.first()):
+            evicted += self._evict_from(node, num_pages - evicted, reason, now_s)
+        self.ghosts.trim()
+        if self.log.observers:
+            self.log.tell_observers()
+        return evicted
+
+    def evict_if(self, predicate: Callable[[Node], bool], num_pages: int) -> int:
+        """Evict leaves of which the predicate is true, and parents that become such leaves.
+
+        Cost: a look at every evictable leaf.
+        """
+        now_s, evicted, todo = self.now_s(), 0, sorted(self.queue.nodes())
+        doomed = [node for node in todo if predicate(self.tree.node(node))]
+        while doomed and evicted < num_pages:
+            node = doomed.pop()
+            parent = self.tree.parent[node]
+            evicted += self._evict_from(node, num_pages - evicted, PREDICATE, now_s)
+            if self.queue.place[parent] and predicate(self.tree.node(parent)):
+                doomed.append(parent)
+        self.ghosts.trim()
+        if self.log.observers:
+            self.log.tell_observers()
+        return evicted
+
+    def _evict_from(self, node: int, num_pages: int, reason: int, now_s: float) -> int:
+        """Evict pages from the tail of an evictable leaf, and offer its parent if it is empty."""
+        tree = self.tree
+        cut: int = min(tree.resident[node], num_pages)
+        packed = tree.evict_tail(node, cut)
+        self.ledger.reclaim(packed)
+        self.num_evictable -= cut
+        self.recorder.evicted(reason, cut, now_s - tree.created_s[node], now_s - tree.used_s[node])
+        if self.log.subscribers or self.log.observers:
+            self.log.removed(node, packed, reason)
+        self.ghosts.add(node, reason, self.clock, now_s)
+        if not tree.resident[node]:
+            self.queue.remove(node)
+            self._offer(tree.parent[node])
+        return cut
+
+    def drop_pending(self, nodes: Iterable[int]) -> None:
+        """Take the pages of nodes that will not be computed, deepest first; nobody pins them."""
+        tree = self.tree
+        for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
+            tree.pins[node] = tree.holder[node] = 0
+            self.ledger.reclaim(tree.evict_tail(node, tree.resident[node]))
+            self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
+        self.ghosts.trim()
+
+    def clear(self) -> int:
+        """Evict everything that no lease pins; returns the number of pages."""
+        whole = self.num_evictable == self.ledger.num_tree
+        if whole:
+            self.log.pause()
+        evicted = self.evict(self.num_evictable, CLEARED)
+        if whole:
+            self.log.cleared()
+        return evicted
