@@ -296,6 +296,94 @@ class RadixAttentionPlanner:
             self._move(one, self.cache.publish(one.lease, key, one.private))
         return True
 
+    # -- branches and room -------------------------------------------------------------------
+
+    def can_append(self, sequence: RadixSequence, num_tokens: int = 1) -> bool:
+        """Whether a live sequence can be planned after `num_tokens` more are appended to it."""
+        one = sequence
+        if one.lease is None:
+            return self.can_allocate([one], num_tokens)
+        total = len(one.tokens) + num_tokens
+        held = len(one.lease.pages) + len(one.private)
+        missing = -(-total // self.page_size) - held
+        return total <= self.table.max_tokens and self.cache.can_reserve(max(0, missing))
+
+    def can_allocate(self, sequences: Sequence[RadixSequence], num_tokens: int = 0) -> bool:
+        """Whether `plan` would take these fresh sequences, `num_tokens` longer each, in one batch.
+
+        Counts warm pages once: as found, not as free. Changes nothing.
+        """
+        longer = [
+            RadixSequence(one.tokens + array("i", bytes(4 * num_tokens)), one.namespace, one.reuse)
+            for one in sequences
+        ]
+        if len(sequences) > self.table.num_free_rows or any(
+            len(one.tokens) > self.table.max_tokens for one in longer
+        ):
+            return False
+        try:
+            for one in longer:
+                self._attach(one)
+            asked = self._demand(longer, [one.num_uncomputed for one in longer])
+            return asked <= self.cache.num_available
+        finally:
+            for one in longer:
+                if one.lease is not None:
+                    self._detach(one)
+
+    def fork(self, sequence: RadixSequence) -> tuple[RadixSequence, list[tuple[int, int]]]:
+        """A second sequence with the same tokens and K/V, and the pages to copy for it.
+
+        Whole pages that are published are shared. The others (the partial page at the end, as a
+        rule) get new pages: copy K/V from the first to the second of each returned pair, with
+        `KVPool.copy_pages`, before the next step.
+
+        Raises:
+            CacheError: the sequence is in a plan, was never planned, or waits for a leader; there
+                is no free row.
+            OutOfPagesError: no page for the copy; nothing changed.
+        """
+        one = sequence
+        if one.lease is None or one.num_planned or one in self._deferred:
+            raise CacheError(
+                "only a sequence whose last step is committed, and that waits for no other, can "
+                "be forked"
+            )
+        if not self.table.num_free_rows:
+            raise CacheError("no free row in the block table; release a sequence first")
+        num_copied = max(0, -(-one.num_computed // self.page_size) - len(one.lease.pages))
+        pages = self.cache.reserve(num_copied)
+        twin = RadixSequence(one.tokens[:], one.namespace, one.reuse, one.num_computed)
+        twin.num_read = twin.num_computed
+        twin.lease, twin.private = self.cache.fork(one.lease), list(pages)
+        twin.order, twin.row = next(self._order), self.table.allocate()
+        self.table.append(twin.row, [*twin.lease.pages, *pages])
+        self._holders[twin.lease.id] = twin
+        return twin, list(zip(one.private, pages, strict=False))
+
+    def rollback(self, sequence: RadixSequence, num_tokens: int) -> None:
+        """Forget the K/V of a sequence beyond its first `num_tokens`; the caller cuts `tokens`.
+
+        What was published stays in the cache for others. If that cuts into a published page, its
+        beginning is computed again: a shared page is never written.
+
+        Raises:
+            CacheError: the sequence is in a plan, waits for a leader, or has fewer tokens computed.
+        """
+        one = sequence
+        if one.lease is None or one.num_planned or one in self._deferred:
+            raise CacheError("only a sequence whose last step is committed can be rolled back")
+        if not 0 <= num_tokens <= one.num_computed:
+            raise CacheError(f"{num_tokens} tokens to keep of {one.num_computed} computed ones")
+        if num_tokens < one.lease.num_tokens:
+            old, one.lease = one.lease, self.cache.fork(one.lease, num_tokens)
+            self._holders[one.lease.id] = self._holders.pop(old.id)
+            self.cache.release(old, one.private)
+            one.private = []
+            self.table.truncate(self._row(one), len(one.lease.pages))
+            num_tokens = one.lease.num_tokens
+        one.num_computed = num_tokens
+
     def abandon(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:
         """The step failed: nothing that was planned is computed.
 

@@ -10,7 +10,7 @@ from ramify.cache.tree import RadixTree
 from ramify.cache.values import Lease
 from ramify.errors import LeaseError
 
-UNCOUNTED = (0, -1, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
+UNCOUNTED = (0, -1, 0, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
 
 
 class LeaseBook:
@@ -39,7 +39,7 @@ class LeaseBook:
         packed: bytes,
         node: int,
         num_pending: int = 0,
-        counted: tuple[int, int, int, int] = UNCOUNTED,
+        counted: tuple[int, int, int, int, int] = UNCOUNTED,
     ) -> Lease:
         """A new lease with a holder of its own."""
         number = next(self._numbers)

@@ -1,66 +1,69 @@
-"""Which cached pages go first: policies in a table, and the queue that keeps their order."""
+"""The order in which cached pages go: what a policy decides, and the queue that keeps its order."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Protocol
 
 from ramify.cache.tree import RadixTree
-from ramify.errors import ConfigError
-
-SLRU_HITS = 2  # lookups after which a page is in the protected segment
-NodeNumber = Callable[[RadixTree, int], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The lowest lane goes first; inside a lane, the lowest key."""
+class Policy(Protocol):
+    """Puts evictable leaves in lanes, in each of which the lowest key goes first.
 
-    lane: Callable[[RadixTree, int], int]
-    key: NodeNumber
+    A node's lane and key may change only in `used`, which is never called for a queued leaf.
+    """
+
+    def lane(self, node: int) -> int:
+        """The lane of a leaf."""
+
+    def key(self, node: int) -> float:
+        """Its place in the lane."""
+
+    def choose(self, lanes: dict[int, Lane], queue: EvictionQueue) -> int:
+        """The next victim, given the lanes that are not empty; 0 if there are none."""
+
+    def used(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
+        """A request of `num_pages` pages has ended.
+
+        `known` are the nodes of its path that were there, or remembered, before it looked them up;
+        `new` are those that are its own; both from the root on.
+        """
+
+    def evicted(self, node: int) -> None:
+        """Pages of a leaf are being evicted."""
+
+    def forgotten(self, node: int, num_pages: int) -> None:
+        """Evicted pages of a node are not remembered any longer."""
 
 
-def _recency(tree: RadixTree, node: int) -> float:
-    return tree.last_access[node]
+class Lane:
+    """Leaves in ascending order: a linked list, and a heap for those that would cut in."""
 
-
-def _one_lane(tree: RadixTree, node: int) -> int:
-    return 0
-
-
-POLICIES: dict[str, Policy] = {
-    "auto": Policy(_one_lane, _recency),
-    "lru": Policy(_one_lane, _recency),
-    "fifo": Policy(_one_lane, lambda tree, node: tree.created[node]),
-    "slru": Policy(lambda tree, node: min(tree.hits[node], SLRU_HITS), _recency),
-    "priority": Policy(lambda tree, node: tree.priority[node], _recency),
-}
-
-
-class _Lane:
-    """Leaves of one lane: a linked list in ascending order, and a heap for what would cut in."""
-
-    __slots__ = ("head", "num_spilled", "spill", "tail")
+    __slots__ = ("best", "head", "num_spilled", "score", "spill", "tail", "version")
 
     def __init__(self) -> None:
         self.head = self.tail = 0
         self.spill: list[tuple[float, int, int]] = []  # key, ticket, node
         self.num_spilled = 0  # entries of the heap that still count
+        self.version = -1  # a policy may keep its choice here; -1 when the lane has changed
+        self.score = 0.0
+        self.best = 0
 
 
 class EvictionQueue:
     """Evictable leaves in the order of a policy: O(1) at either end, O(log n) in between.
 
-    The order is fixed while a node is in the queue; it is taken out when it is pinned and offered
-    again when it is not any more.
+    Under recency nearly all leaves come at an end: the one just released is the newest, a parent
+    that has become a leaf is about as old as its last child. Linked lists in columns also give the
+    garbage collector nothing to do.
     """
 
     def __init__(self, tree: RadixTree, policy: Policy) -> None:
-        self._tree = tree
-        self._lane_of, self._key = policy.lane, policy.key
-        self._lanes: dict[int, _Lane] = {}
+        self._policy = policy
+        self._lanes: dict[int, Lane] = {}
         self.place = tree.column("q")  # 0: not here, -1: in a list, else the ticket in a heap
         self._after = tree.column("i")
         self._before = tree.column("i")
@@ -70,33 +73,40 @@ class EvictionQueue:
 
     def offer(self, node: int) -> None:
         """Put in a leaf that has become evictable."""
-        number, key = self._lane_of(self._tree, node), self._key(self._tree, node)
+        policy = self._policy
+        number, key = policy.lane(node), policy.key(node)
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = _Lane()
+            lane = self._lanes[number] = Lane()
+        lane.version = -1
         self._lane[node] = number
         self.place[node] = -1
         self.num_queued += 1
-        if not lane.tail:
+        head, tail = lane.head, lane.tail
+        if not tail:
             lane.head = lane.tail = node
-        elif key >= self._key(self._tree, lane.tail):
-            self._before[node], self._after[lane.tail] = lane.tail, node
+        elif key >= policy.key(tail):
+            self._before[node], self._after[tail] = tail, node
             lane.tail = node
-        elif key <= self._key(self._tree, lane.head):
-            self._after[node], self._before[lane.head] = lane.head, node
+        elif key <= policy.key(head):
+            self._after[node], self._before[head] = head, node
             lane.head = node
         else:
-            self.place[node] = ticket = next(self._tickets)
-            if len(lane.spill) > 2 * lane.num_spilled + 64:
-                lane.spill = [entry for entry in lane.spill if self.place[entry[2]] == entry[1]]
-                heapq.heapify(lane.spill)
-            heapq.heappush(lane.spill, (key, ticket, node))
-            lane.num_spilled += 1
+            self._spill(lane, key, node)
+
+    def _spill(self, lane: Lane, key: float, node: int) -> None:
+        self.place[node] = ticket = next(self._tickets)
+        if len(lane.spill) > 2 * lane.num_spilled + 64:
+            lane.spill = [entry for entry in lane.spill if self.place[entry[2]] == entry[1]]
+            heapq.heapify(lane.spill)
+        heapq.heappush(lane.spill, (key, ticket, node))
+        lane.num_spilled += 1
 
     def remove(self, node: int) -> None:
         """Take out a node that is pinned, evicted or no leaf any more."""
         place, number = self.place[node], self._lane[node]
         lane = self._lanes[number]
+        lane.version = -1
         self.place[node] = 0
         self.num_queued -= 1
         if place == -1:
@@ -113,31 +123,29 @@ class EvictionQueue:
                 lane.tail = before
         else:
             lane.num_spilled -= 1
-        if not lane.head and not lane.num_spilled and number:
+        if not lane.head and not lane.num_spilled:
             del self._lanes[number]
 
     def first(self) -> int:
         """The next victim, which stays in the queue; 0 when nothing is evictable."""
-        for number in sorted(self._lanes) if len(self._lanes) > 1 else self._lanes:
-            if node := self._first_of(self._lanes[number]):
-                return node
-        return 0
+        return self._policy.choose(self._lanes, self)
 
-    def _first_of(self, lane: _Lane) -> int:
+    def first_of(self, lane: Lane) -> int:
+        """The leaf of a lane with the lowest key."""
+        if not lane.num_spilled:
+            return lane.head
         spill = lane.spill
-        while spill and self.place[spill[0][2]] != spill[0][1]:
+        while self.place[spill[0][2]] != spill[0][1]:
             heapq.heappop(spill)
-        if spill and (not lane.head or spill[0][0] < self._key(self._tree, lane.head)):
+        if not lane.head or spill[0][0] < self._policy.key(lane.head):
             return spill[0][2]
         return lane.head
 
-    def nodes(self) -> list[int]:
-        """All nodes in the queue, in no order: for checks."""
-        found = []
+    def nodes(self) -> Iterable[int]:
+        """All nodes in the queue, in no order."""
         for lane in self._lanes.values():
             node = lane.head
             while node:
-                found.append(node)
+                yield node
                 node = self._after[node]
-            found += [node for _, ticket, node in lane.spill if self.place[node] == ticket]
-        return found
+            yield from (node for _, ticket, node in lane.spill if self.place[node] == ticket)

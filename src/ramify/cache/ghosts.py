@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ramify.cache.tree import RadixTree
 
 # why a run of pages lost its place; an index into this tuple is kept by node
@@ -16,10 +18,14 @@ class Ghosts:
 
     Args:
         max_pages: pages remembered at most; 0 remembers nothing.
+        forgotten: told a node and how many of its pages are forgotten, before they are.
     """
 
-    def __init__(self, tree: RadixTree, max_pages: int) -> None:
+    def __init__(
+        self, tree: RadixTree, max_pages: int, forgotten: Callable[[int, int], None]
+    ) -> None:
         self._tree = tree
+        self._forgotten = forgotten
         self.max_pages = max_pages
         self.reason = tree.column("b")
         self.evicted = tree.column("q")  # in lookups since the cache was made
@@ -54,6 +60,7 @@ class Ghosts:
             node = self._head
             self._unlink(node)
             root = tree.root[node]
+            self._forgotten(node, tree.length[node] - tree.resident[node])
             tree.forget(node)
             if not tree.first_child[root]:
                 tree.drop_empty_root(root)

@@ -8,19 +8,20 @@ from collections.abc import Callable, Sequence
 from ramify.cache.audit import check_cache
 from ramify.cache.book import LeaseBook
 from ramify.cache.events import Evicted, Snapshot, Subscription
-from ramify.cache.eviction import POLICIES
 from ramify.cache.explain import Explanation, explain_key
 from ramify.cache.ghosts import ASKED, CAPACITY
 from ramify.cache.hash_index import HashIndex
 from ramify.cache.key import ATOM_BYTES, CacheKey
 from ramify.cache.leases import Pin, PinBoard
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
+from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
 from ramify.cache.tree import SHARDS, ChildIndex, Node, PageIndex, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match
 from ramify.errors import ConfigError, LeaseError, OutOfPagesError, PageOwnershipError, PinError
 
 INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}
+GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
 MAX_REFUSALS = 256  # refused pins that explanations remember
 
 
@@ -30,10 +31,10 @@ class PrefixCache:
     Args:
         num_pages: pages 0 .. num_pages - 1 of the caller's storage.
         page_size: tokens per page, at least 1.
-        policy: name of an eviction policy; see `ramify.cache.eviction.POLICIES`.
+        policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
         index: "radix" or "hash": how pages are found. The same results at another cost.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default as many as there are pages, 0 for none.
+            "auto"; by default four times `num_pages`, at 4 bytes a token; 0 for none.
         max_pinned_share: share of the pages that `pin` may keep from eviction.
         log_every: lookups from one log line to the next, 0 for none.
         clock: seconds, never going back; for ages and times to live.
@@ -65,12 +66,12 @@ class PrefixCache:
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
         tree.index = INDICES[index](tree)
-        remembered = num_pages if ghost_pages is None else ghost_pages
+        remembered = GHOST_POOLS * num_pages if ghost_pages is None else ghost_pages
         self._store = PageStore(tree, num_pages, POLICIES[policy], remembered, log_every, clock)
         self._page_bytes = tree.page_bytes
         self._book = LeaseBook(tree)
         max_pinned = int(num_pages * max_pinned_share)
-        self._pins = PinBoard(tree, max_pinned, clock, self._end)
+        self._pins = PinBoard(tree, max_pinned, clock, self._drop)
         self._refusals: dict[CacheKey, str] = {}
 
     # -- looking ---------------------------------------------------------------------------
@@ -167,21 +168,35 @@ class PrefixCache:
         """
         return self._acquire(key, self._usable(key), pending=True)
 
-    def fork(self, lease: Lease) -> Lease:
+    def fork(self, lease: Lease, num_tokens: int | None = None) -> Lease:
         """Another lease on the same prefix, with a life of its own; no page is copied.
 
+        Args:
+            lease: stays as it is.
+            num_tokens: only the whole pages of the first so many tokens; by default all.
+
         Raises:
-            LeaseError: the lease is not live, or depends on pages that are not computed yet.
+            LeaseError: the lease is not live, is shorter, or depends on pages that are not
+                computed yet.
         """
         self._book.require(lease)
-        if self._tree.holder[lease.node]:
+        tree, node = self._tree, lease.node
+        if tree.holder[node]:
             raise LeaseError(
                 f"lease {lease.id} has announced or attached to pages that are not computed yet; "
                 "publish them first"
             )
-        path = self._tree.path(lease.node)
-        self._store.pin_path(self._tree.root[lease.node], path)
-        return self._book.open(lease.source, lease.num_tokens, lease.packed, lease.node)
+        length = lease.num_tokens if num_tokens is None else num_tokens
+        if not 0 <= length <= lease.num_tokens:
+            raise LeaseError(f"{length} tokens asked for of the {lease.num_tokens} of a lease")
+        pages = length // self.page_size
+        while tree.start[node] >= pages and tree.parent[node]:
+            node = tree.parent[node]
+        if tree.start[node] + tree.length[node] > pages:
+            node = self._store.split(node, pages - tree.start[node])
+        self._store.pin_path(tree.root[node], tree.path(node))
+        packed = lease.packed[: pages * ID_BYTES]
+        return self._book.open(lease.source, pages * self.page_size, packed, node)
 
     def cancel(self, lease: Lease) -> None:
         """Undo an `acquire` or `attach` whose lease was not used: statistics too.
@@ -196,11 +211,10 @@ class PrefixCache:
                 f"lease {lease.id} grew from {found} to {lease.num_tokens} tokens; "
                 "release it instead"
             )
-        self._store.recorder.cancel(*lease.counted)
+        self._store.recorder.cancel(*lease.counted[:4])
         for node in self._tree.path(lease.node):
             self._tree.hits[node] -= 1
-        self._book.close(lease)
-        self._store.unpin(lease.node, touch=False)
+        self._drop(lease)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
         """End a lease; `private` pages of its owner become free. Published pages stay warm.
@@ -245,8 +259,7 @@ class PrefixCache:
         try:
             return self._pins.add(lease, owner, ttl)
         except (ConfigError, PinError) as error:
-            self._book.close(lease)
-            self._store.unpin(lease.node, touch=False)
+            self._drop(lease)
             if isinstance(error, PinError):
                 self._refusals[key] = str(error)
                 if len(self._refusals) > MAX_REFUSALS:
@@ -319,8 +332,7 @@ class PrefixCache:
         """
         lease = self._acquire(key, self._usable(key), pending=False, counted=False)
         self._store.set_priority(lease.node, priority)
-        self._book.close(lease)
-        self._store.unpin(lease.node, touch=False)
+        self._drop(lease)
         return lease.num_tokens
 
     def clear(self) -> int:
@@ -496,6 +508,11 @@ class PrefixCache:
             )
         return packed[: grown * ID_BYTES]
 
+    def _drop(self, lease: Lease) -> None:
+        """End a lease that was not used."""
+        self._book.close(lease)
+        self._store.unpin(lease.node)
+
     def _end(self, lease: Lease) -> None:
         self._book.close(lease)
-        self._store.unpin(lease.node, touch=True)
+        self._store.finish(lease.node, lease.counted[1] // self.page_size, lease.counted[4])

@@ -23,7 +23,7 @@ class PageStore:
     Args:
         tree: empty, with its index.
         num_pages: pages of the caller's storage.
-        policy: order of eviction.
+        policy: makes the order of eviction, from the tree and `num_pages`.
         ghost_pages: evicted pages to remember.
         log_every: lookups from one log line to the next.
         clock: seconds.
@@ -33,16 +33,16 @@ class PageStore:
         self,
         tree: RadixTree,
         num_pages: int,
-        policy: Policy,
+        policy: Callable[[RadixTree, int], Policy],
         ghost_pages: int,
         log_every: int,
         clock: Callable[[], float],
     ) -> None:
         self.tree = tree
         self.ledger = PageLedger(num_pages)
-        self.policy = policy
-        self.queue = EvictionQueue(tree, policy)
-        self.ghosts = Ghosts(tree, ghost_pages)
+        self.policy = policy(tree, num_pages)
+        self.queue = EvictionQueue(tree, self.policy)
+        self.ghosts = Ghosts(tree, ghost_pages, self.policy.forgotten)
         self.recorder = Recorder(log_every)
         self.log = EventLog(tree)
         self.now_s = clock
@@ -74,35 +74,58 @@ class PageStore:
         if path and self.queue.place[path[-1]]:
             self.queue.remove(path[-1])
 
-    def unpin(self, node: int, *, touch: bool) -> None:
-        """One pin less on a node and all above. Only this refreshes recency: a pin alone, which
-        may yet be cancelled, does not.
-        """  # noqa: D205
-        tree = self.tree
-        pins, parent, last_access, used_s = tree.pins, tree.parent, tree.last_access, tree.used_s
-        clock, now_s, unpinned, at = self.clock, self.now_s(), 0, node
-        while parent[at]:
+    def unpin(self, node: int) -> None:
+        """One pin less on a node and all above, which were not used."""
+        tree, pins, unpinned, at = self.tree, self.tree.pins, 0, node
+        while tree.parent[at]:
             pins[at] = left = pins[at] - 1
             if not left:
                 unpinned += tree.resident[at]
-            if touch:
-                last_access[at] = clock
-                used_s[at] = now_s
-            at = parent[at]
-        pins[at] -= 1
-        self.num_evictable += unpinned
-        if at != node:
+            at = tree.parent[at]
+        self._unpinned(node, at, unpinned)
+
+    def finish(self, node: int, num_known: int, since: int) -> None:
+        """One pin less on a node and all above, which a request has used until now.
+
+        Only this refreshes recency and teaches the policy: a pin alone may yet be cancelled. The
+        first `num_known` pages were there at the request's lookup, which was the `since`-th.
+        """
+        tree = self.tree
+        pins, parent, last_access, used_s = tree.pins, tree.parent, tree.last_access, tree.used_s
+        clock, now_s, unpinned, at = self.clock, self.now_s(), 0, node
+        new, known = list[int](), list[int]()
+        while above := parent[at]:
+            pins[at] = left = pins[at] - 1
+            if not left:
+                unpinned += tree.resident[at]
+            used = last_access[at]
+            if tree.start[at] < num_known or 0 < used < since:
+                known.append(at)
+            elif not used:
+                new.append(at)  # else somebody else has computed it meanwhile, and used it
+            last_access[at] = clock
+            used_s[at] = now_s
+            at = above
+        new.reverse()
+        known.reverse()
+        self.policy.used(new, known, tree.start[node] + tree.length[node])
+        self._unpinned(node, at, unpinned)
+
+    def _unpinned(self, node: int, root: int, num_pages: int) -> None:
+        self.tree.pins[root] -= 1
+        self.num_evictable += num_pages
+        if root != node:
             self._offer(node)
-        if not tree.first_child[at]:
-            tree.drop_empty_root(at)
+        if not self.tree.first_child[root]:
+            self.tree.drop_empty_root(root)
 
     def count_lookup(
         self, path: Sequence[int], node: int, atoms: bytes, found: int, end: int
-    ) -> tuple[int, int, int, int]:
+    ) -> tuple[int, int, int, int, int]:
         """Count a lookup that found `found` tokens and ended at `node`.
 
-        Returns what it added to the statistics: tokens asked for, found, and known of; and the
-        bucket of the seconds since the last use.
+        Returns tokens asked for, found, and known of; the bucket of the seconds since the last use;
+        and its number.
         """
         tree, recorder, hits = self.tree, self.recorder, self.tree.hits
         for at in path:
@@ -119,7 +142,7 @@ class PageStore:
             ledger = self.ledger
             used = ledger.num_pages - ledger.num_free - self.num_evictable
             recorder.write_log(used, self.num_evictable, ledger.num_free)
-        return tokens, found, ideal, gap
+        return tokens, found, ideal, gap, self.clock
 
     def split(self, node: int, num_pages: int) -> int:
         """Cut a node; returns the upper half, which the caller is going to pin."""
@@ -253,7 +276,8 @@ class PageStore:
     def _may_grow(self, node: int, num_bytes: int) -> bool:
         """Whether new pages may lengthen a node: it is the lease's own, and nobody used it."""
         tree = self.tree
-        return tree.pins[node] == 1 and not tree.hits[node] and tree.can_grow(node, num_bytes)
+        unused = not tree.hits[node] and not tree.last_access[node]
+        return tree.pins[node] == 1 and unused and tree.can_grow(node, num_bytes)
 
     def _refill(self, node: int, packed: bytes) -> None:
         """Bring back pages of an unpinned, partly evicted node."""
@@ -298,6 +322,7 @@ class PageStore:
     def _evict_from(self, node: int, num_pages: int, reason: int, now_s: float) -> int:
         """Evict pages from the tail of an evictable leaf, and offer its parent if it is empty."""
         tree = self.tree
+        self.policy.evicted(node)
         cut: int = min(tree.resident[node], num_pages)
         packed = tree.evict_tail(node, cut)
         self.ledger.reclaim(packed)

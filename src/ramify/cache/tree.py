@@ -136,6 +136,7 @@ class RadixTree:
         self.pages: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
         self.marks: dict[int, Marks] = {}
         self._columns: list[array[Any]] = []
+        self._inherited: list[array[Any]] = []
         self._capacity = 1  # entries in every column
         self.root = self.column("i")
         self.parent = self.column("i")
@@ -145,28 +146,32 @@ class RadixTree:
         self.length = self.column("i")  # pages in its edge
         self.resident = self.column("i")  # of them with page ids, from the first on
         self.resident_children = self.column("i")
-        # what both halves of a split have
-        self.start = self.column("i")  # pages above the node
-        self.pins = self.column("i")
-        self.holder = self.column("q")
-        self.hits = self.column("i")
-        self.uses = self.column("i")
-        self.priority = self.column("i")
-        self.last_access = self.column("q")
-        self.created = self.column("q")
-        self.created_s = self.column("d")
-        self.used_s = self.column("d")
-        self._inherited = self._columns[8:]
-        self._history = (self.hits, self.uses, self.priority, self.last_access)
+        self.start = self.column("i", inherited=True)  # pages above the node
+        self.pins = self.column("i", inherited=True)
+        self.holder = self.column("q", inherited=True)
+        self.hits = self.column("i", inherited=True)
+        self.uses = self.column("i", inherited=True)
+        self.priority = self.column("i", inherited=True)
+        self.last_access = self.column("q", inherited=True)
+        self.created = self.column("q", inherited=True)
+        self.created_s = self.column("d", inherited=True)
+        self.used_s = self.column("d", inherited=True)
 
     @overload
-    def column(self, typecode: Literal["b", "i", "q"]) -> array[int]: ...
+    def column(
+        self, typecode: Literal["b", "i", "q"], *, inherited: bool = False
+    ) -> array[int]: ...
     @overload
-    def column(self, typecode: Literal["d"]) -> array[float]: ...
-    def column(self, typecode: Any) -> Any:
-        """One more field of every node, 0 for new ones: for whoever keeps something by node."""
+    def column(self, typecode: Literal["d"], *, inherited: bool = False) -> array[float]: ...
+    def column(self, typecode: Any, *, inherited: bool = False) -> Any:
+        """One more field of every node, 0 for new ones: for whoever keeps something by node.
+
+        Both halves of a split have the value of what is `inherited`.
+        """
         column = array(typecode, [0]) * self._capacity
         self._columns.append(column)
+        if inherited:
+            self._inherited.append(column)
         return column
 
     # -- finding ---------------------------------------------------------------------------
@@ -253,8 +258,9 @@ class RadixTree:
         return self._vacant.pop()
 
     def _vacate(self, node: int) -> None:
-        """Give a number back; links, pins and counts are 0 by now, and `add` sets the rest."""
-        for column in (self.parent, self.next_sibling, self.prev_sibling, *self._history):
+        """Give a number back, with all its fields 0."""
+        self.parent[node] = self.next_sibling[node] = self.prev_sibling[node] = 0
+        for column in self._inherited:
             column[node] = 0
         self._vacant.append(node)
 

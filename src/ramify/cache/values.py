@@ -46,7 +46,7 @@ class Lease:
         node: int,
         num_pending: int,
         holder: int,
-        counted: tuple[int, int, int, int],
+        counted: tuple[int, int, int, int, int],
     ) -> None:
         self.id: Final = number
         self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages

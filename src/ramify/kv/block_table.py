@@ -118,6 +118,12 @@ class PagedBlockTable:
         assert start + len(pages) <= self._num_pages[row]
         self.array[row, start : start + len(pages)] = pages
 
+    def truncate(self, row: int, num_pages: int) -> None:
+        """Drop the pages of a row beyond the first `num_pages`."""
+        assert 0 <= num_pages <= self._num_pages[row]
+        self.array[row, num_pages : self._num_pages[row]] = -1
+        self._num_pages[row] = num_pages
+
     def num_pages(self, row: int) -> int:
         """Pages in a row."""
         return self._num_pages[row]
