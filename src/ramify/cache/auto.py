@@ -46,6 +46,10 @@ def _edges() -> list[int]:
 EDGES = _edges()
 NUM_BINS = len(EDGES) - 1
 WIDTHS = [EDGES[b + 1] - EDGES[b] for b in range(NUM_BINS)]
+BIN_OF = [bisect_right(EDGES, age, 0, NUM_BINS) - 1 for age in range(EDGES[-1])]  # by age
+FADED = [0.5 ** (age / (HALF_LIFE * SLOTS)) for age in range(EDGES[-1])]  # by age
+OLDEST = EDGES[-1] - 1
+BUCKETS = [min(n if n <= 2 else 1 + (n - 1).bit_length(), LOOKUPS - 1) for n in range(64)]
 WEIGHTS = [
     [(b + d, FADE ** abs(d)) for d in range(-SMOOTH, SMOOTH + 1) if 0 <= b + d < NUM_BINS]
     for b in range(NUM_BINS)
@@ -64,17 +68,18 @@ class AutoPolicy:
         self._tree = tree
         self._num_pages = num_pages
         self._slot_pages = max(1, num_pages // SLOTS)
-        self._class = tree.column("b", inherited=True)  # 1 + number; 0: not used yet
-        self._slot = tree.column("q", inherited=True)  # of the last use
-        self._turn = tree.column("b", inherited=True)
+        self._state = tree.column("q", inherited=True)  # slot of the last use * 32 + 1 + class
         self._count = tree.column("d", inherited=True)  # 1 + uses since the first one, fading
-        self._reuses = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES + 1)]  # pages; the last: all
-        self._at_risk = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES + 1)]
+        self._reuses = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]  # pages, by age
+        self._at_risk = [
+            [0.0] * NUM_BINS for _ in range(NUM_CLASSES)
+        ]  # pages that came to be so old
         self._alive: list[dict[int, int]] = [{} for _ in range(NUM_CLASSES)]  # slot → pages
         self._clock = 0  # pages looked up
         self._now = 0  # slots
         self._gain = 1.0  # what a page counts now; it grows, so that what was counted fades
         self._requests = 0
+        self._has_evicted = False  # since an index was learned last: else there is no use for it
         self._learned = -1  # the class learned last
         self._version = 0  # of the indices and of `_now`
         self._mean = [0.0] * NUM_BINS
@@ -87,7 +92,7 @@ class AutoPolicy:
 
     def lane(self, node: int) -> int:
         """Its class."""
-        return max(0, self._class[node] - 1)
+        return max(1, self._state[node] % 32) - 1
 
     def key(self, node: int) -> float:
         """Recency."""
@@ -98,13 +103,7 @@ class AutoPolicy:
         version, least, found = self._version, float("inf"), 0
         for number, lane in lanes.items():
             if lane.version != version:
-                lane.version = version
-                index, oldest, newest = self._index[number], queue.first_of(lane), lane.tail
-                lane.best, lane.score = oldest, index[self._bin(self._slot[oldest])]
-                if newest and newest != oldest:
-                    score = index[self._bin(self._slot[newest])]
-                    if score < lane.score:
-                        lane.best, lane.score = newest, score
+                self._look_at(lane, self._index[number], queue.first_of(lane))
             if lane.score < least or (
                 lane.score == least
                 and self._tree.last_access[lane.best] < self._tree.last_access[found]
@@ -112,9 +111,17 @@ class AutoPolicy:
                 least, found = lane.score, lane.best
         return found
 
-    def _bin(self, slot: int) -> int:
-        age = self._now - slot
-        return bisect_right(EDGES, age, 0, NUM_BINS) - 1
+    def _look_at(self, lane: Lane, index: list[float], oldest: int) -> None:
+        """Keep a lane's choice until the lane, the time or an index changes."""
+        lane.version = self._version
+        lane.best, lane.score = oldest, index[self._bin(oldest)]
+        if lane.tail and lane.tail != oldest:
+            score = index[self._bin(lane.tail)]
+            if score < lane.score:
+                lane.best, lane.score = lane.tail, score
+
+    def _bin(self, node: int) -> int:
+        return BIN_OF[min(self._now - self._state[node] // 32, OLDEST)]
 
     # -- what happens to nodes -------------------------------------------------------------
 
@@ -126,49 +133,43 @@ class AutoPolicy:
             self._now += 1
             self._begin_slot()
         self._requests += 1
-        if self._requests % LEARN_EVERY == 0:
+        if self._requests % LEARN_EVERY == 0 and self._has_evicted:
             self._learn_next()
-        tree, classes, gain = self._tree, self._class, self._gain
-        total_reuses, slots, half_life = self._reuses[-1], self._slot, HALF_LIFE * SLOTS
+            self._has_evicted = False
+        length, state, count = self._tree.length, self._state, self._count
+        turn = 0
         for node in known:
-            number = classes[node] - 1
-            if number < 0:  # its first user is not done yet
-                self._count[node] = 1
-                self._enter(node, 0)
+            before, pages = state[node], length[node]
+            if not before:  # its first user is not done yet
+                count[node] = 1
+                self._enter(node, turn * LOOKUPS, pages)
                 continue
-            slot, weight = slots[node], gain * tree.length[node]
-            bin_ = self._bin(slot)
-            self._reuses[number][bin_] += weight
-            total_reuses[bin_] += weight
-            self._leave(number, slot, tree.length[node])
-            self._count[node] = times = 1 + self._count[node] * 0.5 ** (
-                (self._now - slot) / half_life
-            )
-            self._enter(node, max(1, int(times - 0.5)))
-        turn = min(self._turn[known[-1]] + 1, TURNS - 1) if known else 0
+            slot, number = before // 32, before % 32 - 1
+            age = min(now - slot, OLDEST)
+            self._reuses[number][BIN_OF[age]] += self._gain * pages
+            self._leave(number, slot, pages)
+            count[node] = times = 1 + count[node] * FADED[age]
+            turn = number // LOOKUPS
+            self._enter(node, turn * LOOKUPS + BUCKETS[max(1, min(int(times - 0.5), 63))], pages)
+            turn = min(turn + 1, TURNS - 1)
         for node in new:
-            self._turn[node] = turn
-            self._count[node] = 1
-            self._enter(node, 0)
+            count[node] = 1
+            self._enter(node, turn * LOOKUPS, length[node])
 
-    def evicted(self, node: int) -> None:
+    def evicted(self, node: int) -> None:  # noqa: ARG002
         """It is remembered, and goes on being counted."""
+        self._has_evicted = True
 
     def forgotten(self, node: int, num_pages: int) -> None:
         """Whether these pages would have been used again will not be known."""
-        if self._class[node]:
-            self._leave(self._class[node] - 1, self._slot[node], num_pages)
+        if state := self._state[node]:
+            self._leave(state % 32 - 1, state // 32, num_pages)
 
-    def _enter(self, node: int, times: int) -> None:
-        bucket = times if times <= 2 else min(1 + (times - 1).bit_length(), LOOKUPS - 1)
-        number, now, pages = self._turn[node] * LOOKUPS + bucket, self._now, self._tree.length[node]
-        self._class[node] = number + 1
-        self._slot[node] = now
-        alive = self._alive[number]
+    def _enter(self, node: int, number: int, pages: int) -> None:
+        now, alive = self._now, self._alive[number]
+        self._state[node] = now * 32 + number + 1
         alive[now] = alive.get(now, 0) + pages
-        weight = self._gain * pages
-        self._at_risk[number][0] += weight
-        self._at_risk[-1][0] += weight
+        self._at_risk[number][0] += self._gain * pages
 
     def _leave(self, number: int, slot: int, pages: int) -> None:
         alive = self._alive[number]
@@ -186,7 +187,6 @@ class AutoPolicy:
             for row in (*self._reuses, *self._at_risk):
                 row[:] = [each / self._gain for each in row]
             self._gain = 1.0
-        total = self._at_risk[-1]
         for number, alive in enumerate(self._alive):
             if alive:
                 at_risk = self._at_risk[number]
@@ -194,7 +194,6 @@ class AutoPolicy:
                     pages = alive.get(self._now - EDGES[bin_])
                     if pages:
                         at_risk[bin_] += self._gain * pages
-                        total[bin_] += self._gain * pages
 
     # -- learning --------------------------------------------------------------------------
 
@@ -210,10 +209,11 @@ class AutoPolicy:
             self._learn_mean()
             self._learned = -1
 
-    def _smoothed(self, number: int) -> tuple[list[float], list[float]]:
+    @staticmethod
+    def _smoothed(reuses: list[float], at_risk: list[float]) -> tuple[list[float], list[float]]:
         """Reuses in each bin, and page-slots in which they could have been; smoothed."""
-        reuses, exposures = self._reuses[number], []
-        for width, each, reused in zip(WIDTHS, self._at_risk[number], reuses, strict=True):
+        exposures = []
+        for width, each, reused in zip(WIDTHS, at_risk, reuses, strict=True):
             exposures.append(width * (each - 0.5 * reused))  # reused half-way, on the average
         return (
             [sum([reuses[b] * weight for b, weight in row]) for row in WEIGHTS],
@@ -222,7 +222,10 @@ class AutoPolicy:
 
     def _learn_mean(self) -> None:
         """The rate of reuse by age over all classes: what a class with little data looks like."""
-        reuses, exposures = self._smoothed(-1)
+        reuses, exposures = self._smoothed(
+            [sum(bins) for bins in zip(*self._reuses, strict=True)],
+            [sum(bins) for bins in zip(*self._at_risk, strict=True)],
+        )
         weight = PRIOR * self._num_pages * self._gain
         prior = -log(1 - PRIOR_HAZARD)
         self._mean = [
@@ -235,7 +238,7 @@ class AutoPolicy:
 
         Cost: O(bins²), about 50 µs.
         """
-        reuses, exposures = self._smoothed(number)
+        reuses, exposures = self._smoothed(self._reuses[number], self._at_risk[number])
         own = OWN * self._num_pages * self._gain
         lift = LIFT ** (number % LOOKUPS - 1)
         hazards = []

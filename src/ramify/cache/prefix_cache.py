@@ -127,32 +127,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Counters and occupancy."""
-        ledger, tree, recorder = self._store.ledger, self._tree, self._store.recorder
-        recent_tokens, recent_hit_tokens = recorder.recent
-        residency, idle, reuse_gap = recorder.histograms
-        return CacheStats(
-            num_pages=ledger.num_pages,
-            page_size=self.page_size,
-            free_pages=ledger.num_free,
-            private_pages=ledger.num_private,
-            cached_pages=ledger.num_tree,
-            evictable_pages=self._store.num_evictable,
-            pinned_pages=self._pins.num_pages,
-            ghost_pages=tree.num_ghost_pages,
-            num_nodes=tree.num_nodes - tree.num_ghosts,
-            num_leases=len(self._book) - len(self._pins),
-            lookups=recorder.lookups,
-            lookup_tokens=recorder.tokens,
-            hit_tokens=recorder.hit_tokens,
-            ideal_hit_tokens=recorder.ideal_tokens,
-            recent_tokens=recent_tokens,
-            recent_hit_tokens=recent_hit_tokens,
-            evicted_pages=sum(recorder.evictions.values()),
-            evictions=dict(recorder.evictions),
-            residency=residency,
-            idle=idle,
-            reuse_gap=reuse_gap,
-        )
+        return self._store.stats(len(self._book) - len(self._pins), self._pins.num_pages)
 
     # -- leases ----------------------------------------------------------------------------
 

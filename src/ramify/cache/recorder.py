@@ -130,4 +130,5 @@ class Recorder:
 
 def bucket(seconds: float) -> int:
     """The bucket of an age."""
-    return min(int(max(0.0, seconds) * _PER_SECOND).bit_length(), NUM_BUCKETS - 1)
+    found = int(seconds * _PER_SECOND).bit_length()
+    return found if found < NUM_BUCKETS else NUM_BUCKETS - 1

@@ -15,6 +15,7 @@ from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.recorder import MISS, Recorder, bucket
 from ramify.cache.tree import SHARDS, Node, RadixTree
+from ramify.cache.values import CacheStats
 
 
 class PageStore:
@@ -354,3 +355,34 @@ class PageStore:
         if whole:
             self.log.cleared()
         return evicted
+
+    # -- counting --------------------------------------------------------------------------
+
+    def stats(self, num_leases: int, pinned_pages: int) -> CacheStats:
+        """Counters and occupancy, together with what callers keep count of."""
+        ledger, tree, recorder = self.ledger, self.tree, self.recorder
+        recent_tokens, recent_hit_tokens = recorder.recent
+        residency, idle, reuse_gap = recorder.histograms
+        return CacheStats(
+            num_pages=ledger.num_pages,
+            page_size=tree.page_size,
+            free_pages=ledger.num_free,
+            private_pages=ledger.num_private,
+            cached_pages=ledger.num_tree,
+            evictable_pages=self.num_evictable,
+            pinned_pages=pinned_pages,
+            ghost_pages=tree.num_ghost_pages,
+            num_nodes=tree.num_nodes - tree.num_ghosts,
+            num_leases=num_leases,
+            lookups=recorder.lookups,
+            lookup_tokens=recorder.tokens,
+            hit_tokens=recorder.hit_tokens,
+            ideal_hit_tokens=recorder.ideal_tokens,
+            recent_tokens=recent_tokens,
+            recent_hit_tokens=recent_hit_tokens,
+            evicted_pages=sum(recorder.evictions.values()),
+            evictions=dict(recorder.evictions),
+            residency=residency,
+            idle=idle,
+            reuse_gap=reuse_gap,
+        )
