@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ramify import config as config_module
-from ramify.cache.eviction import POLICIES
+from ramify.cache import POLICIES
 from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.errors import (
     ConfigError,
@@ -91,7 +91,7 @@ def test_counts_are_positive_integers(name: str, value: object) -> None:
         ("exact", None),
         ("dtype", "float16"),
         ("dtype", None),
-        ("policy", "lfu"),
+        ("policy", "mru"),
         ("page_size", None),
     ],
 )

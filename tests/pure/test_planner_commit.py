@@ -2,6 +2,7 @@
 
 import pytest
 
+from ramify.cache import CacheKey
 from ramify.errors import CacheError, OutOfPagesError
 from tests.pure.planner_bench import Bench, pages_of, sequence
 
@@ -102,26 +103,38 @@ def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
 
 
 def test_only_what_was_kept_counts() -> None:
-    """Of a chunk, the first m tokens may be kept if no announced page is cut."""
+    """Of a chunk, the first m tokens may be kept; announced pages that they cut are withdrawn."""
     bench = Bench(num_pages=16, page_size=4)
     one = sequence(range(7))
     bench.execute(bench.plan(one), one)
     state = bench.state()
 
-    with pytest.raises(CacheError, match="announced as certain"):
-        bench.planner.commit([one], kept=[3])
     for wrong in (-1, 8):
         with pytest.raises(CacheError, match="kept of 7"):
             bench.planner.commit([one], kept=[wrong])
     assert bench.state() == state
 
-    bench.planner.commit([one], kept=[5])
-    del one.tokens[5:]
+    bench.planner.commit([one], kept=[3])
+    assert bench.planner.cache.match(CacheKey(range(7))).num_tokens == 0
+    del one.tokens[3:]
     one.tokens.extend([60, 61, 62, 63])
     bench.run(one)
 
-    assert one.num_computed == 9
-    assert len(pages_of(bench, one)) == 3
+    assert one.num_computed == 7
+    assert len(pages_of(bench, one)) == 2
+
+
+def test_pages_on_which_others_depend_are_kept() -> None:
+    """A draft that another sequence has attached to cannot be taken back: nothing changes."""
+    bench = Bench(num_pages=16, page_size=4)
+    one, other = sequence(range(7)), sequence([*range(4), 9])
+    bench.execute(bench.plan(one, other), one, other)
+    state = bench.state()
+
+    with pytest.raises(CacheError, match="others depend"):
+        bench.planner.commit([one], kept=[3])
+
+    assert bench.state() == state
 
 
 def test_nothing_is_committed_twice() -> None:

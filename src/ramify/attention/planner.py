@@ -269,20 +269,31 @@ class RadixAttentionPlanner:
             if not one.num_planned or not 0 <= num_kept <= one.num_planned:
                 raise CacheError(f"{num_kept} tokens kept of {one.num_planned} planned ones")
             assert one.lease is not None
-            if one.num_computed + num_kept < one.lease.num_tokens:
+            end = one.num_computed + num_kept
+            if end < one.lease.num_tokens and not self.cache.can_retract(one.lease, end):
                 raise CacheError(
-                    f"{num_kept} tokens kept, but pages up to token {one.lease.num_tokens} were "
-                    "announced as certain"
+                    f"{num_kept} tokens kept, but others depend on pages up to token "
+                    f"{one.lease.num_tokens}, which were announced"
                 )
         for one, num_kept in zip(sequences, counts, strict=True):
             one.num_computed += num_kept
             one.num_planned = 0
+            self._retract(one)
         both = {id(one): one for one in (*self._deferred, *sequences)}
         waiting = sorted(both.values(), key=lambda one: one.order)
         before = len(waiting) + 1
         while len(waiting) < before:  # a leader may have been planned again after its followers
             before = len(waiting)
             waiting = self._deferred = [one for one in waiting if not self._publish(one)]
+
+    def _retract(self, one: RadixSequence) -> None:
+        """Take back what was announced and not kept: drafts that were rejected."""
+        old = one.lease
+        assert old is not None
+        if one.num_computed < old.num_tokens:
+            lease, pages = self.cache.retract(old, one.num_computed)
+            one.lease, one.private = lease, [*pages, *one.private]
+            self._holders[lease.id] = self._holders.pop(old.id)
 
     def _publish(self, one: RadixSequence) -> bool:
         """Publish what is computed; False when its leader has to come first."""
@@ -304,28 +315,31 @@ class RadixAttentionPlanner:
         if one.lease is None:
             return self.can_allocate([one], num_tokens)
         total = len(one.tokens) + num_tokens
+        if one.num_planned or not one.num_computed < total <= self.table.max_tokens:
+            return False
         held = len(one.lease.pages) + len(one.private)
-        missing = -(-total // self.page_size) - held
-        return total <= self.table.max_tokens and self.cache.can_reserve(max(0, missing))
+        return self.cache.can_reserve(max(0, -(-total // self.page_size) - held))
 
     def can_allocate(self, sequences: Sequence[RadixSequence], num_tokens: int = 0) -> bool:
         """Whether `plan` would take these fresh sequences, `num_tokens` longer each, in one batch.
 
-        Counts warm pages once: as found, not as free. Changes nothing.
+        Counts warm pages once: as found, not as free; the further tokens match nothing. Changes
+        nothing.
         """
-        longer = [
-            RadixSequence(one.tokens + array("i", bytes(4 * num_tokens)), one.namespace, one.reuse)
-            for one in sequences
-        ]
-        if len(sequences) > self.table.num_free_rows or any(
-            len(one.tokens) > self.table.max_tokens for one in longer
-        ):
+        if any(one.released or one.lease is not None for one in sequences):
             return False
+        longer = []
+        for i, one in enumerate(sequences):
+            unlike = array("i", [2**31 - 1 - i]) * num_tokens  # no two share them, nor does a text
+            longer.append(RadixSequence(one.tokens + unlike, one.namespace, one.reuse))
+        limits = [len(one.tokens) for one in longer]
         try:
+            self._validate(longer, limits)
             for one in longer:
                 self._attach(one)
-            asked = self._demand(longer, [one.num_uncomputed for one in longer])
-            return asked <= self.cache.num_available
+            return self.cache.can_reserve(self._demand(longer, limits))
+        except CacheError:
+            return False
         finally:
             for one in longer:
                 if one.lease is not None:

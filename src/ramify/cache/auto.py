@@ -49,7 +49,9 @@ WIDTHS = [EDGES[b + 1] - EDGES[b] for b in range(NUM_BINS)]
 BIN_OF = [bisect_right(EDGES, age, 0, NUM_BINS) - 1 for age in range(EDGES[-1])]  # by age
 FADED = [0.5 ** (age / (HALF_LIFE * SLOTS)) for age in range(EDGES[-1])]  # by age
 OLDEST = EDGES[-1] - 1
-BUCKETS = [min(n if n <= 2 else 1 + (n - 1).bit_length(), LOOKUPS - 1) for n in range(64)]
+BUCKETS = [
+    min(max(1, n if n <= 2 else 1 + (n - 1).bit_length()), LOOKUPS - 1) for n in range(64)
+]  # by uses after the first
 WEIGHTS = [
     [(b + d, FADE ** abs(d)) for d in range(-SMOOTH, SMOOTH + 1) if 0 <= b + d < NUM_BINS]
     for b in range(NUM_BINS)
@@ -92,7 +94,7 @@ class AutoPolicy:
 
     def lane(self, node: int) -> int:
         """Its class."""
-        return max(1, self._state[node] % 32) - 1
+        return max(1, self._state[node] & 31) - 1
 
     def key(self, node: int) -> float:
         """Recency."""
@@ -100,15 +102,14 @@ class AutoPolicy:
 
     def choose(self, lanes: dict[int, Lane], queue: EvictionQueue) -> int:
         """The oldest or newest leaf of a class, whichever has the least index."""
-        version, least, found = self._version, float("inf"), 0
+        version, last_access = self._version, self._tree.last_access
+        least, found = float("inf"), 0
         for number, lane in lanes.items():
             if lane.version != version:
                 self._look_at(lane, self._index[number], queue.first_of(lane))
-            if lane.score < least or (
-                lane.score == least
-                and self._tree.last_access[lane.best] < self._tree.last_access[found]
-            ):
-                least, found = lane.score, lane.best
+            score = lane.score
+            if score < least or (score == least and last_access[lane.best] < last_access[found]):
+                least, found = score, lane.best
         return found
 
     def _look_at(self, lane: Lane, index: list[float], oldest: int) -> None:
@@ -121,7 +122,8 @@ class AutoPolicy:
                 lane.best, lane.score = lane.tail, score
 
     def _bin(self, node: int) -> int:
-        return BIN_OF[min(self._now - self._state[node] // 32, OLDEST)]
+        age = self._now - (self._state[node] >> 5)
+        return BIN_OF[min(OLDEST, age)]
 
     # -- what happens to nodes -------------------------------------------------------------
 
@@ -136,22 +138,28 @@ class AutoPolicy:
         if self._requests % LEARN_EVERY == 0 and self._has_evicted:
             self._learn_next()
             self._has_evicted = False
-        length, state, count = self._tree.length, self._state, self._count
-        turn = 0
+        length, state, count, alive = self._tree.length, self._state, self._count, self._alive
+        reuses, at_risk, gain, turn = self._reuses, self._at_risk, self._gain, 0
         for node in known:
             before, pages = state[node], length[node]
             if not before:  # its first user is not done yet
                 count[node] = 1
                 self._enter(node, turn * LOOKUPS, pages)
                 continue
-            slot, number = before // 32, before % 32 - 1
-            age = min(now - slot, OLDEST)
-            self._reuses[number][BIN_OF[age]] += self._gain * pages
+            slot, number = before >> 5, (before & 31) - 1
+            age = now - slot
+            age = min(age, OLDEST)
+            reuses[number][BIN_OF[age]] += gain * pages
             self._leave(number, slot, pages)
             count[node] = times = 1 + count[node] * FADED[age]
             turn = number // LOOKUPS
-            self._enter(node, turn * LOOKUPS + BUCKETS[max(1, min(int(times - 0.5), 63))], pages)
-            turn = min(turn + 1, TURNS - 1)
+            number = turn * LOOKUPS + (BUCKETS[int(times - 0.5)] if times < 64 else LOOKUPS - 1)
+            state[node] = now << 5 | number + 1
+            there = alive[number]
+            there[now] = there.get(now, 0) + pages
+            at_risk[number][0] += gain * pages
+            if turn < TURNS - 1:
+                turn += 1
         for node in new:
             count[node] = 1
             self._enter(node, turn * LOOKUPS, length[node])
@@ -163,11 +171,11 @@ class AutoPolicy:
     def forgotten(self, node: int, num_pages: int) -> None:
         """Whether these pages would have been used again will not be known."""
         if state := self._state[node]:
-            self._leave(state % 32 - 1, state // 32, num_pages)
+            self._leave((state & 31) - 1, state >> 5, num_pages)
 
     def _enter(self, node: int, number: int, pages: int) -> None:
         now, alive = self._now, self._alive[number]
-        self._state[node] = now * 32 + number + 1
+        self._state[node] = now << 5 | number + 1
         alive[now] = alive.get(now, 0) + pages
         self._at_risk[number][0] += self._gain * pages
 

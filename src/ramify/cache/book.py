@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import ValuesView
+from collections.abc import Sequence, ValuesView
 from itertools import count
 
-from ramify.cache.key import CacheKey
+from ramify.cache.key import ATOM_BYTES, CacheKey
+from ramify.cache.pages import ID_BYTES, pack_pages
 from ramify.cache.tree import RadixTree
 from ramify.cache.values import Lease
-from ramify.errors import LeaseError
+from ramify.errors import LeaseError, PageOwnershipError
 
 UNCOUNTED = (0, -1, 0, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
 
@@ -70,6 +71,22 @@ class LeaseBook:
             )
         if lease.withdrawn and not withdrawn:
             raise LeaseError(f"lease {lease.id} lost pages to a withdrawal; release it")
+
+    def growth(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
+        """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
+        atoms, pinned, own = key.atoms, lease.num_tokens * ATOM_BYTES, lease.source
+        if key.namespace != own.namespace or not atoms.startswith(
+            own.atoms if len(own.atoms) == pinned else memoryview(own.atoms)[:pinned]
+        ):
+            raise LeaseError(f"the key does not begin with the prefix of lease {lease.id}")
+        packed = pack_pages(private)
+        grown = len(atoms) // self._tree.page_bytes - lease.num_tokens // self._tree.page_size
+        if grown * ID_BYTES > len(packed):
+            raise PageOwnershipError(
+                f"the key has {grown} whole pages beyond lease {lease.id} but only "
+                f"{len(packed) // ID_BYTES} private pages were given"
+            )
+        return packed[: grown * ID_BYTES]
 
     def announced(self, lease: Lease) -> list[int]:
         """The pending nodes that this lease's holder is to compute, topmost first."""

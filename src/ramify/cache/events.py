@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ramify.cache.ghosts import REASONS
@@ -199,9 +200,10 @@ class EventLog:
     def tell_observers(self) -> None:
         """Call the observers of what was evicted, now that the cache is consistent again."""
         told, self._told = self._told, []
-        for evicted in told:
-            for observer in list(self.observers):
-                observer(evicted)
+        with ExitStack() as calls:  # all are called, also if one of them raises
+            for evicted in reversed(told):
+                for observer in reversed(self.observers):
+                    calls.callback(observer, evicted)
 
     # -- inside ----------------------------------------------------------------------------
 

@@ -63,7 +63,8 @@ class Explanation:
                 return told + f"a cached prompt is the same up to token {self.diverged_at}"
             case "namespace":
                 return told + f"another namespace has {self.other_tokens}"
-        return told + "nothing cached or remembered begins like this"
+        goes = "goes on" if self.hit_tokens else "begins"
+        return told + f"nothing cached or remembered {goes} like this"
 
 
 def explain_key(
@@ -82,11 +83,12 @@ def explain_key(
     pages = tree.end_of(path, part, covered)
     hit, position = pages * size, pages * page_bytes
     if position >= usable:
-        return Explanation(total, hit, "hit" if total - hit <= size else "page_tail")
+        whole = total - hit in (0, 1, size)  # the last token, or its whole page, is computed anew
+        return Explanation(total, hit, "hit" if whole else "page_tail")
     if part and covered == tree.resident[part] < tree.length[part]:
         child, inside = part, covered  # the rest of this node was evicted
     elif part:
-        return _diverged(tree, part, covered, key, hit)
+        return _or_elsewhere(tree, root, usable, _diverged(tree, part, covered, key, hit), key)
     else:
         child, inside = tree.index.find(node, atoms, position) if root else 0, 0
     if child:
@@ -111,10 +113,10 @@ def explain_key(
                 idle_s=max(0.0, ghosts.evicted_s[child] - tree.used_s[child]),
                 pin_refused=pin_refused,
             )
-        return _diverged(tree, child, inside, key, hit)
+        return _or_elsewhere(tree, root, usable, _diverged(tree, child, inside, key, hit), key)
     near = _nearest(tree, node, key, hit) if root else None
-    far = _elsewhere(tree, key, root, usable, at_least=1 + (near.diverged_at or 0 if near else hit))
-    return far or near or Explanation(total, hit, "never_seen")
+    near = near or Explanation(total, hit, "never_seen")
+    return _or_elsewhere(tree, root, usable, near, key)
 
 
 def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) -> Explanation:
@@ -138,26 +140,23 @@ def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation
     return Explanation(len(key), hit, "diverged", diverged_at=hit + best, sibling=best_edge)
 
 
-def _elsewhere(
-    tree: RadixTree, key: CacheKey, own: int, usable: int, at_least: int
-) -> Explanation | None:
-    """The namespace that has the most of a key, if that is `at_least` so many tokens."""
-    best, best_tokens = None, at_least - 1
+def _or_elsewhere(
+    tree: RadixTree, own: int, usable: int, here: Explanation, key: CacheKey
+) -> Explanation:
+    """That another namespace has more of a key than goes along here, if one has."""
+    best, best_tokens = None, here.diverged_at or here.hit_tokens
     for namespace, root in islice(tree.roots.items(), MAX_NAMESPACES):
         if root != own:
-            path, part, covered = tree.find(root, key.atoms, usable, pending=False)
-            pages = tree.end_of(path, part, covered)
-            if pages * tree.page_size > best_tokens:
-                best, best_tokens = namespace, pages * tree.page_size
+            tokens = (
+                tree.end_of(*tree.find(root, key.atoms, usable, pending=False)) * tree.page_size
+            )
+            if tokens > best_tokens:
+                best, best_tokens = namespace, tokens
     if best is None:
-        return None
-    own_tokens = 0
-    if own:
-        path, part, covered = tree.find(own, key.atoms, usable, pending=False)
-        own_tokens = tree.end_of(path, part, covered)
+        return here
     return Explanation(
         len(key),
-        own_tokens * tree.page_size,
+        here.hit_tokens,
         "namespace",
         other_namespace=best,
         other_tokens=best_tokens,

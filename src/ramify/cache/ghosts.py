@@ -48,6 +48,10 @@ class Ghosts:
             self._listed[node] = 1
         self.reason[node], self.evicted[node], self.evicted_s[node] = reason, now, now_s
 
+    def never_computed(self, node: int) -> bool:
+        """Whether a ghost is one because the step that was to compute it failed."""
+        return self.reason[node] == WITHDRAWN and not self._tree.resident[node]
+
     def remove(self, node: int) -> None:
         """All pages of a node are cached again."""
         if self._listed[node]:

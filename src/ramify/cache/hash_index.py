@@ -34,13 +34,16 @@ class HashIndex:
         self._page_bytes = tree.page_bytes
         self._chain = chain
         self._hashes: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]  # by node
+        self._roots: dict[int, tuple[bytes, bytes]] = {}  # root → namespace and its hash
         self._nodes: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]  # by hash
+        self._missed = (0, b"", b"")
         self._collided: dict[bytes, list[int]] = {}  # further nodes with the same hash
 
     def find(self, parent: int, atoms: bytes, position: int) -> int:
         """One hash and one dict lookup."""
         page = atoms[position : position + self._page_bytes]
         name = self._chain(self._hash_of(parent), page, self._page_bytes)
+        self._missed = (parent, page, name)  # what `add` is going to ask for
         node = self._nodes[name[0]].get(name, 0)
         if not node or self._is(node, parent, page):
             return node
@@ -51,13 +54,16 @@ class HashIndex:
         """Hash a new node's page and make it known."""
         tree = self._tree
         parent, edge = tree.parent[node], tree.edges[node % SHARDS][node]
-        name = self._chain(self._hash_of(parent), edge, self._page_bytes)
+        missed_parent, missed_page, name = self._missed
+        if parent != missed_parent or edge != missed_page:
+            name = self._chain(self._hash_of(parent), edge, self._page_bytes)
         self._hashes[node % SHARDS][node] = name
         if self._nodes[name[0]].setdefault(name, node) != node:
             self._collided.setdefault(name, []).append(node)
 
     def remove(self, node: int) -> None:
         """Drop the hash of a page that is forgotten, so that its number can be used again."""
+        self._missed = (0, b"", b"")  # the number may come to stand for another node
         name = self._hashes[node % SHARDS].pop(node)
         others = self._collided.get(name, [])
         if node in others:
@@ -70,10 +76,15 @@ class HashIndex:
             self._collided.pop(name, None)
 
     def _hash_of(self, node: int) -> bytes:
-        namespace = self._tree.namespaces.get(node)
-        if namespace is not None:
-            return namespace_hash(namespace)
-        return self._hashes[node % SHARDS][node]
+        found = self._hashes[node % SHARDS].get(node)
+        if found is not None:
+            return found
+        namespace = self._tree.namespaces[node]
+        known, name = self._roots.get(node, (None, b""))
+        if known != namespace:  # a new root, perhaps with the number of a forgotten one
+            name = namespace_hash(namespace)
+            self._roots[node] = (namespace, name)
+        return name
 
     def _is(self, node: int, parent: int, page: bytes) -> bool:
         tree = self._tree

@@ -147,6 +147,10 @@ def namespace_hash(namespace: bytes) -> bytes:
 
 def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, marks: Marks = ()) -> bytes:
     """Hashes of consecutive pages below one whose hash is `parent`, 16 bytes each."""
+    if len(atoms) == page_bytes and not marks and sys.byteorder == "little":
+        hasher = _page_hasher.copy()
+        hasher.update(parent + atoms)
+        return hasher.digest()
     pages = [atoms[at : at + page_bytes] for at in range(0, len(atoms), page_bytes)]
     if marks or sys.byteorder == "big":
         page_size = page_bytes // ATOM_BYTES

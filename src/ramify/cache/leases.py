@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from ramify.cache.key import CacheKey
 from ramify.cache.tree import RadixTree
 from ramify.cache.values import Lease
-from ramify.errors import ConfigError, PinError
+from ramify.errors import CacheError, ConfigError, PinError
+
+MAX_REFUSALS = 256  # refused pins that explanations remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class PinBoard:
         self._now_s = clock
         self._release = release
         self._pins: dict[int, _Kept] = {}
+        self._refusals: dict[CacheKey, str] = {}
         self.next_expiry_s = float("inf")  # no pin ends before; it may be too early
 
     @property
@@ -66,13 +69,31 @@ class PinBoard:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
-        """Keep a lease.
+    def add(self, key: CacheKey, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
+        """Keep a lease, which is what could be had of a key; if that is refused, end it.
 
         Raises:
             ConfigError: a time to live that is not positive.
             PinError: nothing is cached of the prefix, or it goes over the budget.
         """
+        try:
+            self._allow(lease, ttl_s)
+        except CacheError as error:
+            self._release(lease)
+            self._refusals[key] = str(error)
+            if len(self._refusals) > MAX_REFUSALS:
+                del self._refusals[next(iter(self._refusals))]
+            raise
+        except ConfigError:
+            self._release(lease)
+            raise
+        self._refusals.pop(key, None)
+        expires_s = float("inf") if ttl_s is None else self._now_s() + ttl_s
+        self._pins[lease.id] = _Kept(lease, owner, ttl_s, expires_s)
+        self.next_expiry_s = min(self.next_expiry_s, expires_s)
+        return self._pin(lease.id)
+
+    def _allow(self, lease: Lease, ttl_s: float | None) -> None:
         if ttl_s is not None and not ttl_s > 0:
             raise ConfigError(f"ttl={ttl_s} s but a pin lives for more than 0; None is for ever")
         if not lease.num_tokens:
@@ -84,10 +105,14 @@ class PinBoard:
                 f"{self.max_pages} may be; unpin something, pin a shorter prefix, or raise "
                 "max_pinned_share"
             )
-        expires_s = float("inf") if ttl_s is None else self._now_s() + ttl_s
-        self._pins[lease.id] = _Kept(lease, owner, ttl_s, expires_s)
-        self.next_expiry_s = min(self.next_expiry_s, expires_s)
-        return self._pin(lease.id)
+
+    def refusal(self, key: CacheKey) -> str:
+        """Why a pin of a beginning of `key` was refused lately; empty if none was."""
+        found = ""
+        for refused, told in self._refusals.items():
+            if refused.namespace == key.namespace and key.atoms.startswith(refused.atoms):
+                found = told
+        return found
 
     def remove(self, number: int) -> None:
         """End a pin.
@@ -114,10 +139,10 @@ class PinBoard:
 
     def refresh(self, path: Iterable[int]) -> None:
         """A lookup went through these nodes: pins whose prefix it found live on."""
-        found = set(path)
+        found, now_s = set(path), self._now_s()
         for kept in self._pins.values():
-            if kept.ttl_s is not None and kept.lease.node in found:
-                kept.expires_s = max(kept.expires_s, self._now_s() + kept.ttl_s)
+            if kept.ttl_s is not None and kept.lease.node in found and kept.expires_s > now_s:
+                kept.expires_s = now_s + kept.ttl_s
 
     def list(self, owner: str | None = None) -> list[Pin]:
         """All pins, or those of an owner, oldest first."""

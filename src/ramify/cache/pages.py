@@ -116,6 +116,7 @@ class PageLedger:
         self._free = array("i", range(num_pages - 1, -1, -1))
         self._runs: dict[bytes, bytes] = {}  # first page → the whole run, packed
         self._num_private = 0
+        self._free_set: frozenset[int] | None = None  # made when it is asked for
 
     @property
     def num_free(self) -> int:
@@ -133,11 +134,13 @@ class PageLedger:
         return self.num_pages - len(self._free) - self._num_private
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody owns this page. A search: for checks, not for the hot path."""
-        return page in self._free
+        """Whether nobody owns this page. The first question after a change costs O(num_pages)."""
+        if self._free_set is None:
+            self._free_set = frozenset(self._free)
+        return page in self._free_set
 
     def is_private(self, page: int) -> bool:
-        """Whether a request owns this page. A search, too."""
+        """Whether a request owns this page. A search: for checks, not for the hot path."""
         return any(page in array("i", run) for run in self._runs.values())
 
     def take(self, count: int) -> bytes:
@@ -154,6 +157,7 @@ class PageLedger:
         keep = len(free) - count
         if keep < 0:
             raise OutOfPagesError(count, len(free), 0, self.num_pages)
+        self._free_set = None
         taken = free[keep:]
         del free[keep:]
         taken.reverse()
@@ -165,7 +169,7 @@ class PageLedger:
     def give_back(self, packed: bytes) -> None:
         """Private pages become free, last first, so that a sequence's tail is reused first."""
         self.adopt(packed)
-        self._free.frombytes(packed)
+        self.reclaim(packed)
 
     def adopt(self, packed: bytes) -> None:
         """Private pages become the tree's.
@@ -186,8 +190,15 @@ class PageLedger:
                 del self._runs[head]
         self._num_private -= len(packed) // ID_BYTES
 
+    def disown(self, packed: bytes) -> None:
+        """Pages of the tree become private again. The tree's own word is taken for it."""
+        if packed:
+            self._runs[packed[:ID_BYTES]] = packed
+            self._num_private += len(packed) // ID_BYTES
+
     def reclaim(self, packed: bytes) -> None:
         """Pages of the tree become free. The tree's own word is taken for it; `check` recounts."""
+        self._free_set = None
         self._free.frombytes(packed)
 
     def require_private(self, packed: bytes) -> None:

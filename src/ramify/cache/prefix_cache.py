@@ -18,11 +18,10 @@ from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
 from ramify.cache.tree import SHARDS, ChildIndex, Node, PageIndex, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match
-from ramify.errors import ConfigError, LeaseError, OutOfPagesError, PageOwnershipError, PinError
+from ramify.errors import ConfigError, LeaseError, OutOfPagesError
 
 INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}
 GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
-MAX_REFUSALS = 256  # refused pins that explanations remember
 
 
 class PrefixCache:
@@ -70,9 +69,8 @@ class PrefixCache:
         self._store = PageStore(tree, num_pages, POLICIES[policy], remembered, log_every, clock)
         self._page_bytes = tree.page_bytes
         self._book = LeaseBook(tree)
-        max_pinned = int(num_pages * max_pinned_share)
+        max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
         self._pins = PinBoard(tree, max_pinned, clock, self._drop)
-        self._refusals: dict[CacheKey, str] = {}
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -84,6 +82,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Pages that `reserve` could hand out now: free ones and evictable ones."""
+        self._pins.expire()
         return self._store.ledger.num_free + self._store.num_evictable
 
     def is_free(self, page: int) -> bool:
@@ -108,12 +107,11 @@ class PrefixCache:
 
         Cost: that of `match` and a few lookups more; at most 64 siblings and 64 namespaces.
         """
-        refused = self._refusals.get(key, "") if self._refusals else ""
-        return explain_key(self._tree, self._store.ghosts, key, self._store.now_s(), refused)
+        store, refused = self._store, self._pins.refusal(key)
+        return explain_key(self._tree, store.ghosts, key, store.now_s(), refused)
 
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""
-        self._pins.expire()
         return 0 <= num_pages <= self.num_available
 
     def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
@@ -127,6 +125,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Counters and occupancy."""
+        self._pins.expire()
         return self._store.stats(len(self._book) - len(self._pins), self._pins.num_pages)
 
     # -- leases ----------------------------------------------------------------------------
@@ -214,7 +213,8 @@ class PrefixCache:
             self._store.drop_pending(self._book.withdraw(announced[0], [lease]))
         if packed:
             self._store.ledger.give_back(packed)
-        self._end(lease)
+        self._book.close(lease)
+        self._store.finish(lease.node, lease.counted[1] // self.page_size, lease.counted[4])
 
     def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
         """Keep the longest computed prefix of `key`, all of it if possible, from eviction.
@@ -231,15 +231,7 @@ class PrefixCache:
         self._pins.expire()
         end = len(key.atoms) // self._page_bytes * self._page_bytes
         lease = self._acquire(key, end, pending=False, counted=False)
-        try:
-            return self._pins.add(lease, owner, ttl)
-        except (ConfigError, PinError) as error:
-            self._drop(lease)
-            if isinstance(error, PinError):
-                self._refusals[key] = str(error)
-                if len(self._refusals) > MAX_REFUSALS:
-                    del self._refusals[next(iter(self._refusals))]
-            raise
+        return self._pins.add(key, lease, owner, ttl)
 
     def unpin(self, pin: Pin | int) -> None:
         """End a pin; its pages are ordinary cached pages again.
@@ -329,7 +321,7 @@ class PrefixCache:
             PageOwnershipError: too few pages, or one that is not private.
         """
         self._book.require(lease)
-        packed = self._beyond(lease, key, private)
+        packed = self._book.growth(lease, key, private)
         tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
         child = tree.index.find(lease.node, key.atoms, start) if packed else 0
         if not packed or tree.resident[child]:
@@ -359,7 +351,7 @@ class PrefixCache:
             PageOwnershipError: too few pages, or one that is not private.
         """
         self._book.require(lease)
-        packed, store = self._beyond(lease, key, private), self._store
+        packed, store = self._book.growth(lease, key, private), self._store
         if self._tree.holder[lease.node]:
             if self._book.is_blocked(lease):
                 raise LeaseError(
@@ -388,6 +380,40 @@ class PrefixCache:
         dependents = self._book.dependents(announced[0])
         self._store.drop_pending(self._book.withdraw(announced[0], dependents))
         return [other for other in dependents if other is not lease]
+
+    def can_retract(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether no other lease depends on what this one has announced beyond `num_tokens`."""
+        tree, start = self._tree, num_tokens // self.page_size
+        return all(
+            tree.pins[node] == 1
+            for node in self._book.announced(lease)
+            if tree.start[node] + tree.length[node] > start
+        )
+
+    def retract(self, lease: Lease, num_tokens: int) -> tuple[Lease, Pages]:
+        """Take back the announced pages beyond the whole ones of the first `num_tokens` tokens.
+
+        For speculation: fewer tokens were kept than announced. Returns the lease to use from now
+        on and the pages, which are private again.
+
+        Raises:
+            LeaseError: the lease is not live, or others depend on those pages.
+        """
+        self._book.require(lease)
+        if not self.can_retract(lease, num_tokens):
+            raise LeaseError(
+                f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"
+            )
+        announced, size = self._book.announced(lease), self.page_size
+        if not announced:
+            return lease, Pages()
+        first = self._tree.start[announced[0]]
+        start = max(num_tokens // size, first)
+        lease.node, packed = self._store.retract(announced, start)
+        rest = lease.packed[: len(lease.packed) - len(packed)]
+        pending = lease.num_pending - len(packed) // ID_BYTES
+        tokens = len(rest) // ID_BYTES * size
+        return self._book.replace(lease, lease.source, tokens, rest, pending), Pages(packed)
 
     def is_blocked(self, lease: Lease) -> bool:
         """Whether the prefix of a lease depends on pages that another leader is to publish."""
@@ -467,27 +493,7 @@ class PrefixCache:
             self._pins.refresh(path)
         return self._book.open(key, found, packed, node, num_pending, counts)
 
-    def _beyond(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
-        """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
-        atoms, pinned, own = key.atoms, lease.num_tokens * ATOM_BYTES, lease.source
-        if key.namespace != own.namespace or not atoms.startswith(
-            own.atoms if len(own.atoms) == pinned else memoryview(own.atoms)[:pinned]
-        ):
-            raise LeaseError(f"the key does not begin with the prefix of lease {lease.id}")
-        packed = pack_pages(private)
-        grown = len(atoms) // self._page_bytes - lease.num_tokens // self.page_size
-        if grown * ID_BYTES > len(packed):
-            raise PageOwnershipError(
-                f"the key has {grown} whole pages beyond lease {lease.id} but only "
-                f"{len(packed) // ID_BYTES} private pages were given"
-            )
-        return packed[: grown * ID_BYTES]
-
     def _drop(self, lease: Lease) -> None:
         """End a lease that was not used."""
         self._book.close(lease)
         self._store.unpin(lease.node)
-
-    def _end(self, lease: Lease) -> None:
-        self._book.close(lease)
-        self._store.finish(lease.node, lease.counted[1] // self.page_size, lease.counted[4])

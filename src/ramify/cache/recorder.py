@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from dataclasses import dataclass
 from typing import ClassVar
@@ -52,22 +53,25 @@ class Recorder:
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.lookups = self.tokens = self.hit_tokens = self.ideal_tokens = 0
-        self.evictions = dict.fromkeys(REASONS, 0)  # pages, by reason
+        self.evictions = array("q", [0]) * len(REASONS)  # pages, by reason
         self._residency = array("q", [0]) * NUM_BUCKETS
         self._idle = array("q", [0]) * NUM_BUCKETS
         self._reuse_gap = array("q", [0]) * (NUM_BUCKETS + 1)  # and a place for misses
         self._marks = [(0, 0, 0), (0, 0, 0)]  # lookups, tokens, hit tokens at two generations
+        self._next_mark = GENERATION
         self._logged = (0, 0, 0)
+        self.next_log = log_every or sys.maxsize  # lookups at which a line is due
 
     def lookup(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
         """Count a lookup; `gap` is the `bucket` of seconds since the last use, or MISS."""
+        if self.lookups >= self._next_mark:
+            self._marks = [self._marks[1], self._now()]
+            self._next_mark = self.lookups + GENERATION
         self.lookups += 1
         self.tokens += tokens
         self.hit_tokens += hit_tokens
         self.ideal_tokens += ideal_tokens
         self._reuse_gap[gap] += 1
-        if self.lookups >= self._marks[1][0] + GENERATION:
-            self._marks = [self._marks[1], self._now()]
 
     def cancel(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
         """Take a lookup off that led to nothing."""
@@ -79,7 +83,7 @@ class Recorder:
 
     def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
         """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
-        self.evictions[REASONS[reason]] += num_pages
+        self.evictions[reason] += num_pages
         self._residency[bucket(age_s)] += num_pages
         self._idle[bucket(idle_s)] += num_pages
 
@@ -98,17 +102,13 @@ class Recorder:
             Histogram(tuple(self._reuse_gap[:NUM_BUCKETS])),
         )
 
-    @property
-    def wants_log(self) -> bool:
-        """Whether it is time for a log line."""
-        return 0 < self.log_every <= self.lookups - self._logged[0]
-
     def write_log(self, used: int, cached: int, free: int) -> None:
         """One line about the lookups since the last one, and about the pages now."""
         lookups, tokens, hits = (
             now - last for now, last in zip(self._now(), self._logged, strict=True)
         )
         self._logged = self._now()
+        self.next_log = self.lookups + self.log_every
         log.info(
             "prefix cache: %d lookups, %d of %d tokens found (%.1f %%; %.1f %% since the start, "
             "%.1f %% in an infinite cache); pages %d in use, %d cached, %d free; %d evicted so far",
@@ -121,7 +121,7 @@ class Recorder:
             used,
             cached,
             free,
-            sum(self.evictions.values()),
+            sum(self.evictions),
         )
 
     def _now(self) -> tuple[int, int, int]:

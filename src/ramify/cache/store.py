@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ramify.cache.events import EventLog
 from ramify.cache.eviction import EvictionQueue, Policy
-from ramify.cache.ghosts import CLEARED, PREDICATE, WITHDRAWN, Ghosts
+from ramify.cache.ghosts import CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
 from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.recorder import MISS, Recorder, bucket
@@ -115,8 +115,8 @@ class PageStore:
     def _unpinned(self, node: int, root: int, num_pages: int) -> None:
         self.tree.pins[root] -= 1
         self.num_evictable += num_pages
-        if root != node:
-            self._offer(node)
+        if self._is_evictable(node) and not self.queue.place[node]:
+            self.queue.offer(node)
         if not self.tree.first_child[root]:
             self.tree.drop_empty_root(root)
 
@@ -134,12 +134,14 @@ class PageStore:
         gap = bucket(self.now_s() - tree.used_s[node]) if path else MISS
         ideal, position = found, found * ATOM_BYTES
         if tree.num_ghost_pages and position < end:
-            for _, shared in tree.follow(node, atoms, position, end):
+            for below, shared in tree.follow(node, atoms, position, end):
+                if tree.holder[below] or self.ghosts.never_computed(below):
+                    break
                 ideal += shared * tree.page_size
         self.clock += 1
         tokens = len(atoms) // ATOM_BYTES
         recorder.lookup(tokens, found, ideal, gap)
-        if recorder.wants_log:
+        if recorder.lookups >= recorder.next_log:
             ledger = self.ledger
             used = ledger.num_pages - ledger.num_free - self.num_evictable
             recorder.write_log(used, self.num_evictable, ledger.num_free)
@@ -155,14 +157,17 @@ class PageStore:
             self.log.split(upper, node)
         return upper
 
-    def _offer(self, node: int) -> None:
-        """Queue a node if it has become an evictable leaf."""
+    def _is_evictable(self, node: int) -> bool:
+        """Whether a node is a leaf that nobody pins; a root never is."""
         tree = self.tree
-        if (
-            not (tree.pins[node] or tree.resident_children[node] or self.queue.place[node])
-            and (tree.resident[node])
-        ):
-            self.queue.offer(node)
+        if tree.pins[node] or tree.resident_children[node]:
+            return False
+        return tree.resident[node] > 0
+
+    def _same_place(self, node: int, other: int) -> bool:
+        """Whether two nodes are alike in the order of eviction."""
+        policy = self.policy
+        return policy.lane(node) == policy.lane(other) and policy.key(node) == policy.key(other)
 
     def set_priority(self, node: int, priority: int) -> None:
         """Give a pinned node a priority, and those above at least that."""
@@ -258,7 +263,7 @@ class PageStore:
                     tree.mark(child, key.marks)
             tree.pins[child] = 1
             tree.created[child] = clock
-            tree.created_s[child] = now_s
+            tree.created_s[child] = tree.used_s[child] = now_s
             if self.log.subscribers and not holder:
                 self.log.stored(child)
             node = child
@@ -293,10 +298,21 @@ class PageStore:
 
     def evict(self, num_pages: int, reason: int) -> int:
         """Evict up to `num_pages` pages in the order of the policy; returns how many."""
-        queue, evicted = self.queue, 0
-        now_s = self.now_s()
-        while evicted < num_pages and (node := queue.first()):
-            evicted += self._evict_from(node, num_pages - evicted, reason, now_s)
+        tree, evicted, now_s = self.tree, 0, self.now_s()
+        while evicted < num_pages and (node := self.queue.first()):
+            while True:
+                evicted += self._evict_from(node, num_pages - evicted, reason, now_s)
+                above = tree.parent[node]
+                if tree.resident[node]:
+                    if not self.queue.place[node]:
+                        self.queue.offer(node)
+                    break
+                if not self._is_evictable(above):
+                    break
+                if evicted >= num_pages or not self._same_place(node, above):
+                    self.queue.offer(above)
+                    break
+                node = above  # which would come next: no need to queue for it
         self.ghosts.trim()
         if self.log.observers:
             self.log.tell_observers()
@@ -307,21 +323,24 @@ class PageStore:
 
         Cost: a look at every evictable leaf.
         """
-        now_s, evicted, todo = self.now_s(), 0, sorted(self.queue.nodes())
-        doomed = [node for node in todo if predicate(self.tree.node(node))]
-        while doomed and evicted < num_pages:
-            node = doomed.pop()
-            parent = self.tree.parent[node]
-            evicted += self._evict_from(node, num_pages - evicted, PREDICATE, now_s)
-            if self.queue.place[parent] and predicate(self.tree.node(parent)):
-                doomed.append(parent)
-        self.ghosts.trim()
-        if self.log.observers:
+        tree, now_s, evicted = self.tree, self.now_s(), 0
+        doomed = [node for node in sorted(self.queue.nodes()) if predicate(tree.node(node))]
+        try:
+            while doomed and evicted < num_pages:
+                node = doomed.pop()
+                parent = tree.parent[node]
+                evicted += self._evict_from(node, num_pages - evicted, PREDICATE, now_s)
+                if not tree.resident[node] and self._is_evictable(parent):
+                    self.queue.offer(parent)
+                    if predicate(tree.node(parent)):
+                        doomed.append(parent)
+        finally:  # a predicate is somebody else's code
+            self.ghosts.trim()
             self.log.tell_observers()
         return evicted
 
     def _evict_from(self, node: int, num_pages: int, reason: int, now_s: float) -> int:
-        """Evict pages from the tail of an evictable leaf, and offer its parent if it is empty."""
+        """Evict pages from the tail of an evictable leaf; when it has none left, it is no leaf."""
         tree = self.tree
         self.policy.evicted(node)
         cut: int = min(tree.resident[node], num_pages)
@@ -332,9 +351,8 @@ class PageStore:
         if self.log.subscribers or self.log.observers:
             self.log.removed(node, packed, reason)
         self.ghosts.add(node, reason, self.clock, now_s)
-        if not tree.resident[node]:
+        if not tree.resident[node] and self.queue.place[node]:
             self.queue.remove(node)
-            self._offer(tree.parent[node])
         return cut
 
     def drop_pending(self, nodes: Iterable[int]) -> None:
@@ -346,15 +364,37 @@ class PageStore:
             self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
         self.ghosts.trim()
 
+    def retract(self, nodes: Sequence[int], start: int) -> tuple[int, bytes]:
+        """Take pending pages from page `start` on back from the tree: they are private again.
+
+        `nodes` are the pending nodes of one holder, topmost first, with one pin each. Returns the
+        node that is the last one now, and the pages.
+        """
+        tree, parts, last = self.tree, list[bytes](), nodes[-1]
+        for node in reversed(nodes):
+            if tree.start[node] + tree.length[node] <= start:
+                break
+            if tree.start[node] < start:
+                tree.split(node, start - tree.start[node])
+            last = tree.parent[node]
+            tree.pins[node] = tree.holder[node] = 0
+            parts.append(tree.evict_tail(node, tree.resident[node]))
+            self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
+        packed = b"".join(reversed(parts))
+        self.ledger.disown(packed)
+        self.ghosts.trim()
+        return last, packed
+
     def clear(self) -> int:
         """Evict everything that no lease pins; returns the number of pages."""
         whole = self.num_evictable == self.ledger.num_tree
-        if whole:
-            self.log.pause()
-        evicted = self.evict(self.num_evictable, CLEARED)
-        if whole:
+        if not whole:
+            return self.evict(self.num_evictable, CLEARED)
+        self.log.pause()
+        try:
+            return self.evict(self.num_evictable, CLEARED)
+        finally:
             self.log.cleared()
-        return evicted
 
     # -- counting --------------------------------------------------------------------------
 
@@ -380,8 +420,8 @@ class PageStore:
             ideal_hit_tokens=recorder.ideal_tokens,
             recent_tokens=recent_tokens,
             recent_hit_tokens=recent_hit_tokens,
-            evicted_pages=sum(recorder.evictions.values()),
-            evictions=dict(recorder.evictions),
+            evicted_pages=sum(recorder.evictions),
+            evictions=dict(zip(REASONS, recorder.evictions, strict=True)),
             residency=residency,
             idle=idle,
             reuse_gap=reuse_gap,
