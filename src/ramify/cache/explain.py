@@ -23,10 +23,10 @@ class Explanation:
     - "page_tail": only a part of a page is left, and pages are shared whole;
     - "pending": the next page is being computed by another request;
     - "evicted": the next page was cached; `evicted_by` says what took it (capacity, asked,
-      cleared, predicate, or withdrawn: its step failed), `evicted_ago_s` when, `idle_s` how long
+      cleared, predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` when, `idle_s` how long
       it had not been used by then; `pin_refused` is set if it was to be pinned;
     - "diverged": a cached prompt goes along up to token `diverged_at` and on differently:
-      `sibling` has its tokens from the end of the hit on, as packed int32;
+      `sibling` has its atoms from the end of the hit on, as packed int32;
     - "namespace": nothing here, but `other_namespace` has `other_tokens` of it;
     - "never_seen": nothing begins like this, or it was forgotten.
     """

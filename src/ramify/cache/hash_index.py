@@ -1,7 +1,8 @@
 """The flat alternative to the radix tree: every page by itself, under a hash of all before it.
 
-A page is found by its chained hash (`CacheKey.page_hashes`) in one dict for the whole cache, as
-block-based engines do it and as external stores and routers name pages. Nodes hold one page each;
+A page is found by its chained hash in one dict for the whole cache, as block-based engines do it and
+as external stores and routers name pages. The hash is that of `CacheKey.page_hashes`, but for pages
+with marks, whose numbers in this process are hashed here. Nodes hold one page each;
 everything else (pins, order of eviction, ghosts, events) is what it is for the radix tree, so the
 two can be compared by what an index costs alone.
 """

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, spelled_out
+from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, spelled_out, utf8
 from ramify.errors import InvalidKeyError
 
 ATOM_BYTES = 4  # one int32 per token
@@ -60,8 +60,8 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
         kind = kinds.get(type(value))
         if kind is None:
             raise InvalidKeyError(f"{name}={value!r} is no namespace part; use a str, bytes or int")
-        raw = value if isinstance(value, bytes) else str(value).encode()
-        for piece in (name.encode(), raw):
+        raw = value if isinstance(value, bytes) else utf8(str(value))
+        for piece in (utf8(name), raw):
             framed += len(piece).to_bytes(4, "big") + piece
         framed += kind
     return bytes(framed)
@@ -102,10 +102,13 @@ class CacheKey:
             marked, marks = apply_marks(array("i", packed), media, salts)
             packed = marked.tobytes()
         object.__setattr__(self, "atoms", packed)
-        object.__setattr__(
-            self, "namespace", namespace.encode() if isinstance(namespace, str) else namespace
-        )
+        raw = namespace if isinstance(namespace, bytes) else utf8(namespace)
+        object.__setattr__(self, "namespace", raw)
         object.__setattr__(self, "marks", marks)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Marked atoms are numbers of this process: another one puts its own in their places."""
+        return _unpickled, (self.atoms, self.namespace, self.marks)
 
     def __len__(self) -> int:
         return len(self.atoms) // ATOM_BYTES
@@ -138,6 +141,16 @@ class CacheKey:
     def tokens(self) -> array[int]:
         """The atoms as integers."""
         return array("i", self.atoms)
+
+
+def _unpickled(atoms: bytes, namespace: bytes, marks: Marks) -> CacheKey:
+    renumbered = array("i", atoms)
+    for at, mark in marks:
+        renumbered[at] = mark.atom
+    key = CacheKey(b"", namespace)
+    object.__setattr__(key, "atoms", renumbered.tobytes())
+    object.__setattr__(key, "marks", marks)
+    return key
 
 
 def namespace_hash(namespace: bytes) -> bytes:

@@ -93,6 +93,11 @@ def mark_of(kind: bytes, digest: bytes) -> Mark:
     return mark
 
 
+def utf8(text: str) -> bytes:
+    """Text as bytes, different ones for different texts, lone surrogates included."""
+    return text.encode("utf-8", "surrogatepass")
+
+
 def apply_marks(
     atoms: array[int], media: Sequence[Media], salts: Sequence[Salt]
 ) -> tuple[array[int], Marks]:
@@ -109,6 +114,8 @@ def apply_marks(
                 f"the digest of the segment at {one.start} is {one.digest!r}, not {DIGEST_BYTES} "
                 "bytes; Media.digest_of makes one"
             )
+        if not isinstance(one.start, int) or not isinstance(one.length, int):
+            raise InvalidKeyError(f"{one.start!r} and {one.length!r} must be integers")
         if one.length < 1 or one.start < 0 or one.start + one.length > len(atoms):
             raise InvalidKeyError(
                 f"a media segment takes atoms {one.start} to {one.start + one.length} of a prompt "
@@ -126,13 +133,15 @@ def apply_marks(
     salted = set[int]()
     for salt in salts:
         at = salt.start
+        if not isinstance(salt.salt, str | bytes):
+            raise InvalidKeyError(f"salt={salt.salt!r} but it must be a string or bytes")
         if not 0 <= at < len(atoms) or at in salted or atoms[at] == CONTINUED:
             raise InvalidKeyError(
                 f"a salt begins at {at} of a prompt of {len(atoms)} atoms; it must begin inside "
                 "the prompt, not inside a media segment, and not where another salt does"
             )
         salted.add(at)
-        raw = salt.salt.encode() if isinstance(salt.salt, str) else salt.salt
+        raw = utf8(salt.salt) if isinstance(salt.salt, str) else salt.salt
         below = found[at].digest if at in found else atoms[at].to_bytes(4, "little", signed=True)
         named = hashlib.blake2b(below, digest_size=DIGEST_BYTES, person=b"ramify-salt")
         named.update(raw)  # `below` has one of two lengths, and the kind says which

@@ -112,12 +112,12 @@ def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
     A lookup counts, too, if what it wanted had been evicted and is remembered.
     """
 
-    def count(node: int) -> None:
-        tree.uses[node] += 1
+    uses = tree.column("i", inherited=True)
 
-    return Ordered(
-        lambda node: int(tree.uses[node] > 0), lambda node: tree.last_access[node], count
-    )
+    def count(node: int) -> None:
+        uses[node] += 1
+
+    return Ordered(lambda node: int(uses[node] > 0), lambda node: tree.last_access[node], count)
 
 
 def priority(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001

@@ -33,7 +33,7 @@ class PrefixCache:
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
         index: "radix" or "hash": how pages are found. The same results at another cost.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default four times `num_pages`, at 4 bytes a token; 0 for none.
+            "auto"; by default four times `num_pages`, at 4 bytes a token and 400 a run; 0 for none.
         max_pinned_share: share of the pages that `pin` may keep from eviction.
         log_every: lookups from one log line to the next, 0 for none.
         clock: seconds, never going back; for ages and times to live.
@@ -180,6 +180,8 @@ class PrefixCache:
         """
         self._book.require(lease, withdrawn=True)
         found = lease.counted[1]
+        if found < 0:
+            raise LeaseError(f"no lookup made lease {lease.id}; release it instead")
         if lease.num_tokens != found:
             raise LeaseError(
                 f"lease {lease.id} grew from {found} to {lease.num_tokens} tokens; "
@@ -297,6 +299,8 @@ class PrefixCache:
 
         The prefix is what `match` finds. Nodes above it have at least its priority.
         """
+        if not -(2**31) <= priority < 2**31:
+            raise ConfigError(f"priority={priority} but it must be an int32")
         lease = self._acquire(key, self._usable(key), pending=False, counted=False)
         self._store.set_priority(lease.node, priority)
         self._drop(lease)
@@ -383,6 +387,7 @@ class PrefixCache:
 
     def can_retract(self, lease: Lease, num_tokens: int) -> bool:
         """Whether no other lease depends on what this one has announced beyond `num_tokens`."""
+        self._book.require(lease)
         tree, start = self._tree, num_tokens // self.page_size
         return all(
             tree.pins[node] == 1
@@ -399,7 +404,6 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or others depend on those pages.
         """
-        self._book.require(lease)
         if not self.can_retract(lease, num_tokens):
             raise LeaseError(
                 f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"

@@ -261,9 +261,10 @@ class PageStore:
                     child = tree.add(node, edge, packed[: shared * ID_BYTES], holder)
                 if key.marks:
                     tree.mark(child, key.marks)
-            tree.pins[child] = 1
-            tree.created[child] = clock
-            tree.created_s[child] = tree.used_s[child] = now_s
+            if child != node:
+                tree.pins[child] = 1
+                tree.created[child] = clock
+                tree.created_s[child] = tree.used_s[child] = now_s
             if self.log.subscribers and not holder:
                 self.log.stored(child)
             node = child
@@ -421,7 +422,7 @@ class PageStore:
             recent_tokens=recent_tokens,
             recent_hit_tokens=recent_hit_tokens,
             evicted_pages=sum(recorder.evictions),
-            evictions=dict(zip(REASONS, recorder.evictions, strict=True)),
+            evictions=dict(zip(REASONS[:WITHDRAWN], recorder.evictions, strict=False)),
             residency=residency,
             idle=idle,
             reuse_gap=reuse_gap,

@@ -46,13 +46,12 @@ class Node:
     id: int
     parent: int
     namespace: bytes
-    atoms: bytes  # packed int32; those of evicted pages included
+    atoms: bytes  # packed int32, those of evicted pages included; marks as numbers of this process
     pages: Pages  # pages with K/V, or about to have it, from the node's beginning on
     start: int  # pages above it
     pins: int  # leases that end in it or below
     holder: int  # 0: computed; else who is computing it
     hits: int  # lookups that it served
-    uses: int  # lookups that it served, or would have if it had not been evicted
     priority: int
     last_access: int  # in lookups since the cache was made
     created: int
@@ -150,7 +149,6 @@ class RadixTree:
         self.pins = self.column("i", inherited=True)
         self.holder = self.column("q", inherited=True)
         self.hits = self.column("i", inherited=True)
-        self.uses = self.column("i", inherited=True)
         self.priority = self.column("i", inherited=True)
         self.last_access = self.column("q", inherited=True)
         self.created = self.column("q", inherited=True)
@@ -460,7 +458,6 @@ class RadixTree:
             pins=self.pins[node],
             holder=self.holder[node],
             hits=self.hits[node],
-            uses=self.uses[node],
             priority=self.priority[node],
             last_access=self.last_access[node],
             created=self.created[node],

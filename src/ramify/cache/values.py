@@ -21,8 +21,8 @@ class Match:
 class Lease:
     """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
 
-    Its first three fields, `key` and `pages` are for everybody to read; the others are the
-    cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
+    `id`, `num_tokens`, `num_pending`, `key` and `pages` are for everybody to read; the other fields
+    are the cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
     """
 
     __slots__ = (
