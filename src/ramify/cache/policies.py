@@ -111,7 +111,6 @@ def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
 
     A lookup counts, too, if what it wanted had been evicted and is remembered.
     """
-
     uses = tree.column("i", inherited=True)
 
     def count(node: int) -> None:

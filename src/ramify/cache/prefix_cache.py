@@ -179,13 +179,10 @@ class PrefixCache:
             LeaseError: the lease is not live, or grew by `announce` or `publish` (`release` it).
         """
         self._book.require(lease, withdrawn=True)
-        found = lease.counted[1]
-        if found < 0:
-            raise LeaseError(f"no lookup made lease {lease.id}; release it instead")
-        if lease.num_tokens != found:
+        if lease.num_tokens != lease.counted[1]:
             raise LeaseError(
-                f"lease {lease.id} grew from {found} to {lease.num_tokens} tokens; "
-                "release it instead"
+                f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
+                "from no lookup; release it instead"
             )
         self._store.recorder.cancel(*lease.counted[:4])
         for node in self._tree.path(lease.node):
