@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
+PEERS_VENV := .venv-peers
+PEERS := $(PEERS_VENV)/.stamp
 SPEC := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -19,6 +21,9 @@ TORCH_ARGS ?=
 # editable install of .venv point elsewhere: everything is installed again.
 ifneq ($(shell cat $(RUN) 2>/dev/null),$(CURDIR))
 $(RUN): FORCE
+endif
+ifneq ($(shell cat $(PEERS) 2>/dev/null),$(CURDIR))
+$(PEERS): FORCE
 endif
 
 # The first interpreter that is new enough and can make an environment. Debian's has no ensurepip unless
@@ -46,7 +51,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-core soak-core cover-core clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -77,8 +82,18 @@ format: $(DEV)  ## rewrite what ruff can
 bench: $(DEV)  ## Ramify against Hugging Face generate on shared prefixes
 	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)
 
+bench-core: $(PEERS)  ## the cache core against those of other engines
+	@PYTHONPATH=src $(PEERS_VENV)/bin/python benchmarks/cache_core.py $(ARGS)
+
+soak-core: $(DEV)  ## a million random operations on the cache core, checked after each
+	@PYTHONPATH=. $(BIN)/python scripts/soak_core.py $(ARGS)
+
+cover-core: $(DEV)  ## branch coverage of the cache core by its tests; below 100 % is an error
+	@$(BIN)/python -m coverage run --branch --source=src/ramify/cache -m pytest tests/pure -q -k "not mutants and not machine and not engine and not test_cache_life" $(ARGS)
+	@$(BIN)/python -m coverage report --show-missing --fail-under=100
+
 clean:  ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps are removed first and written last: an interrupted install leaves none.
@@ -96,3 +111,19 @@ $(DEV): $(RUN) $(SPEC)
 	@echo "[dev] installing what tests and checks need"
 	@$(PIP) install -c constraints.txt -e ".[dev]"
 	@touch $(DEV)
+
+# Other engines' cache cores, apart from what Ramify itself needs. Only numpy must be had: whatever
+# else cannot be installed leaves its peers absent, and the benchmark's table says why.
+$(PEERS): VENV := $(PEERS_VENV)
+$(PEERS): BIN := $(PEERS_VENV)/bin
+$(PEERS): PIP = $(BIN)/python -m pip --disable-pip-version-check --no-input
+$(PEERS): $(SPEC) benchmarks/peers.txt benchmarks/core/fetch.py
+	@rm -f $(PEERS)
+	@$(MAKE_VENV)
+	@echo "[2/3] installing numpy, $(TORCH) and what the peers import"
+	@$(PIP) install -c constraints.txt numpy
+	@$(PIP) install -c constraints.txt $(TORCH_ARGS) $(TORCH) || echo "no torch: its peers will be absent"
+	@$(PIP) install -c constraints.txt -r benchmarks/peers.txt || echo "some peers will be absent"
+	@echo "[3/3] unpacking the peers' wheels"
+	@$(BIN)/python benchmarks/core/fetch.py $(PEERS_VENV)/peers
+	@printf '%s\n' "$(CURDIR)" > $(PEERS)

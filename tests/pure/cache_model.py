@@ -1,13 +1,16 @@
 """What a prefix cache must do, kept in dicts: the oracle of the state machine."""
 
+import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from ramify.cache import CacheKey, Lease, PrefixCache
 from ramify.errors import LeaseError, OutOfPagesError
 
+LOWEST_BYTE = 0 if sys.byteorder == "little" else 3  # of an atom, which is all a token here has
 Prefix = tuple[str, bytes]  # namespace, and all tokens (a byte each) up to the end of a page
 
 
@@ -19,7 +22,7 @@ class Request:
     tokens: bytes
     lease: Lease
     computed: int  # tokens whose K/V is written, or will be by the leaders it attached to
-    lookup: tuple[int, int]  # tokens asked for and found
+    lookup: tuple[int, int, int]  # tokens asked for, found, and found if nothing were evicted
     private: list[int] = field(default_factory=list)
     kept: int | None = None  # after a withdrawal: how many pages its lease still pins
 
@@ -37,6 +40,7 @@ class CacheModel:
 
     size: int  # tokens per page
     num_pages: int
+    budget: int  # evicted pages that are remembered
     cache: PrefixCache
 
     def __init__(self) -> None:
@@ -46,7 +50,9 @@ class CacheModel:
         self.ready: dict[Prefix, int] = {}
         self.pending: dict[Prefix, tuple[int, Request]] = {}  # page and leader
         self.memory: dict[int, Prefix] = {}  # page → what was written to it since it was reserved
-        self.lookups, self.asked, self.hit, self.evicted = 0, 0, 0, 0
+        self.ghosts: set[Prefix] = set()  # evicted or withdrawn, and remembered
+        self.withdrawn: set[Prefix] = set()  # was to be computed last time, and was not
+        self.lookups, self.asked, self.hit, self.ideal, self.evicted = 0, 0, 0, 0, 0
 
     # -- what is known ---------------------------------------------------------------------
 
@@ -73,8 +79,21 @@ class CacheModel:
                 break
         return pages
 
+    def find_ideal(self, namespace: str, tokens: bytes, found: int) -> int:
+        """The length of a hit of `found` tokens if nothing computed had been evicted."""
+        computed = self.ghosts - self.withdrawn
+        for end in range(found + self.size, len(tokens), self.size):
+            if (namespace, tokens[:end]) not in computed:
+                break
+            found = end
+        return found
+
+    def holders(self) -> list[Request]:
+        """Whose prefixes are pinned."""
+        return self.live
+
     def pins(self) -> set[Prefix]:
-        return {prefix for each in self.live for prefix in self.path(each, each.pinned)}
+        return {prefix for each in self.holders() for prefix in self.path(each, each.pinned)}
 
     def evictable(self) -> int:
         return len(self.ready.keys() - self.pins())
@@ -92,13 +111,20 @@ class CacheModel:
 
     def snapshot(self) -> tuple:
         """Everything that a refused call must leave as it is."""
-        tree = self.cache._tree
-        nodes = [tree.node(at) for at in tree.nodes()]
+        tree, store = self.cache._tree, self.cache._store
+        nodes = [(tree.node(at), tree.length[at], list(tree.children(at))) for at in tree.nodes()]
+        remembered = [
+            (at, store.ghosts.reason[at], store.ghosts.evicted[at])
+            for at in store.ghosts.oldest_first()
+        ]
         return (
             self.cache.stats(),
-            self.cache._ledger._free.tobytes(),
+            store.ledger._free.tobytes(),
             nodes,
-            list(self.cache._leases),
+            remembered,
+            [*store.queue.nodes()],
+            dict(tree.roots),
+            [*self.cache._book.live()],
         )
 
     def refused(self, error: type[Exception], call: Callable[..., object], *args: object) -> None:
@@ -118,14 +144,25 @@ class CacheModel:
         for prefix in gone:
             del self.ready[prefix]
         self.evicted += expected
+        self.withdrawn.difference_update(gone)
+        self.remember(gone)
+
+    def remember(self, gone: Iterable[Prefix]) -> None:
+        """Learn what was forgotten for the sake of the budget: nothing while it suffices."""
+        known = self.ghosts.union(gone)
+        _, self.ghosts = self.nodes()
+        assert self.ghosts <= known, "what was not evicted is remembered as if it were"
+        assert len(self.ghosts) <= self.budget, "more is remembered than may be"
+        assert self.ghosts == known or len(known) > self.budget, "a ghost was lost"
 
     # -- steps, which rules combine --------------------------------------------------------
 
     def look_up(self, namespace: str, tokens: bytes, *, attach: bool) -> Request:
         found = self.find(namespace, tokens, pending=attach)
+        ideal = self.find_ideal(namespace, tokens, len(found) * self.size)
         call = self.cache.attach if attach else self.cache.acquire
         lease = call(CacheKey(list(tokens), namespace))
-        asked = (len(tokens), lease.num_tokens)
+        asked = (len(tokens), lease.num_tokens, ideal)
         request = Request(namespace, tokens, lease, lease.num_tokens, asked)
         assert list(lease.pages) == found
         assert lease.key == self.key(request, len(found) * self.size)
@@ -135,6 +172,7 @@ class CacheModel:
         self.lookups += 1
         self.asked += asked[0]
         self.hit += asked[1]
+        self.ideal += asked[2]
         return request
 
     def take(self, request: Request, num_pages: int) -> None:
@@ -163,6 +201,7 @@ class CacheModel:
             assert lease is request.lease
             return
         self.pending.update({at: (request.table[start + i], request) for i, at in enumerate(new)})
+        self.ghosts.difference_update(new)
         self.replace(request, lease, request.table[:whole])
 
     def write(self, request: Request, end: int) -> None:
@@ -192,6 +231,7 @@ class CacheModel:
             if prefix in self.pending:
                 break  # somebody else is computing it: ours stay private
             pages.append(self.ready.setdefault(prefix, request.table[len(pages)]))
+            self.ghosts.discard(prefix)
         self.replace(request, self.cache.publish(request.lease, key, request.private), pages)
 
     def replace(self, request: Request, lease: Lease, pages: list[int]) -> None:
@@ -225,6 +265,8 @@ class CacheModel:
         below = [at for at in self.pending if at[0] == own[0][0] and at[1].startswith(own[0][1])]
         for prefix in below:
             del self.pending[prefix]
+        self.withdrawn.update(below)
+        self.remember(below)
         for each in lost:
             each.kept = kept
 
@@ -240,6 +282,8 @@ class CacheModel:
         self.cache.give_back(request.private[:cut])
         for prefix in own:
             del self.pending[prefix]
+        self.withdrawn.update(own)
+        self.remember(own)
         self.end(request)
 
     # -- the oracle ------------------------------------------------------------------------
@@ -274,23 +318,40 @@ class CacheModel:
 
     def the_tree_is_the_model(self) -> None:
         """Which prefixes are known, in which pages, pending or ready, and pinned how often."""
-        pins = Counter(at for each in self.live for at in self.path(each, each.pinned))
+        pins = Counter(at for each in self.holders() for at in self.path(each, each.pinned))
         model = {at: (page, False, pins[at]) for at, page in self.ready.items()}
         model |= {at: (page, True, pins[at]) for at, (page, _) in self.pending.items()}
-        found = {}
+        found, ghosts = self.nodes()
+        assert found == model
+        assert ghosts == self.ghosts
+
+    def nodes(self) -> tuple[dict[Prefix, tuple[int, bool, int]], set[Prefix]]:
+        """The tree page by page: (page, pending, pins) of what is cached, and what is not any more.
+
+        Who is remembered as evicted is behind what is cached or remembered, and no hit.
+        """
+        found: dict[Prefix, tuple[int, bool, int]] = {}
+        ghosts: set[Prefix] = set()
         tree = self.cache._tree
         todo = [(child, b"") for root in tree.roots.values() for child in tree.children(root)]
         while todo:
-            number, tokens = todo.pop()
-            node = tree.node(number)
-            tokens += bytes(array("i", node.atoms).tolist())
-            for i, page in enumerate(node.pages, start=1):
-                prefix = (node.namespace.decode(), tokens[: (node.start + i) * self.size])
+            node, tokens = todo.pop()
+            tokens += tree.edge(node)[LOWEST_BYTE::4]
+            pages, start, length = tree.packed_pages(node), tree.start[node], tree.length[node]
+            namespace = tree.namespaces[tree.root[node]].decode()
+            assert len(tokens) == (start + length) * self.size
+            assert tree.hits[node] >= 0
+            ends = range((start + 1) * self.size, len(tokens) + 1, self.size)
+            for end, page in zip_longest(ends, array("i", pages)):
+                prefix = (namespace, tokens[:end])
                 assert prefix not in found
-                found[prefix] = (page, node.is_pending, node.pins)
-            assert node.hits >= 0
-            todo += [(child, tokens) for child in tree.children(number)]
-        assert found == model
+                assert prefix not in ghosts
+                if page is None:
+                    ghosts.add(prefix)
+                else:
+                    found[prefix] = (page, tree.holder[node] != 0, tree.pins[node])
+            todo += [(child, tokens) for child in tree.children(node)]
+        return found, ghosts
 
     def shared_means_computed(self) -> None:
         """A shared page holds what it is shared as; so does all that a request has computed."""
@@ -314,6 +375,7 @@ class CacheModel:
         assert stats.evictable_pages == self.evictable()
         assert self.cache.num_available == stats.free_pages + self.evictable()
         assert (stats.lookups, stats.lookup_tokens) == (self.lookups, self.asked)
-        assert (stats.hit_tokens, stats.evicted_pages) == (self.hit, self.evicted)
-        assert self.cache._queue.num_queued <= stats.num_nodes <= self.num_pages
-        assert stats.ghost_pages <= self.num_pages
+        assert (stats.hit_tokens, stats.ideal_hit_tokens) == (self.hit, self.ideal)
+        assert stats.evicted_pages == self.evicted
+        assert self.cache._store.queue.num_queued <= stats.num_nodes <= self.num_pages
+        assert stats.ghost_pages == len(self.ghosts) <= self.budget

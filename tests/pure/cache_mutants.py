@@ -1,24 +1,36 @@
 """Faults that a prefix cache can have, each in a subclass: the state machine must find them all."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
 
-from ramify.cache import CacheKey, Lease, Node, PageLedger, PrefixCache, RadixTree
+from ramify.cache import CacheKey, Lease, PageLedger, PrefixCache, RadixTree
 from ramify.cache.eviction import EvictionQueue
-from ramify.cache.prefix_cache import _Held
-from ramify.errors import LeaseError
+from ramify.cache.ghosts import WITHDRAWN
+from ramify.cache.hash_index import HashIndex
+from ramify.cache.key import chain_hashes
+from ramify.cache.pages import ID_BYTES, pack_pages
+from ramify.cache.store import PageStore
+from ramify.errors import LeaseError, PageOwnershipError
+
+Found = tuple[list[int], int, int]  # what a tree finds: nodes, a node in part, how much of it
 
 
 class Rewired(PrefixCache):
-    """A cache with parts of other types."""
+    """A cache with parts of other types, and an index that has splits and long nodes."""
 
     tree_type: ClassVar[type[RadixTree]] = RadixTree
+    store_type: ClassVar[type[PageStore]] = PageStore
     ledger_type: ClassVar[type[PageLedger]] = PageLedger
+    queue_type: ClassVar[type[EvictionQueue]] = EvictionQueue
 
-    def __init__(self, num_pages: int, page_size: int = 16, *, policy: str = "lru") -> None:
-        super().__init__(num_pages, page_size, policy=policy)
-        self._tree = self.tree_type(page_size)
-        self._ledger = self.ledger_type(num_pages)
+    def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
+        super().__init__(num_pages, page_size, **{**options, "index": "radix"})
+        self._tree.__class__ = self.tree_type
+        self._store.__class__ = self.store_type
+        self._store.ledger.__class__ = self.ledger_type
+        self._store.queue.__class__ = self.queue_type
 
 
 # -- publish before compute ----------------------------------------------------------------
@@ -29,15 +41,15 @@ class ReadyWhenAnnounced(PrefixCache):
 
     def announce(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> Lease:
         new = super().announce(lease, key, private)
-        for node in self._announced(self._held[new.id]):
-            node.holder = 0
+        for node in self._book.announced(new):
+            self._tree.holder[node] = 0
         return new
 
 
 class _ForgetfulTree(RadixTree):
-    def split(self, node: Node, num_pages: int) -> Node:
+    def split(self, node: int, num_pages: int) -> int:
         upper = super().split(node, num_pages)
-        upper.holder = 0
+        self.holder[upper] = 0
         return upper
 
 
@@ -51,9 +63,9 @@ class SplitForgetsPending(Rewired):
 
 
 class _UnpinningTree(RadixTree):
-    def split(self, node: Node, num_pages: int) -> Node:
+    def split(self, node: int, num_pages: int) -> int:
         upper = super().split(node, num_pages)
-        upper.pins = 0
+        self.pins[upper] = 0
         return upper
 
 
@@ -63,26 +75,26 @@ class UpperHalfUnpinned(Rewired):
     tree_type = _UnpinningTree
 
 
-class _UpsideDownTree(RadixTree):
-    def split(self, node: Node, num_pages: int) -> Node:
-        cut = num_pages * self.page_bytes
-        tail = node.pages[num_pages:]
-        lower = Node(node, node.atoms[cut:], tail, node.holder, node.namespace)
-        lower.pins, lower.hits, lower.last_access = node.pins, node.hits, node.last_access
-        lower.depth, lower.children = node.depth, node.children
-        for child in lower.children.values():
-            child.parent = lower
-        node.depth -= len(tail)
-        node.atoms, node.pages = node.atoms[:cut], node.pages[:num_pages]
-        node.children = {lower.atoms[: self.page_bytes]: lower}
-        self.num_nodes += 1
-        return node
+class _UpsideDownStore(PageStore):
+    leases: Iterable[Lease]
+
+    def split(self, node: int, num_pages: int) -> int:
+        upper = super().split(node, num_pages)
+        for lease in self.leases:
+            if lease.node == node:
+                lease.node = upper
+        return upper
 
 
-class OldObjectKeepsPrefix(Rewired):
-    """A split leaves the prefix half in the existing object, on which the pins are held."""
+class OldLeaseKeepsPrefix(Rewired):
+    """A split leaves the prefix half to the leases that there are, and their pins on both."""
 
-    tree_type = _UpsideDownTree
+    store_type = _UpsideDownStore
+
+    def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
+        super().__init__(num_pages, page_size, **options)
+        assert isinstance(self._store, _UpsideDownStore)
+        self._store.leases = self._book.live()
 
 
 # -- stale table after publish -------------------------------------------------------------
@@ -93,8 +105,18 @@ class DuplicatesReturned(PrefixCache):
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
         new = super().publish(lease, key, private)
-        pages = lease.pages + tuple(private[: len(new.pages) - len(lease.pages)])
-        stale = self._held[new.id].lease = Lease(new.id, new.key, pages, new.num_pending)
+        taken = pack_pages(private)[: len(new.packed) - len(lease.packed)]
+        stale = Lease(
+            new.id,
+            new.source,
+            new.num_tokens,
+            lease.packed + taken,
+            new.node,
+            new.num_pending,
+            new.holder,
+            new.counted,
+        )
+        self._book._live[new.id] = stale
         return stale
 
 
@@ -108,17 +130,21 @@ class DeadLeaseReleased(PrefixCache):
         try:
             super().release(lease, private)
         except LeaseError:
-            if lease.id in self._held:
+            if lease.id in self._book._live:
                 raise
-            node, _ = self._tree.walk(lease.key, len(lease.pages), pending=True)
-            while node is not None:
-                node.pins -= 1
-                node = node.parent
+            tree, key = self._tree, lease.key
+            root = tree.roots.get(key.namespace, 0)
+            path = tree.find(root, key.atoms, len(key.atoms), pending=True)[0] if root else []
+            for node in path:
+                tree.pins[node] -= 1
 
 
 class _TrustingLedger(PageLedger):
-    def require_private(self, pages: Sequence[int]) -> None:
-        pass
+    def give_back(self, packed: bytes) -> None:
+        try:
+            super().give_back(packed)
+        except PageOwnershipError:
+            self._free.frombytes(packed)
 
 
 class PagesFreedTwice(Rewired):
@@ -133,18 +159,29 @@ class PagesFreedTwice(Rewired):
 class _PitilessQueue(EvictionQueue):
     tree: RadixTree
 
-    def pop(self) -> Node | None:
-        leaves = [node for node in self.tree.nodes() if node.is_leaf and not node.is_pending]
-        return min(leaves, key=self._sort_key, default=None)
+    def first(self) -> int:
+        tree = self.tree
+        leaves = [
+            node
+            for node in tree.nodes()
+            if tree.resident[node] and not tree.resident_children[node] and not tree.holder[node]
+        ]
+        return min(leaves, key=tree.last_access.__getitem__, default=0)
+
+    def remove(self, node: int) -> None:
+        if self.place[node]:
+            super().remove(node)
 
 
-class PinnedEvicted(PrefixCache):
+class PinnedEvicted(Rewired):
     """Eviction looks for the least recently used leaf, pinned or not."""
 
-    def __init__(self, num_pages: int, page_size: int = 16, *, policy: str = "lru") -> None:
-        super().__init__(num_pages, page_size, policy=policy)
-        self._queue = queue = _PitilessQueue(policy)
-        queue.tree = self._tree
+    queue_type = _PitilessQueue
+
+    def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
+        super().__init__(num_pages, page_size, **options)
+        assert isinstance(self._store.queue, _PitilessQueue)
+        self._store.queue.tree = self._tree
 
 
 # -- match off by one page -----------------------------------------------------------------
@@ -153,16 +190,16 @@ class PinnedEvicted(PrefixCache):
 class WholePromptMatched(PrefixCache):
     """A prompt that is cached to its end is matched to its end: nothing is left to compute."""
 
-    def _usable_pages(self, key: CacheKey) -> int:
-        return key.num_pages(self.page_size)
+    def _usable(self, key: CacheKey) -> int:
+        return key.num_pages(self.page_size) * self._page_bytes
 
 
 class _OverreachingTree(RadixTree):
-    def walk(
-        self, key: CacheKey, max_pages: int, *, pending: bool, start: Node | None = None
-    ) -> tuple[Node | None, int]:
-        node, covered = super().walk(key, max_pages, pending=pending, start=start)
-        return node, covered + (node is not None and covered < len(node.pages))
+    def find(self, root: int, atoms: bytes, end: int, *, pending: bool) -> Found:
+        path, part, covered = super().find(root, atoms, end, pending=pending)
+        if part and covered + 1 == self.resident[part] == self.length[part]:
+            return [*path, part], 0, 0
+        return path, part, covered + (part and covered < self.resident[part])
 
 
 class OnePageTooMany(Rewired):
@@ -174,8 +211,8 @@ class OnePageTooMany(Rewired):
 class OnePageTooFew(PrefixCache):
     """The last page of every match is computed again."""
 
-    def _usable_pages(self, key: CacheKey) -> int:
-        return max(0, super()._usable_pages(key) - 1)
+    def _usable(self, key: CacheKey) -> int:
+        return max(0, super()._usable(key) - self._page_bytes)
 
 
 # -- leak on abort -------------------------------------------------------------------------
@@ -188,16 +225,20 @@ class PrivateLeaked(PrefixCache):
         super().release(lease)
 
 
-class AnnouncedLeaked(PrefixCache):
+class _LeakingStore(PageStore):
+    def drop_pending(self, nodes: Iterable[int]) -> None:
+        tree = self.tree
+        for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
+            tree.pins[node] = tree.holder[node] = 0
+            tree.evict_tail(node, tree.resident[node])
+            self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
+        self.ghosts.trim()
+
+
+class AnnouncedLeaked(Rewired):
     """Pages that were announced and never computed leave the tree, but do not become free."""
 
-    def _remove_pending(self, top: Node, dependents: list[_Held]) -> None:
-        parent = top.parent
-        assert parent is not None
-        for node in reversed(list(self._tree.nodes(top))):
-            self._tree.remove(node)
-        for held in dependents:
-            held.node, held.withdrawn = parent, True
+    store_type = _LeakingStore
 
 
 class DependentsForgotten(PrefixCache):
@@ -211,14 +252,14 @@ class DependentsForgotten(PrefixCache):
 # -- two namespaces, one tree --------------------------------------------------------------
 
 
-class _OneRootTree(RadixTree):
-    def walk(
-        self, key: CacheKey, max_pages: int, *, pending: bool, start: Node | None = None
-    ) -> tuple[Node | None, int]:
-        return super().walk(CacheKey(key.atoms), max_pages, pending=pending, start=start)
+class _OneRoot(dict[bytes, int]):
+    def get(self, key: bytes, default: Any = None) -> Any:
+        return super().get(b"", default)
 
-    def root(self, namespace: bytes) -> Node:
-        return super().root(b"")
+
+class _OneRootTree(RadixTree):
+    def add_root(self, namespace: bytes) -> int:
+        return super().add_root(b"")
 
 
 class NamespacesShared(Rewired):
@@ -226,14 +267,130 @@ class NamespacesShared(Rewired):
 
     tree_type = _OneRootTree
 
+    def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
+        super().__init__(num_pages, page_size, **options)
+        self._tree.roots = _OneRoot()
+
+
+# -- memories taken for pages --------------------------------------------------------------
+
+
+class _SeancingTree(RadixTree):
+    def find(self, root: int, atoms: bytes, end: int, *, pending: bool) -> Found:
+        path: list[int] = []
+        for node, shared in self.follow(root, atoms, 0, end):
+            if self.holder[node] and not pending:
+                break
+            if shared < self.length[node]:
+                return path, node, shared
+            path.append(node)
+        return path, 0, 0
+
+
+class GhostsServed(Rewired):
+    """What was evicted and is remembered counts as found."""
+
+    tree_type = _SeancingTree
+
+
+class _OptimisticTree(RadixTree):
+    def find(self, root: int, atoms: bytes, end: int, *, pending: bool) -> Found:
+        path, part, covered = super().find(root, atoms, end, pending=pending)
+        if part and covered == self.resident[part] < self.length[part]:
+            return [*path, part], 0, 0
+        return path, part, covered
+
+
+class PartTakenForWhole(Rewired):
+    """A node that has lost its last pages is found as if it had them."""
+
+    tree_type = _OptimisticTree
+
+
+class _MixedUpTree(RadixTree):
+    def refill(self, node: int, packed: bytes) -> None:
+        super().refill(node, array("i", packed)[::-1].tobytes())
+
+
+class RefilledBackwards(Rewired):
+    """What comes back to life gets the right pages in the wrong order."""
+
+    tree_type = _MixedUpTree
+
+
+class _UnlistedStore(PageStore):
+    def _refill(self, node: int, packed: bytes) -> None:
+        super()._refill(node, packed)
+        self.num_evictable -= len(packed) // ID_BYTES
+
+
+class RefilledNotEvictable(Rewired):
+    """Pages that come back to a node that was partly evicted are lost to the count of what is."""
+
+    store_type = _UnlistedStore
+
+
+# -- a hash taken for what it names --------------------------------------------------------
+
+
+class _CredulousIndex(HashIndex):
+    def _is(self, node: int, parent: int, page: bytes) -> bool:
+        return True
+
+
+class HashesBelieved(PrefixCache):
+    """A flat index under a chain of 1 byte that does not look at what it has found."""
+
+    def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
+        super().__init__(num_pages, page_size, **{**options, "index": "hash"})
+        self._tree.index = _CredulousIndex(
+            self._tree, lambda parent, page, size: chain_hashes(parent, page, size)[:1]
+        )
+
+
+# -- runs of private pages cut wrongly -----------------------------------------------------
+
+
+class _LosingLedger(PageLedger):
+    def _cut(self, head: bytes, size: int) -> bytes:
+        first = super()._cut(head, size)
+        second = [run for run in self._runs.values() if len(run) > ID_BYTES and run != first]
+        with suppress(IndexError):
+            self._runs[second[-1][:ID_BYTES]] = second[-1][:-ID_BYTES]
+        return first
+
+
+class CutLosesPage(Rewired):
+    """Whoever uses pages from the middle of a run loses the last one."""
+
+    ledger_type = _LosingLedger
+
+
+class _OverlappingLedger(PageLedger):
+    def _cut(self, head: bytes, size: int) -> bytes:
+        run = self._runs[head]
+        first = super()._cut(head, size)
+        self._runs[head] = run[: size + ID_BYTES]
+        return first
+
+
+class CutKeepsPage(Rewired):
+    """Whoever uses pages from the middle of a run still has the first of them afterwards."""
+
+    ledger_type = _OverlappingLedger
+
 
 MUTANTS: dict[str, tuple[type[PrefixCache], ...]] = {
     "publish before compute": (ReadyWhenAnnounced, SplitForgetsPending),
-    "pin lost on split": (UpperHalfUnpinned, OldObjectKeepsPrefix),
+    "pin lost on split": (UpperHalfUnpinned, OldLeaseKeepsPrefix),
     "stale table after publish": (DuplicatesReturned,),
     "double release": (DeadLeaseReleased, PagesFreedTwice),
     "eviction of a pinned node": (PinnedEvicted,),
     "match off by one page": (WholePromptMatched, OnePageTooMany, OnePageTooFew),
     "leak on abort": (PrivateLeaked, AnnouncedLeaked, DependentsForgotten),
     "namespace ignored": (NamespacesShared,),
+    "ghost taken for a page": (GhostsServed, PartTakenForWhole),
+    "wrong pages on revival": (RefilledBackwards, RefilledNotEvictable),
+    "hash not verified": (HashesBelieved,),
+    "run of private pages cut wrongly": (CutLosesPage, CutKeepsPage),
 }

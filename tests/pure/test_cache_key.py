@@ -1,6 +1,9 @@
 """Cache keys: packed token ids inside a namespace."""
 
+import hashlib
+import struct
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from ramify.cache import CacheKey, namespace_of
 from ramify.cache.key import common_pages
 from ramify.errors import InvalidKeyError
 
-HASHES = ["44f89ba11815358f75d003e589f944e1", "0580c08c71b3c4ab3a61e64ff601dea9"]
+# Of range(10) in the namespace "model", in pages of 4: what stores and routers know pages by.
+HASHES = ["135c373af3165c64d503e180d18b121c", "e03a7fa3da8db42fbfeab3215035c0d8"]
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 PARTS = st.dictionaries(
     st.text(max_size=3),
@@ -128,6 +132,15 @@ def test_the_order_of_the_parts_does_not_matter() -> None:
     assert namespace_of(model="m", epoch=3) == namespace_of(epoch=3, model="m")
 
 
+def test_a_namespace_of_parts_never_changes() -> None:
+    """Its hash begins every chain of page hashes, so that its bytes are a format, too."""
+    assert namespace_of(model="é", epoch=-3, salt=b"\0") == (
+        b"\0\0\0\x05epoch" + b"\0\0\0\x02-3" + b"i"
+        b"\0\0\0\x05model" + b"\0\0\0\x02\xc3\xa9" + b"s"
+        b"\0\0\0\x04salt" + b"\0\0\0\x01\0" + b"b"
+    )
+
+
 @pytest.mark.parametrize("value", [None, 1.5, True, ("a",)])
 def test_a_part_of_another_type_is_refused(value: Any) -> None:
     """Only text, bytes and integers have one spelling; the error names the part."""
@@ -151,14 +164,73 @@ def test_common_pages_counts_equal_pages_from_the_start(
     assert common_pages(first, second, page_bytes, start) == expected
 
 
-def test_page_hashes_name_a_page_and_all_before_it() -> None:
-    """Chained, keyed with the namespace, the same in every process, none for a partial page."""
+# -- page hashes ---------------------------------------------------------------------------
+
+
+def chained(tokens: list[int], namespace: bytes, page_size: int) -> list[bytes]:
+    """The rule of `page_hashes` once more, as another program would write it."""
+    hashed = hashlib.blake2b(namespace, digest_size=16, person=b"ramify-ns").digest()
+    found = []
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        page = struct.pack(f"<{page_size}i", *tokens[start : start + page_size])
+        hashed = hashlib.blake2b(hashed + page, digest_size=16).digest()
+        found.append(hashed)
+    return found
+
+
+def test_page_hashes_never_change() -> None:
+    """Other processes, machines and versions know pages by these names."""
     hashes = CacheKey(range(10), "model").page_hashes(4)
 
     assert [one.hex() for one in hashes] == HASHES
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), max_size=20),
+    st.binary(max_size=4),
+    st.integers(1, 6),
+)
+def test_page_hashes_follow_the_rule(tokens: list[int], namespace: bytes, page_size: int) -> None:
+    """BLAKE2b-128 over the hash before and the page's little-endian atoms; none for a part."""
+    hashes = CacheKey(tokens, namespace).page_hashes(page_size)
+
+    assert hashes == chained(tokens, namespace, page_size)
+    assert len(hashes) == len(tokens) // page_size
+
+
+def test_page_hashes_name_a_page_and_all_before_it() -> None:
+    """Another first token, namespace or page size is another name for every page."""
+    hashes = CacheKey(range(10), "model").page_hashes(4)
+    others = [
+        CacheKey([9, *range(1, 8)], "model").page_hashes(4),
+        CacheKey(range(8), "other").page_hashes(4),
+        CacheKey(range(8)).page_hashes(4),
+        CacheKey(range(8), "model").page_hashes(2),
+    ]
+
     assert CacheKey(range(8), "model").page_hashes(4) == hashes
-    assert CacheKey([9, *range(1, 8)], "model").page_hashes(4)[1] != hashes[1]
-    assert CacheKey(range(8), "other").page_hashes(4)[0] != hashes[0]
+    assert all(set(hashes).isdisjoint(other) for other in others)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 5))
+def test_page_hashes_agree_as_far_as_the_pages_do(
+    one: list[int], other: list[int], page_size: int
+) -> None:
+    """They agree for the common prefix, and never again after it."""
+    first, second = CacheKey(one), CacheKey(other)
+    shared = common_pages(first.atoms, second.atoms, page_size * 4)
+    pairs = list(zip(first.page_hashes(page_size), second.page_hashes(page_size), strict=False))
+
+    assert [mine == theirs for mine, theirs in pairs] == [i < shared for i in range(len(pairs))]
+
+
+def test_equal_pages_have_different_hashes_in_different_places() -> None:
+    """AB22: a page of zeros after zeros is not the page of zeros before."""
+    hashes = CacheKey([0] * 40).page_hashes(4)
+
+    assert len(set(hashes)) == 10
+    assert all(len(one) == 16 for one in hashes)
+    assert all(one != after for one, after in pairwise(hashes))
 
 
 @pytest.mark.parametrize("namespace", [0, 3, None, 10**9, ["a"]])

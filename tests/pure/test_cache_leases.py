@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ramify.cache import Lease, PrefixCache
-from ramify.errors import InvariantError, LeaseError, PageOwnershipError
+from ramify.errors import ConfigError, InvariantError, LeaseError, PageOwnershipError
 from tests.pure.test_prefix_cache import begin, cached_nodes, drained, key, publish, serve, state
 
 
@@ -42,7 +42,7 @@ def test_announced_pages_are_attached_to_and_found_once_published() -> None:
 
     follower, stranger = cache.attach(key("abcdx")), cache.acquire(key("abcdx"))
     assert (follower.pages, follower.num_pending) == (leader.pages[:2], 2)
-    assert (stranger.pages, leader.num_pending) == ((), 3)
+    assert (len(stranger.pages), leader.num_pending) == (0, 3)
     leader = cache.publish(leader, key("abcdef"))
 
     assert leader.num_pending == 0
@@ -314,6 +314,50 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(policy: str) -> None:
     """The error lists what there is."""
     with pytest.raises(ValueError, match="lru"):
         PrefixCache(4, 2, policy=policy)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    """With the value, and what it may be."""
+    with pytest.raises(ConfigError, match="ghost_pages=-1 but it is a count"):
+        PrefixCache(4, 2, ghost_pages=-1)
+    cache = PrefixCache(4, 2, policy="priority")
+    serve(cache, "abcd")
+    with pytest.raises(ConfigError, match=r"priority=4294967296 but .* int32"):
+        cache.set_priority(key("abcde"), 2**32)
+    assert cache.stats().num_leases == 0
+
+
+def test_what_a_lease_and_a_node_say_of_themselves() -> None:
+    """Enough to debug with."""
+    cache = PrefixCache(4, 2)
+    serve(cache, "abcd")
+    lease = cache.acquire(key("abc"))
+
+    upper, lower = sorted(cached_nodes(cache), key=lambda node: node.depth)
+
+    assert (upper.depth, upper.is_leaf, lower.depth, lower.is_leaf) == (1, False, 2, True)
+    assert repr(lease) == f"Lease(id={lease.id}, num_tokens=2, num_pending=0)"
+
+
+@pytest.mark.parametrize(("text", "told"), [("abcdef", "evicted"), ("abcdefgh", "hit")])
+def test_a_publish_brings_back_an_evicted_tail(text: str, told: str) -> None:
+    """The node was cut from behind; what was computed since fills it up as far as it goes."""
+    cache = PrefixCache(16, 2)
+    late = begin(cache, text)
+    serve(cache, "abcdefgh")
+    cache.evict(3)
+    assert cache.match(key("abcdefghi")).num_pages == 1
+
+    feed = cache.subscribe()
+
+    lease, private = publish(cache, text, *late)
+
+    assert cache.match(key("abcdefghi")).num_pages == len(text) // 2
+    assert cache.explain(key("abcdefghi")).reason == told
+    stored = [event for event in feed.take() if event.kind == "stored"]
+    assert sum(len(event.pages) for event in stored) == len(text) // 2 - 1
+    cache.release(lease, private)
+    drained(cache)
 
 
 @pytest.mark.parametrize("page_size", [0, -1])

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
-from ramify.cache import CacheKey, PrefixCache
+from ramify.cache import CacheKey, Pages, PrefixCache
 from ramify.engine.step import Draw, StepPlan
 from ramify.errors import OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
@@ -31,7 +31,7 @@ class CountingCache(PrefixCache):
 
     num_reserved = 0
 
-    def reserve(self, num_pages: int) -> list[int]:
+    def reserve(self, num_pages: int) -> Pages:
         pages = super().reserve(num_pages)
         self.num_reserved += num_pages
         return pages

@@ -3,6 +3,7 @@
 Tags such as PB1 and AB3 number the faults of earlier systems, which the tests keep out.
 """
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
@@ -15,20 +16,20 @@ def key(text: str, namespace: str = "") -> CacheKey:
     return CacheKey(list(text.encode()), namespace)
 
 
-def begin(cache: PrefixCache, text: str, namespace: str = "") -> tuple[Lease, list[int]]:
+def begin(cache: PrefixCache, text: str, namespace: str = "") -> tuple[Lease, Sequence[int]]:
     """A request that has its pages: those found, and private ones for the rest."""
     lease = cache.acquire(key(text, namespace))
     return lease, cache.reserve(-(-len(text) // cache.page_size) - len(lease.pages))
 
 
 def publish(
-    cache: PrefixCache, text: str, lease: Lease, private: list[int]
-) -> tuple[Lease, list[int]]:
+    cache: PrefixCache, text: str, lease: Lease, private: Sequence[int]
+) -> tuple[Lease, Sequence[int]]:
     new = cache.publish(lease, key(text, lease.key.namespace.decode()), private)
     return new, private[len(new.pages) - len(lease.pages) :]
 
 
-def serve(cache: PrefixCache, text: str, namespace: str = "") -> tuple[int, ...]:
+def serve(cache: PrefixCache, text: str, namespace: str = "") -> Sequence[int]:
     """A request from begin to end; returns the pages that stay warm."""
     lease, private = publish(cache, text, *begin(cache, text, namespace))
     cache.release(lease, private)
@@ -113,7 +114,7 @@ def test_pb21_duplicates_behind_somebody_elses_pending_pages_stay_private() -> N
     leader = cache.announce(lease, key("abcdef"), private)
 
     early, mine = publish(cache, "abcdefg", *other)
-    assert (early.pages, mine) == ((), other[1])
+    assert (list(early.pages), mine) == ([], other[1])
     cache.publish(leader, key("abcdef"))
     late, mine = publish(cache, "abcdefg", early, mine)
 
@@ -183,7 +184,7 @@ def test_ab16_a_second_turn_finds_the_answer_of_the_first() -> None:
     """What was decoded is published like what was prefilled."""
     cache = PrefixCache(16, 2)
     lease, private = publish(cache, "promp", *begin(cache, "promp"))
-    private += cache.reserve(3)
+    private = [*private, *cache.reserve(3)]
     lease, private = publish(cache, "prompanswer", lease, private)
     cache.release(lease, private)
 

@@ -33,7 +33,9 @@ def check_tree(tree: RadixTree) -> None:
     """Links, keys, lengths and the state that parents and children must share."""
     nodes, page_bytes = list(tree.nodes()), tree.page_bytes
     require(len(nodes) == tree.num_nodes, f"{len(nodes)} nodes found, {tree.num_nodes} counted")
-    require(all(not tree.parent[root] for root in tree.roots.values()), "a root has a parent")
+    for root in tree.roots.values():
+        above = tree.parent[root] or tree.start[root] or tree.length[root] or tree.resident[root]
+        require(not above and tree.root[root] == root, "a root has a parent or pages")
     ghosts = [node for node in nodes if not tree.resident[node]]
     require(len(ghosts) == tree.num_ghosts, f"{len(ghosts)} ghosts, {tree.num_ghosts} counted")
     evicted = sum(tree.length[node] - tree.resident[node] for node in nodes)

@@ -48,11 +48,13 @@ class LeaseBook:
         self._live[number] = lease
         return lease
 
-    def replace(
-        self, old: Lease, source: CacheKey, num_tokens: int, packed: bytes, num_pending: int
-    ) -> Lease:
+    def replace(self, old: Lease, source: CacheKey, num_tokens: int, packed: bytes) -> Lease:
         """The next lease of the same request, at the node to which the old one has moved."""
         number, node, counted = next(self._numbers), old.node, old.counted
+        num_pending, at, tree = 0, node, self._tree
+        while tree.holder[at]:
+            num_pending += tree.resident[at]
+            at = tree.parent[at]
         lease = Lease(number, source, num_tokens, packed, node, num_pending, old.holder, counted)
         del self._live[old.id]
         self._live[number] = lease

@@ -39,7 +39,7 @@ class Ghosts:
         """Pages of a node were evicted just now."""
         if node != self._tail:
             if self._listed[node]:
-                self._unlink(node)
+                self.remove(node)
             if self._tail:
                 self._after[self._tail], self._before[node] = node, self._tail
             else:
@@ -52,17 +52,12 @@ class Ghosts:
         """Whether a ghost is one because the step that was to compute it failed."""
         return self.reason[node] == WITHDRAWN and not self._tree.resident[node]
 
-    def remove(self, node: int) -> None:
-        """All pages of a node are cached again."""
-        if self._listed[node]:
-            self._unlink(node)
-
     def trim(self) -> None:
         """Forget the oldest until the budget is kept."""
         tree = self._tree
         while tree.num_ghost_pages > self.max_pages:
             node = self._head
-            self._unlink(node)
+            self.remove(node)
             root = tree.root[node]
             self._forgotten(node, tree.length[node] - tree.resident[node])
             tree.forget(node)
@@ -77,7 +72,8 @@ class Ghosts:
             node = self._after[node]
         return found
 
-    def _unlink(self, node: int) -> None:
+    def remove(self, node: int) -> None:
+        """Take a node off the list: all of its pages are cached again, or it is forgotten."""
         before, after = self._before[node], self._after[node]
         if before:
             self._after[before] = after

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ramify.cache.key import CacheKey
 from ramify.cache.tree import RadixTree
 from ramify.cache.values import Lease
-from ramify.errors import CacheError, ConfigError, PinError
+from ramify.errors import ConfigError, PinError, RamifyError
 
-MAX_REFUSALS = 256  # refused pins that explanations remember
+MAX_REFUSALS = 256  # pins over the budget that explanations remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,8 @@ class PinBoard:
             PinError: nothing is cached of the prefix, or it goes over the budget.
         """
         try:
-            self._allow(lease, ttl_s)
-        except CacheError as error:
-            self._release(lease)
-            self._refusals[key] = str(error)
-            if len(self._refusals) > MAX_REFUSALS:
-                del self._refusals[next(iter(self._refusals))]
-            raise
-        except ConfigError:
+            self._allow(key, lease, ttl_s)
+        except RamifyError:
             self._release(lease)
             raise
         self._refusals.pop(key, None)
@@ -93,13 +87,16 @@ class PinBoard:
         self.next_expiry_s = min(self.next_expiry_s, expires_s)
         return self._pin(lease.id)
 
-    def _allow(self, lease: Lease, ttl_s: float | None) -> None:
+    def _allow(self, key: CacheKey, lease: Lease, ttl_s: float | None) -> None:
         if ttl_s is not None and not ttl_s > 0:
             raise ConfigError(f"ttl={ttl_s} s but a pin lives for more than 0; None is for ever")
         if not lease.num_tokens:
             raise PinError("no whole page of the prefix is cached; compute and publish it first")
         would = self._pages_of([lease, *(kept.lease for kept in self._pins.values())])
         if would > self.max_pages:
+            self._refusals[key] = f"{would} of at most {self.max_pages} pages would be pinned"
+            if len(self._refusals) > MAX_REFUSALS:
+                del self._refusals[next(iter(self._refusals))]
             raise PinError(
                 f"with these {len(lease.pages)} pages {would} would be pinned, but at most "
                 f"{self.max_pages} may be; unpin something, pin a shorter prefix, or raise "
@@ -107,7 +104,7 @@ class PinBoard:
             )
 
     def refusal(self, key: CacheKey) -> str:
-        """Why a pin of a beginning of `key` was refused lately; empty if none was."""
+        """Why the budget refused a pin of a beginning of `key` lately; empty if it did not."""
         found = ""
         for refused, told in self._refusals.items():
             if refused.namespace == key.namespace and key.atoms.startswith(refused.atoms):

@@ -133,8 +133,8 @@ def apply_marks(
     salted = set[int]()
     for salt in salts:
         at = salt.start
-        if not isinstance(salt.salt, str | bytes):
-            raise InvalidKeyError(f"salt={salt.salt!r} but it must be a string or bytes")
+        if not isinstance(salt.salt, str | bytes) or not isinstance(at, int):
+            raise InvalidKeyError(f"{salt!r}: `start` must be an integer, `salt` a string or bytes")
         if not 0 <= at < len(atoms) or at in salted or atoms[at] == CONTINUED:
             raise InvalidKeyError(
                 f"a salt begins at {at} of a prompt of {len(atoms)} atoms; it must begin inside "

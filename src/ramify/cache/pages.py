@@ -17,8 +17,8 @@ ID_BYTES = 4  # page ids travel as native int32
 class Pages(Sequence[int]):
     """Page ids in order: an immutable sequence of integers over packed int32.
 
-    Equal to any sequence with the same ids. `numpy.asarray(pages)` copies nothing, and neither
-    does `memoryview(pages.packed)`.
+    Equal to a list, tuple or array with the same ids. `numpy.asarray(pages)` copies nothing, and
+    neither does `memoryview(pages.packed)`.
     """
 
     __slots__ = ("packed",)
@@ -52,7 +52,7 @@ class Pages(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Pages):
             return self.packed == other.packed
-        if isinstance(other, Sequence | array) and not isinstance(other, str | bytes):
+        if isinstance(other, list | tuple | array):
             return list(self) == list(other)
         return NotImplemented
 
@@ -89,6 +89,8 @@ def pack_pages(pages: Sequence[int]) -> bytes:
     if isinstance(pages, array) and pages.typecode == "i":
         return pages.tobytes()
     try:
+        if isinstance(pages, bytes | bytearray):  # which `array` would take as they are
+            raise TypeError("bytes")
         return array("i", pages).tobytes()
     except (OverflowError, TypeError) as error:
         raise PageOwnershipError(f"page ids must be int32 numbers: {error}") from None

@@ -331,11 +331,7 @@ class PrefixCache:
         store.ledger.adopt(packed)
         lease.node = store.fill(lease.node, child, key, start, packed, lease.holder)
         end = lease.num_tokens + len(packed) // ID_BYTES * self.page_size
-        num_pending, at = 0, lease.node
-        while tree.holder[at]:
-            num_pending += tree.resident[at]
-            at = tree.parent[at]
-        return self._book.replace(lease, key, end, lease.packed + packed, num_pending)
+        return self._book.replace(lease, key, end, lease.packed + packed)
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
         """Say that the K/V of `key` is computed: its whole pages become shared.
@@ -363,7 +359,7 @@ class PrefixCache:
             store.make_ready(self._book.announced(lease))
         lease.node, pages = store.insert(lease.node, key, lease.num_tokens * ATOM_BYTES, packed)
         end = lease.num_tokens + len(pages) // ID_BYTES * self.page_size
-        return self._book.replace(lease, key, end, lease.packed + pages, 0)
+        return self._book.replace(lease, key, end, lease.packed + pages)
 
     def withdraw(self, lease: Lease) -> list[Lease]:
         """Take back what a lease announced and did not compute; its pages become free.
@@ -412,9 +408,8 @@ class PrefixCache:
         start = max(num_tokens // size, first)
         lease.node, packed = self._store.retract(announced, start)
         rest = lease.packed[: len(lease.packed) - len(packed)]
-        pending = lease.num_pending - len(packed) // ID_BYTES
         tokens = len(rest) // ID_BYTES * size
-        return self._book.replace(lease, lease.source, tokens, rest, pending), Pages(packed)
+        return self._book.replace(lease, lease.source, tokens, rest), Pages(packed)
 
     def is_blocked(self, lease: Lease) -> bool:
         """Whether the prefix of a lease depends on pages that another leader is to publish."""
@@ -474,7 +469,7 @@ class PrefixCache:
         tree, store = self._tree, self._store
         root = tree.roots.get(key.namespace)
         if root is None:
-            root, path = tree.root_of(key.namespace), list[int]()
+            root, path = tree.add_root(key.namespace), list[int]()
         else:
             path, part, covered = tree.find(root, key.atoms, end, pending=pending)
             if part:

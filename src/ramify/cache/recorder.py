@@ -57,7 +57,7 @@ class Recorder:
         self._residency = array("q", [0]) * NUM_BUCKETS
         self._idle = array("q", [0]) * NUM_BUCKETS
         self._reuse_gap = array("q", [0]) * (NUM_BUCKETS + 1)  # and a place for misses
-        self._marks = [(0, 0, 0), (0, 0, 0)]  # lookups, tokens, hit tokens at two generations
+        self._marks = [(0, 0, 0)] * 3  # lookups, tokens, hit tokens where generations began
         self._next_mark = GENERATION
         self._logged = (0, 0, 0)
         self.next_log = log_every or sys.maxsize  # lookups at which a line is due
@@ -65,7 +65,7 @@ class Recorder:
     def lookup(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
         """Count a lookup; `gap` is the `bucket` of seconds since the last use, or MISS."""
         if self.lookups >= self._next_mark:
-            self._marks = [self._marks[1], self._now()]
+            self._marks = [*self._marks[1:], self._now()]
             self._next_mark = self.lookups + GENERATION
         self.lookups += 1
         self.tokens += tokens
@@ -90,7 +90,8 @@ class Recorder:
     @property
     def recent(self) -> tuple[int, int]:
         """Tokens asked for and found in the last one to two generations of lookups."""
-        _, tokens, hits = self._marks[0]
+        begun = self.lookups > self._marks[2][0]  # else the lookup that began it was cancelled
+        _, tokens, hits = self._marks[1 if begun else 0]
         return max(0, self.tokens - tokens), max(0, self.hit_tokens - hits)
 
     @property

@@ -231,13 +231,11 @@ class RadixTree:
 
     # -- making and cutting ----------------------------------------------------------------
 
-    def root_of(self, namespace: bytes) -> int:
-        """The root of a namespace, made when there is none."""
-        root = self.roots.get(namespace)
-        if root is None:
-            root = self.roots[namespace] = self._new()
-            self.namespaces[root] = namespace
-            self.root[root] = root
+    def add_root(self, namespace: bytes) -> int:
+        """A root for a namespace that has none."""
+        root = self.roots[namespace] = self._new()
+        self.namespaces[root] = namespace
+        self.root[root] = root
         return root
 
     def drop_empty_root(self, root: int) -> None:
@@ -257,7 +255,8 @@ class RadixTree:
 
     def _vacate(self, node: int) -> None:
         """Give a number back, with all its fields 0."""
-        self.parent[node] = self.next_sibling[node] = self.prev_sibling[node] = 0
+        self.root[node] = self.parent[node] = self.length[node] = 0
+        self.next_sibling[node] = self.prev_sibling[node] = 0
         for column in self._inherited:
             column[node] = 0
         self._vacant.append(node)

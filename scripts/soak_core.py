@@ -1,0 +1,99 @@
+"""Random operations against the cache core, as many as are asked for, and all invariants after each.
+
+    make soak-core                                      1,000,000 operations, about 20 minutes
+    make soak-core ARGS="--operations 50000"            a first look
+    make soak-core ARGS="--cells hash/lru --seed 7"     one index and policy; other random numbers
+
+Every pair of an index and an eviction policy is a cell with a state machine of its own
+(`tests/pure/cache_life.py`): requests with forks, chunks, drafts, preemption and failed steps; pins
+that expire; eviction by number and by predicate; page sizes 1 to 64. After each operation the cache
+checks itself and is compared with a model made of dicts. A cell that fails prints the shortest
+program that was found for it, and the seed that finds it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from ramify.cache import INDICES, POLICIES
+from tests.pure.cache_life import machine
+
+EXAMPLES = 200  # lives of a cache in one go
+STEPS = 60  # operations in such a life, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one cell."""
+
+    cell: str
+    operations: int
+    seconds: float
+    failure: str  # empty if there was none
+
+
+def soak(cell: str, operations: int, first_seed: int) -> Outcome:
+    """Run one cell until so many operations are done, or one was wrong."""
+    begin = time.monotonic()
+    tested, failure, number = machine(*cell.split("/")), "", first_seed
+    profile = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    while tested.num_operations < operations and not failure:
+        try:
+            run_state_machine_as_test(seed(number)(tested), settings=profile)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the finding
+            program = "\n".join(getattr(error, "__notes__", []))
+            failure = f"seed {number}\n{program}\n{traceback.format_exc(limit=-4)}"
+        number += 1
+    return Outcome(cell, tested.num_operations, time.monotonic() - begin, failure)
+
+
+def main() -> None:
+    cells = [f"{index}/{policy}" for index in INDICES for policy in POLICIES]
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--operations", type=int, default=1_000_000, help="over all cells")
+    parser.add_argument("--cells", default=",".join(cells), help="comma-separated, of %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next add 1")
+    parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
+    args = parser.parse_args()
+    asked = args.cells.split(",")
+    if unknown := set(asked) - set(cells):
+        parser.error(f"no such cells: {sorted(unknown)}; there are {cells}")
+    if args.operations < 1:
+        parser.error(f"--operations {args.operations}, but at least 1 is needed")
+
+    each = -(-args.operations // len(asked))
+    outcomes = []
+    with ProcessPoolExecutor(args.jobs) as pool:
+        running = [pool.submit(soak, cell, each, args.seed) for cell in asked]
+        for done in as_completed(running):
+            one = done.result()
+            outcomes.append(one)
+            verdict = f"FAILED\n{one.failure}" if one.failure else "ok"
+            print(
+                f"{one.cell:14} {one.operations:9,} operations {one.seconds:6.0f} s  {verdict}",
+                flush=True,
+            )
+    total = sum(one.operations for one in outcomes)
+    failed = [one.cell for one in outcomes if one.failure]
+    print(
+        f"{total:,} operations, {len(failed)} of {len(asked)} cells failed {failed or ''}".rstrip()
+    )
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

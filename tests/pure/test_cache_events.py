@@ -1,0 +1,307 @@
+"""Events: whoever listens has the cache's content, whenever it began to, at no cost when nobody does."""
+
+import sys
+from collections.abc import Callable, Iterable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheEvent, PrefixCache
+from ramify.cache.key import namespace_hash
+from ramify.errors import ConfigError
+from tests.pure.cache_mirror import Mirror, content
+from tests.pure.cache_traffic import Traffic
+from tests.pure.test_prefix_cache import begin, key, publish, serve
+
+SEEDS = st.integers(0, 2**32)
+INDICES = pytest.mark.parametrize("index", ["radix", "hash"])
+
+
+def kinds(events: Iterable[CacheEvent]) -> list[tuple[str, int]]:
+    return [(event.kind, len(event.page_hashes)) for event in events]
+
+
+# -- by example ----------------------------------------------------------------------------
+
+
+@INDICES
+def test_what_is_published_is_stored_under_the_hashes_of_its_key(index: str) -> None:
+    """So that whoever has the key finds the page elsewhere; parents come before what follows."""
+    cache = PrefixCache(16, 2, index=index)
+    subscription = cache.subscribe()
+
+    pages = list(serve(cache, "abcdefg", "n"))
+
+    names, stored = key("abcdefg", "n").page_hashes(2), list[tuple[bytes, int]]()
+    for event in subscription.take():
+        assert (event.kind, event.namespace, event.reason) == ("stored", b"n", "")
+        assert event.parent_hash == (stored[-1][0] if stored else namespace_hash(b"n"))
+        stored += zip(event.page_hashes, event.pages, strict=True)
+    assert stored == list(zip(names, pages, strict=True))
+    assert subscription.take() == []
+
+
+def test_a_hit_stores_only_what_is_new() -> None:
+    """A second turn tells of the pages behind the first one's, and names the page before them."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    subscription = cache.subscribe()
+
+    pages = list(serve(cache, "abcdefgh"))
+
+    (event,) = subscription.take()
+    names = key("abcdefgh").page_hashes(2)
+    assert (event.kind, event.page_hashes) == ("stored", names[2:])
+    assert (event.parent_hash, list(event.pages)) == (names[1], pages[2:])
+
+
+def test_a_hit_on_whole_nodes_tells_nothing() -> None:
+    """Nothing came, nothing went: reuse emits no removal, and neither do queries and pins."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    subscription = cache.subscribe()
+
+    for _ in range(3):
+        cache.release(cache.acquire(key("abcdx")))
+        cache.match(key("abx"))
+        cache.explain(key("abx"))
+        cache.unpin(cache.pin(key("abcd"), "me"))
+    serve(cache, "abcd")
+
+    assert subscription.take() == [
+        CacheEvent(
+            1,
+            "split",
+            b"",
+            namespace_hash(b""),
+            b"".join(key("ab").page_hashes(2)),
+            cache.acquire(key("abx")).pages,
+        )
+    ]
+
+
+def test_pb11_a_split_is_told() -> None:
+    """The run that ends a node of its own from now on, once per split; the pages stay as they are."""
+    cache = PrefixCache(16, 2)
+    pages = list(serve(cache, "abcdef"))
+    subscription = cache.subscribe()
+
+    cache.release(cache.acquire(key("abcdX")))
+    cache.release(cache.acquire(key("abX")))
+
+    first, second = subscription.take()
+    names = key("abcdef").page_hashes(2)
+    assert (first.kind, first.page_hashes, list(first.pages)) == ("split", names[:2], pages[:2])
+    assert (second.kind, second.page_hashes, list(second.pages)) == ("split", names[:1], pages[:1])
+    assert second.sequence == first.sequence + 1
+
+
+@pytest.mark.parametrize(
+    ("evict", "reason"),
+    [
+        (lambda cache: cache.evict(2), "asked"),
+        (lambda cache: cache.give_back(cache.reserve(7)), "capacity"),
+        (lambda cache: cache.evict_if(lambda node: True, 2), "predicate"),
+    ],
+)
+@INDICES
+def test_an_eviction_is_told_with_its_reason(
+    evict: Callable[[PrefixCache], object], reason: str, index: str
+) -> None:
+    """Which pages, from the tail on, and behind which page they were."""
+    cache = PrefixCache(8, 2, index=index)
+    pages = list(serve(cache, "abcdef"))
+    subscription = cache.subscribe()
+
+    evict(cache)
+
+    events = subscription.take()
+    names = key("abcdef").page_hashes(2)
+    gone = [pair for each in events for pair in zip(each.page_hashes, each.pages, strict=True)]
+    assert sorted(gone) == sorted(zip(names[1:], pages[1:], strict=True))
+    assert {(event.kind, event.reason) for event in events} == {("removed", reason)}
+    assert events[-1].parent_hash == names[0]
+
+
+def test_clear_is_one_event_when_all_goes() -> None:
+    """And the pages that go, when a lease keeps others."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+    serve(cache, "uvwx", "n")
+    subscription = cache.subscribe()
+
+    assert cache.clear() == 4
+    assert kinds(subscription.take()) == [("cleared", 0)]
+    assert cache.snapshot().digest == bytes(16)
+
+    serve(cache, "abcd")
+    serve(cache, "uvwx", "n")
+    lease = cache.acquire(key("abcde"))
+    subscription.take()
+    assert cache.clear() == 2
+    (event,) = subscription.take()
+    assert (event.kind, event.namespace, event.reason) == ("removed", b"n", "cleared")
+    cache.release(lease)
+
+
+def test_pending_pages_are_told_when_they_are_computed() -> None:
+    """Not when they are announced, and never if their step fails."""
+    cache = PrefixCache(16, 2)
+    subscription = cache.subscribe()
+    lease, private = begin(cache, "abcdef")
+    leader = cache.announce(lease, key("abcd"), private)
+    follower = cache.announce(cache.attach(key("abcdxy")), key("abcdxy"), cache.reserve(1))
+
+    assert subscription.take() == []
+    assert cache.snapshot().runs == ()
+    leader = cache.publish(leader, key("abcd"))
+    assert kinds(subscription.take()) == [("stored", 2)]
+    cache.withdraw(follower)
+
+    assert subscription.take() == []
+    cache.release(follower)
+    cache.release(leader, private[2:])
+
+
+# -- queues --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_pb27_a_full_queue_drops_the_oldest_and_counts_them(capacity: int) -> None:
+    """The sequence shows the gap; no event is paid for by those that wait."""
+    cache = PrefixCache(32, 2)
+    subscription = cache.subscribe(capacity)
+
+    for letter in "abcdefgh":
+        serve(cache, letter * 2)
+
+    assert subscription.num_dropped == 8 - capacity
+    assert [event.sequence for event in subscription.take()] == [*range(9 - capacity, 9)]
+    serve(cache, "xy")
+    assert [event.sequence for event in subscription.take()] == [9]
+    assert subscription.num_dropped == 8 - capacity
+    assert subscription._events.maxlen == capacity
+
+
+def test_who_lost_events_goes_on_from_a_snapshot() -> None:
+    """Then nothing is missing and nothing is there twice."""
+    cache = PrefixCache(8, 2)
+    subscription = cache.subscribe(2)
+    for text in ("abcd", "abxy", "uvwx", "uv", "klmnop"):
+        serve(cache, text)
+
+    mirror = Mirror(cache.snapshot())
+    mirror.apply(subscription.take())
+    assert mirror.pages == content(cache)
+    serve(cache, "zz")
+    mirror.apply(subscription.take())
+
+    assert mirror.pages == content(cache)
+
+
+@pytest.mark.parametrize("capacity", [0, -3])
+def test_a_queue_keeps_at_least_one_event(capacity: int) -> None:
+    """Anything less is refused, and nobody has subscribed."""
+    cache = PrefixCache(8, 2)
+
+    with pytest.raises(ConfigError, match=f"capacity={capacity}"):
+        cache.subscribe(capacity)
+
+    assert cache._store.log.subscribers == []
+
+
+def test_subscribers_do_not_disturb_each_other() -> None:
+    """Each has a queue of its own; who has closed is told nothing more, and may close again."""
+    cache = PrefixCache(16, 2)
+    one, other = cache.subscribe(), cache.subscribe(1)
+    serve(cache, "ab")
+    serve(cache, "cd")
+
+    assert (len(one.take()), len(other.take()), other.num_dropped) == (2, 1, 1)
+    one.close()
+    one.close()
+    serve(cache, "ef")
+
+    assert (len(one.take()), len(other.take())) == (0, 1)
+
+
+@INDICES
+def test_nothing_is_hashed_while_nobody_listens(index: str) -> None:
+    """Before the first subscription, after the last one was closed, and after a snapshot."""
+    cache = PrefixCache(16, 2, index=index)
+    log = cache._store.log
+    serve(cache, "abcd")
+    assert log._hashes == {}
+
+    subscriptions = cache.subscribe(), cache.subscribe()
+    serve(cache, "abef")
+    assert {len(known) // 16 for known in log._hashes.values()} == {1}
+    for subscription in subscriptions:
+        assert log._hashes
+        subscription.close()
+    serve(cache, "ghij")
+    cache.evict(1)
+    assert (log._hashes, log._digest) == ({}, 0)
+    before = log._sequence
+    Mirror(cache.snapshot())
+
+    assert (log._hashes, log._digest, log._sequence) == ({}, 0, before)
+
+
+# -- the mirror ----------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    seed=SEEDS,
+    index=st.sampled_from(["radix", "hash"]),
+    page_size=st.sampled_from([1, 2, 3]),
+    ghost_pages=st.sampled_from([None, 0, 3]),
+)
+def test_a_mirror_has_the_caches_content_at_every_moment(
+    seed: int, index: str, page_size: int, ghost_pages: int | None
+) -> None:
+    """From the beginning, from a snapshot later on, and by digest; and it always agrees.
+
+    Requests share, announce, fail and leave, pages are pinned and evicted in all ways.
+    """
+    random = Random(seed)
+    cache = PrefixCache(random.randint(6, 16), page_size, index=index, ghost_pages=ghost_pages)
+    traffic = Traffic(cache, random)
+    subscription, mirror = cache.subscribe(), Mirror()
+    late, late_mirror = None, Mirror()
+
+    for at, _ in enumerate(traffic.run(40)):
+        mirror.apply(subscription.take())
+        snapshot, expected = cache.snapshot(), content(cache)
+        assert mirror.pages == expected
+        assert mirror.digest == snapshot.digest
+        assert mirror.sequence == snapshot.sequence
+        told = Mirror(snapshot)
+        assert (told.pages, told.parents) == (mirror.pages, mirror.parents)
+        assert told.namespaces == mirror.namespaces
+        if at == 15:
+            late, late_mirror = cache.subscribe(sys.maxsize), told
+        elif late is not None and at % 5 == 0:
+            late_mirror.apply(late.take())
+            assert late_mirror.pages == expected
+    traffic.end()
+    cache.clear()
+    mirror.apply(subscription.take())
+    assert mirror.pages == content(cache) == {}
+
+
+def test_a_published_page_is_mirrored_in_pieces_too() -> None:
+    """A node that grows chunk by chunk is told chunk by chunk."""
+    cache = PrefixCache(16, 2)
+    subscription, mirror = cache.subscribe(), Mirror()
+    lease, private = begin(cache, "abcdefgh")
+
+    for end in (2, 4, 8):
+        lease, private = publish(cache, "abcdefgh"[:end], lease, private)
+        mirror.apply(subscription.take())
+        assert list(mirror.pages) == key("abcdefgh"[:end]).page_hashes(2)
+
+    assert cache.stats().num_nodes == 1

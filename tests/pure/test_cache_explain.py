@@ -1,0 +1,369 @@
+"""Why a lookup finds no more: every reason by example, and none of them ever wrong."""
+
+from array import array
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey, Explanation, PrefixCache
+from ramify.cache.explain import MAX_NAMESPACES, MAX_SIBLINGS
+from ramify.errors import PinError
+from tests.pure.cache_traffic import Clock, Traffic
+from tests.pure.test_prefix_cache import begin, key, serve
+
+INDICES = pytest.mark.parametrize("index", ["radix", "hash"])
+
+
+def text_of(atoms: bytes) -> str:
+    return bytes(array("i", atoms).tolist()).decode()
+
+
+def everything(cache: PrefixCache) -> tuple:
+    """All that an explanation could have changed, what is remembered included."""
+    tree, store = cache._tree, cache._store
+    ghosts = store.ghosts.oldest_first()
+    return (
+        cache.stats(),
+        [tree.node(node) for node in tree.nodes()],
+        [(node, store.ghosts.reason[node], store.ghosts.evicted[node]) for node in ghosts],
+        list(store.queue.nodes()),
+        dict(tree.roots),
+        store.clock,
+    )
+
+
+# -- reasons -------------------------------------------------------------------------------
+
+
+@INDICES
+def test_a_part_of_a_page_cannot_be_found(index: str) -> None:
+    """Pages are shared whole: what is left is more than the last token and less than a page."""
+    cache = PrefixCache(16, 4, index=index)
+    serve(cache, "abcdefgh")
+
+    told = {text: cache.explain(key(text)) for text in ("abcdef", "abcdefg", "abcdefghij")}
+
+    assert {each.reason for each in told.values()} == {"page_tail"}
+    assert str(told["abcdef"]) == "4 of 6 tokens found; the rest is less than a page"
+    assert [cache.explain(key(text)).reason for text in ("abcde", "abcdefgh")] == ["hit", "hit"]
+
+
+@INDICES
+@pytest.mark.parametrize("text", ["abcdef", "abcdefg"])
+def test_all_that_can_be_found_is_a_hit(text: str, index: str) -> None:
+    """One token is always left: of a prompt that is cached in full, the last page."""
+    cache = PrefixCache(16, 2, index=index)
+    serve(cache, "abcdef")
+
+    told = cache.explain(key(text))
+
+    found = (len(text) - 1) // 2 * 2
+    assert told == Explanation(len(text), found, "hit")
+    assert str(told) == f"{found} of {len(text)} tokens found; that is all there is to find"
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_a_prompt_without_a_page_to_find_lacks_nothing(text: str) -> None:
+    """Whether or not anything is cached in its namespace."""
+    cache = PrefixCache(16, 2)
+
+    assert cache.explain(key(text)) == Explanation(len(text), 0, "hit")
+    serve(cache, "abcd")
+    assert cache.explain(key(text)) == Explanation(len(text), 0, "hit")
+
+
+@INDICES
+def test_the_next_page_may_be_in_work(index: str) -> None:
+    """Another request has announced it; when it is published it is a hit."""
+    cache = PrefixCache(16, 2, index=index)
+    serve(cache, "ab")
+    lease, private = begin(cache, "abcdef")
+    lease = cache.announce(lease, key("abcdef"), private)
+
+    told = cache.explain(key("abcdefg"))
+
+    assert (told.hit_tokens, told.reason) == (2, "pending")
+    assert str(told) == "2 of 7 tokens found; the next page is being computed"
+    cache.publish(lease, key("abcdef"))
+    assert cache.explain(key("abcdefg")).reason == "hit"
+
+
+@INDICES
+@pytest.mark.parametrize("by", ["capacity", "asked", "cleared", "predicate"])
+def test_an_eviction_is_told_with_time_cause_and_idleness(by: str, index: str) -> None:
+    """How many tokens went, how long ago, what took them, how long nobody had used them."""
+    clock = Clock()
+    cache = PrefixCache(4, 2, index=index, clock=clock)
+    serve(cache, "abcdef")
+    clock.now_s += 10
+    lease = cache.acquire(key("abx"))
+    clock.now_s += 5
+
+    if by == "capacity":
+        cache.give_back(cache.reserve(3))
+    elif by == "asked":
+        assert cache.evict(9) == 2
+    elif by == "cleared":
+        assert cache.clear() == 2
+    else:
+        assert cache.evict_if(lambda node: True) == 2
+    clock.now_s += 2.5
+
+    told = cache.explain(key("abcdefg"))
+    assert told == Explanation(
+        7, 2, "evicted", evicted_tokens=4, evicted_by=by, evicted_ago_s=2.5, idle_s=15.0
+    )
+    assert str(told) == (
+        f"2 of 7 tokens found; the next 4 were evicted 2.5 s ago ({by}), idle for 15.0 s"
+    )
+    cache.release(lease)
+
+
+def test_a_tail_that_was_evicted_is_told_of_the_same_node() -> None:
+    """Only the pages behind the hit; those before are still there."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcdefgh")
+    cache.evict(2)
+
+    told = [cache.explain(key(text)) for text in ("abcdefghi", "abcdef!", "abcdeX!", "abcd!")]
+
+    assert [each.hit_tokens for each in told] == [4, 4, 4, 4]
+    assert [each.reason for each in told] == ["evicted", "evicted", "diverged", "hit"]
+    assert [each.evicted_tokens for each in told] == [4, 2, 0, 0]
+
+
+def test_a_withdrawn_page_is_told_as_such() -> None:
+    """It was about to be computed, and its step failed; it was idle for no longer than that."""
+    clock = Clock()
+    cache = PrefixCache(8, 2, clock=clock)
+    lease, private = begin(cache, "abcd")
+    lease = cache.announce(lease, key("abcd"), private)
+    clock.now_s += 2
+    cache.withdraw(lease)
+    cache.release(lease)
+
+    told = cache.explain(key("abcdef"))
+
+    assert told.idle_s == 2
+    assert (told.reason, told.evicted_by, told.evicted_tokens) == ("evicted", "withdrawn", 4)
+
+
+def test_what_is_not_remembered_was_never_seen() -> None:
+    """Without a budget for ghosts, an eviction leaves no trace."""
+    cache = PrefixCache(8, 2, ghost_pages=0)
+    serve(cache, "abcd")
+    cache.clear()
+
+    told = cache.explain(key("abcde"))
+
+    assert told == Explanation(5, 0, "never_seen")
+    assert str(told) == "0 of 5 tokens found; nothing cached or remembered begins like this"
+
+
+@INDICES
+@pytest.mark.parametrize(
+    ("text", "hit", "diverged_at", "sibling"),
+    [
+        ("abcdXfgh!", 4, 4, "ef"),  # inside an edge of "abcdefgh", at the first token of a page
+        ("abcdeXgh!", 4, 5, "ef"),  # and at the second
+        ("abXdefgh!", 2, 2, "cd"),
+        ("aXcdefgh!", 0, 1, "ab"),
+        ("uvwXyzz", 2, 3, "wx"),  # where a node ends: of two siblings, the one that is nearer
+        ("uvyX!!", 2, 3, "yz"),
+    ],
+)
+def test_the_first_token_that_differs_is_told_exactly(
+    text: str, hit: int, diverged_at: int, sibling: str, index: str
+) -> None:
+    """And how the cached prompt goes on there, from the end of the hit."""
+    cache = PrefixCache(16, 2, index=index)
+    for each in ("abcdefgh", "uvwx", "uvyz"):
+        serve(cache, each)
+
+    told = cache.explain(key(text))
+
+    assert (told.hit_tokens, told.reason, told.diverged_at) == (hit, "diverged", diverged_at)
+    assert text_of(told.sibling).startswith(sibling)
+    assert str(told) == (
+        f"{hit} of {len(text)} tokens found; a cached prompt is the same up to token {diverged_at}"
+    )
+
+
+@INDICES
+@pytest.mark.parametrize("own", ["abcdXXYY", "abcd"])
+def test_another_namespace_is_named_wherever_nodes_end(own: str, index: str) -> None:
+    """Inside an edge as at a border, and in either index, if it goes along further."""
+    cache = PrefixCache(32, 2, index=index)
+    serve(cache, own, "A")
+    serve(cache, "abcdefgh", "B")
+
+    told = cache.explain(key("abcdefghi", "A"))
+
+    assert (told.hit_tokens, told.reason, told.other_tokens) == (4, "namespace", 8)
+
+
+def test_a_new_suffix_goes_on_like_nothing_cached() -> None:
+    """The commonest miss: a known prefix, then what nobody has asked."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcd")
+
+    told = cache.explain(key("abcdefg"))
+
+    assert str(told) == "4 of 7 tokens found; nothing cached or remembered goes on like this"
+
+
+def test_who_shares_not_one_token_is_no_sibling() -> None:
+    """At the beginning of a prompt nothing has diverged yet."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "abcd")
+
+    assert cache.explain(key("xyz")).reason == "never_seen"
+
+
+@INDICES
+def test_another_namespace_may_have_it(index: str) -> None:
+    """Named, with how much it has, if that is more than a sibling here shares."""
+    cache = PrefixCache(32, 2, index=index)
+    serve(cache, "abcdef", "one")
+    serve(cache, "abcd", "two")
+    serve(cache, "axyz", "here")
+
+    told = cache.explain(key("abcdefg", "here"))
+
+    assert told == Explanation(7, 0, "namespace", other_namespace=b"one", other_tokens=6), (
+        "or a sibling"
+    )
+    assert str(told) == "0 of 7 tokens found; another namespace has 6"
+    assert cache.explain(key("abcdefg", "nobody's")).other_namespace == b"one"
+    assert cache.explain(key("abXXX", "two")).reason == "diverged"
+
+
+def test_a_refused_pin_is_told_with_the_eviction_that_followed() -> None:
+    """With its reason, for the key that was to be pinned."""
+    cache = PrefixCache(8, 2, max_pinned_share=0.25)
+    serve(cache, "abcdef")
+    with pytest.raises(PinError):
+        cache.pin(key("abcdef"), "me")
+    with pytest.raises(PinError):
+        cache.pin(key(""), "nobody's, which is no reason to evict anything")
+    assert cache.explain(key("abcdef")).pin_refused == ""
+
+    cache.evict(3)
+
+    told = cache.explain(key("abcdef"))
+    assert (told.reason, told.pin_refused) == ("evicted", "3 of at most 2 pages would be pinned")
+    assert "after a pin was refused (3 of at most 2 pages would be pinned)" in str(told)
+
+
+# -- cost ----------------------------------------------------------------------------------
+
+
+def test_at_most_64_siblings_are_looked_at() -> None:
+    """The newest ones; whoever came before them is not found, however near it is."""
+    cache = PrefixCache(4 * MAX_SIBLINGS, 4)
+    start = "abcd"
+    serve(cache, start + "near")
+    for other in range(MAX_SIBLINGS - 1):
+        serve(cache, start + chr(33 + other) + "...")
+    near = cache.explain(key(start + "neaX!"))
+    serve(cache, start + "last")
+
+    assert (near.hit_tokens, near.diverged_at) == (4, 7)
+    assert cache.explain(key(start + "neaX!")).diverged_at == 4
+
+
+def test_at_most_64_namespaces_are_looked_at() -> None:
+    """The oldest ones."""
+    cache = PrefixCache(4 * MAX_NAMESPACES, 2)
+    for other in range(MAX_NAMESPACES):
+        serve(cache, "uv", str(other))
+    serve(cache, "abcd", "last")
+
+    assert cache.explain(key("abcde", "new")).reason == "never_seen"
+    cache.evict_if(lambda node: node.namespace == b"7")
+    assert cache.explain(key("uvw", "new")).other_namespace == b"0"
+
+
+# -- always --------------------------------------------------------------------------------
+
+
+def pages(told: CacheKey, page_size: int) -> list[tuple[bytes, bytes]]:
+    """All whole-page prefixes of a key."""
+    ends = range(page_size, len(told) + 1, page_size)
+    return [(told.namespace, told.prefix(end).atoms) for end in ends]
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    index=st.sampled_from(["radix", "hash"]),
+    page_size=st.sampled_from([1, 2, 3]),
+    ghost_pages=st.sampled_from([1000, 0, 3]),
+)
+def test_an_explanation_is_true(seed: int, index: str, page_size: int, ghost_pages: int) -> None:
+    """After any history: it agrees with `match`, names what is there, and changes nothing."""
+    random, clock = Random(seed), Clock()
+    cache = PrefixCache(
+        random.randint(6, 16), page_size, index=index, ghost_pages=ghost_pages, clock=clock
+    )
+    subscription, traffic = cache.subscribe(), Traffic(cache, random, clock)
+    for _ in traffic.run(30):
+        pass
+    stored = {name for event in subscription.take() for name in event.page_hashes}
+    known = {page for each in traffic.asked for page in pages(each, page_size)}
+
+    for asked in [*traffic.asked[-8:], *(traffic.key() for _ in range(8))]:
+        told = cache.explain(asked)
+        assert str(told)
+        hit, next_page = told.hit_tokens, asked.prefix(told.hit_tokens + page_size)
+        assert hit == cache.match(asked).num_tokens
+        assert told.num_tokens == len(asked)
+        if len(asked) - hit <= page_size:
+            assert told.reason in ("hit", "page_tail")
+            continue
+        assert told.reason not in ("hit", "page_tail")
+        if told.reason == "evicted":
+            gone = asked.prefix(hit + told.evicted_tokens)
+            assert len(gone) >= hit + page_size
+            assert set(pages(gone, page_size)) <= known
+            assert told.evicted_by == "withdrawn" or next_page.page_hashes(page_size)[-1] in stored
+            assert told.evicted_ago_s is not None
+            assert 0 <= told.evicted_ago_s <= clock.now_s - 1000
+        elif told.reason == "pending":
+            lease = cache.attach(asked)
+            assert lease.num_tokens > hit
+            cache.cancel(lease)
+        elif told.reason == "diverged":
+            at = told.diverged_at
+            assert at is not None
+            same, own = array("i", told.sibling), asked.tokens()
+            assert hit <= at < hit + page_size
+            assert same[: at - hit] == own[hit:at]
+            assert same[at - hit] != own[at]
+        elif told.reason == "namespace":
+            assert told.other_namespace is not None
+            other = CacheKey(asked.atoms, told.other_namespace)
+            assert cache.match(other).num_tokens == told.other_tokens > hit
+        else:
+            assert told.reason == "never_seen"
+            assert ghost_pages < 1000 or next_page.page_hashes(page_size)[-1] not in stored
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
+def test_an_explanation_changes_nothing(seed: int, index: str) -> None:
+    """Neither nodes nor order nor statistics nor what is remembered."""
+    random = Random(seed)
+    cache = PrefixCache(10, 2, index=index)
+    traffic = Traffic(cache, random)
+    for _ in traffic.run(25):
+        pass
+    before = everything(cache)
+
+    for _ in range(10):
+        cache.explain(traffic.key())
+
+    assert everything(cache) == before
+    cache.check()

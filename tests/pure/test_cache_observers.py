@@ -1,0 +1,110 @@
+"""Observers of evictions: told what goes, while it is free and nobody else has it."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import Evicted, Pages, PrefixCache
+from tests.pure.cache_mirror import Mirror, content
+from tests.pure.cache_traffic import Traffic
+from tests.pure.test_prefix_cache import drained, key, serve
+
+
+def test_an_observer_is_told_what_is_free_and_why() -> None:
+    """Namespace, atoms, place and pages of each run, before anybody else can have the pages."""
+    cache = PrefixCache(4, 2)
+    pages = Pages.of(serve(cache, "abcdef", "n"))
+    told: list[tuple[Evicted, bool]] = []
+    stop = cache.observe_evictions(
+        lambda one: told.append((one, all(cache.is_free(page) for page in one.pages)))
+    )
+
+    cache.evict(1)
+    cache.reserve(3)
+    stop()
+    stop()
+    cache.clear()
+
+    n, text = b"n", key("abcdef").atoms
+    assert told == [
+        (Evicted(n, text[16:], 2, pages[2:], "asked"), True),
+        (Evicted(n, text[8:16], 1, pages[1:2], "capacity"), True),
+    ]
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
+def test_observers_are_told_exactly_what_was_evicted(seed: int, index: str) -> None:
+    """Over random traffic: as many pages as the statistics count, free at that moment."""
+    random = Random(seed)
+    cache = PrefixCache(random.randint(6, 14), 2, index=index)
+    told: list[Evicted] = []
+
+    def observe(one: Evicted) -> None:
+        assert all(cache.is_free(page) for page in one.pages)
+        assert len(one.atoms) == len(one.pages) * 2 * 4
+        told.append(one)
+
+    cache.observe_evictions(observe)
+    for _ in Traffic(cache, random).run(30):
+        pass
+
+    stats = cache.stats()
+    assert sum(len(one.pages) for one in told) == stats.evicted_pages
+    for reason, count in stats.evictions.items():
+        assert sum(len(one.pages) for one in told if one.reason == reason) == count
+
+
+@pytest.mark.parametrize(
+    "evict",
+    [
+        lambda cache: cache.evict(1),
+        lambda cache: cache.reserve(8),
+        lambda cache: cache.evict_if(lambda node: True),
+        lambda cache: cache.clear(),
+    ],
+)
+def test_an_observer_that_raises_leaves_a_whole_cache(
+    evict: Callable[[PrefixCache], object],
+) -> None:
+    """Its exception comes out of the call that evicted; pages, counts and events are right."""
+    cache = PrefixCache(8, 2, ghost_pages=1)
+    serve(cache, "abcdef")
+    subscription = cache.subscribe()
+    mirror = Mirror(cache.snapshot())
+
+    def fail(one: Evicted) -> None:
+        raise RuntimeError(one.reason)
+
+    stop = cache.observe_evictions(fail)
+    with pytest.raises(RuntimeError):
+        evict(cache)
+    stop()
+
+    cache.check()
+    assert cache.stats().private_pages == 0
+    serve(cache, "uvwx")
+    mirror.apply(subscription.take())
+    assert mirror.pages == content(cache)
+    assert drained(cache)
+
+
+def test_every_observer_is_told_though_one_raises() -> None:
+    """Of every run; the exception comes out afterwards."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcd")
+    serve(cache, "abxy")
+    told: list[Evicted] = []
+
+    def fail(one: Evicted) -> None:
+        raise RuntimeError(one.reason)
+
+    cache.observe_evictions(fail)
+    cache.observe_evictions(told.append)
+    with pytest.raises(RuntimeError, match="cleared"):
+        cache.clear()
+
+    assert sum(len(one.pages) for one in told) == 3

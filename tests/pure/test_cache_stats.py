@@ -1,0 +1,333 @@
+"""Statistics: every number is a count of something that happened, and can be counted again."""
+
+import logging
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey, CacheStats, Histogram, PrefixCache
+from ramify.cache.recorder import GENERATION, NUM_BUCKETS, bucket
+from tests.pure.cache_traffic import Clock, Traffic
+from tests.pure.test_prefix_cache import begin, key, publish, serve
+
+INDICES = pytest.mark.parametrize("index", ["radix", "hash"])
+
+
+def look_up(cache: PrefixCache, text: str, times: int = 1) -> None:
+    for _ in range(times):
+        cache.release(cache.acquire(key(text)))
+
+
+# -- hit rates -----------------------------------------------------------------------------
+
+
+def test_rates_are_tokens_found_over_tokens_asked_for() -> None:
+    """Over the cache's life, lately, and if nothing were evicted; 0 before the first lookup."""
+    cache = PrefixCache(8, 2)
+    empty = cache.stats()
+    assert (empty.hit_rate, empty.recent_hit_rate, empty.ideal_hit_rate) == (0, 0, 0)
+
+    serve(cache, "abcdef")
+    look_up(cache, "abcdefgh")
+    cache.clear()
+    look_up(cache, "abcdefgh")
+
+    stats = cache.stats()
+    assert (stats.lookups, stats.lookup_tokens) == (3, 6 + 8 + 8)
+    assert (stats.hit_tokens, stats.recent_hit_tokens, stats.ideal_hit_tokens) == (6, 6, 12)
+    assert stats.hit_rate == stats.recent_hit_rate == 6 / 22
+    assert stats.ideal_hit_rate == 12 / 22
+
+
+def test_the_recent_rate_forgets() -> None:
+    """It is over the last 512 to 1,024 lookups, whatever came before."""
+    cache = PrefixCache(8, 2, log_every=0)
+    serve(cache, "abcd")
+    seen = []
+
+    for wanted in ("abcde", "unknown"):
+        for _ in range(3 * GENERATION):
+            look_up(cache, wanted)
+            stats = cache.stats()
+            assert stats.recent_tokens <= 2 * GENERATION * len(wanted) + 4
+            assert stats.lookups < GENERATION or stats.recent_tokens >= GENERATION * 4
+        seen.append(round(cache.stats().recent_hit_rate, 3))
+
+    assert seen == [0.8, 0.0]
+    assert cache.stats().hit_rate == pytest.approx(0.8 * 5 / 12, abs=0.001)
+
+
+@pytest.mark.parametrize("call", ["acquire", "attach"])
+@INDICES
+def test_ab23_a_cancelled_lookup_was_never_counted(call: str, index: str) -> None:
+    """AB23: lookups, tokens, hits, what could have been a hit, the gap, and the hits of nodes."""
+    clock = Clock()
+    cache = PrefixCache(8, 2, index=index, clock=clock)
+    serve(cache, "abcdef")
+    cache.evict(1)
+    look_up(cache, "abcdx")
+    clock.now_s += 100
+    before = cache.stats()
+
+    for text in ("abcdefgh", "abcdx", "abX", "unknown", ""):
+        cache.cancel(getattr(cache, call)(key(text)))
+
+    after = cache.stats()
+    assert after.reuse_gap == before.reuse_gap
+    assert {**vars_of(after), "num_nodes": 0} == {**vars_of(before), "num_nodes": 0}
+
+
+def vars_of(stats: CacheStats) -> dict[str, object]:
+    return {name: getattr(stats, name) for name in CacheStats.__slots__}
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32),
+    index=st.sampled_from(["radix", "hash"]),
+    page_size=st.sampled_from([1, 2, 3]),
+    ghost_pages=st.sampled_from([1000, None, 5, 0]),
+)
+def test_the_ideal_rate_is_that_of_an_infinite_cache(
+    seed: int, index: str, page_size: int, ghost_pages: int | None
+) -> None:
+    """As long as all that was evicted is remembered; else it is a lower bound, above the rate."""
+    random = Random(seed)
+    cache = PrefixCache(random.randint(4, 12), page_size, index=index, ghost_pages=ghost_pages)
+    traffic = Traffic(cache, random, alone=True)
+
+    for _ in traffic.run(60):
+        pass
+
+    stored, ideal = set[tuple[bytes, bytes]](), 0
+    for asked in traffic.asked:
+        names = [
+            (asked.namespace, asked.atoms[: 4 * end])
+            for end in range(page_size, len(asked) + 1, page_size)
+        ]
+        for at, name in enumerate(names):
+            if name not in stored or (at + 1) * page_size >= len(asked):
+                break
+            ideal += page_size
+        stored.update(names)
+    stats = cache.stats()
+    assert stats.lookups == len(traffic.asked)
+    assert stats.hit_tokens <= stats.ideal_hit_tokens <= ideal
+    if ghost_pages == 1000 or not stats.evicted_pages:
+        assert stats.ideal_hit_tokens == ideal
+    if ghost_pages == 0:
+        assert stats.ideal_hit_tokens == stats.hit_tokens
+
+
+# -- pages ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
+def test_every_page_is_counted_once(seed: int, index: str) -> None:
+    """Free, private and cached pages are all there are; evictions and histograms agree."""
+    random, clock = Random(seed), Clock()
+    cache = PrefixCache(random.randint(6, 14), 2, index=index, clock=clock)
+    traffic = Traffic(cache, random, clock)
+
+    for _ in traffic.run(40):
+        cache.pins()  # ends those whose time is over
+        stats = cache.stats()
+        assert stats.free_pages + stats.private_pages + stats.cached_pages == stats.num_pages
+        assert stats.free_pages == sum(cache.is_free(page) for page in range(stats.num_pages))
+        assert stats.private_pages == sum(len(user.private) for user in traffic.live)
+        assert stats.evictable_pages <= stats.cached_pages - stats.pinned_pages
+        assert stats.num_leases == len(traffic.live)
+        assert stats.lookups == len(traffic.asked)
+        assert stats.lookup_tokens == sum(len(asked) for asked in traffic.asked)
+        assert stats.evicted_pages == sum(stats.evictions.values())
+        assert stats.residency.total == stats.idle.total == stats.evicted_pages
+        assert stats.reuse_gap.total <= stats.lookups
+
+
+def evict_for(cache: PrefixCache) -> None:
+    cache.give_back(cache.reserve(cache.num_pages))
+
+
+@pytest.mark.parametrize(
+    ("evict", "reason"),
+    [
+        (lambda cache: cache.evict(9), "asked"),
+        (lambda cache: cache.clear(), "cleared"),
+        (lambda cache: cache.evict_if(lambda node: True), "predicate"),
+        (evict_for, "capacity"),
+    ],
+)
+def test_evictions_are_counted_by_reason(
+    evict: Callable[[PrefixCache], object], reason: str
+) -> None:
+    """Pages, not nodes; what was withdrawn was not evicted."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcdef")
+    lease, private = begin(cache, "uvwx")
+    leader = cache.announce(lease, key("uvwx"), private)
+    cache.withdraw(leader)
+    cache.release(leader)
+
+    evict(cache)
+
+    stats = cache.stats()
+    none = dict.fromkeys(("capacity", "asked", "cleared", "predicate"), 0)
+    assert stats.evictions == {**none, reason: 3}
+    assert stats.evicted_pages == 3
+    assert stats.ghost_pages == 5
+
+
+# -- histograms ----------------------------------------------------------------------------
+
+
+def test_ages_are_counted_in_powers_of_two() -> None:
+    """From 1/256 s on, in 24 buckets, of which the last has no end."""
+    assert Histogram.bounds_s[:3] == (1 / 256, 2 / 256, 4 / 256)
+    assert len(Histogram.bounds_s) == NUM_BUCKETS - 1
+
+    for at, bound in enumerate(Histogram.bounds_s):
+        assert bucket(bound * 0.999) == at
+        assert bucket(bound) == at + 1
+    assert (bucket(0), bucket(1e12)) == (0, NUM_BUCKETS - 1)
+
+
+def test_a_quantile_is_an_upper_bound() -> None:
+    """The end of the bucket in which it lies; infinite in the last, 0 without any counts."""
+    counts = [0] * NUM_BUCKETS
+    assert Histogram(tuple(counts)).quantile_s(0.5) == 0
+    counts[2], counts[10], counts[-1] = 5, 4, 1
+    ages = Histogram(tuple(counts))
+
+    assert ages.total == 10
+    assert ages.quantile_s(0.5) == ages.bounds_s[2] == 4 / 256
+    assert ages.quantile_s(0.51) == ages.quantile_s(0.9) == ages.bounds_s[10] == 4
+    assert ages.quantile_s(1) == float("inf")
+
+
+def test_residency_and_idleness_are_in_seconds_by_page() -> None:
+    """From publication, and from the last use, to eviction."""
+    clock = Clock()
+    cache = PrefixCache(8, 2, clock=clock, policy="lru")
+    serve(cache, "abcd")
+    clock.now_s += 10
+    look_up(cache, "abcde")
+    serve(cache, "uv")
+    clock.now_s += 1
+
+    cache.evict(2)
+    stats = cache.stats()
+    assert stats.residency.counts[bucket(11)] == 2
+    assert stats.idle.counts[bucket(1)] == 2
+    cache.evict(1)
+
+    stats = cache.stats()
+    assert (stats.residency.total, stats.idle.total) == (3, 3)
+    assert stats.residency.counts[bucket(1)] == 1
+    assert stats.idle.counts[bucket(1)] == 3
+
+
+def test_the_gap_before_a_hit_is_counted_by_lookup() -> None:
+    """Since the last use of where it ends; a lookup that finds nothing has none."""
+    clock = Clock()
+    cache = PrefixCache(8, 2, clock=clock)
+    serve(cache, "abcd")
+    clock.now_s += 3
+    look_up(cache, "abcde")
+    clock.now_s += 100
+    look_up(cache, "abX")
+    look_up(cache, "unknown")
+
+    gaps = cache.stats().reuse_gap
+
+    assert gaps.total == 2
+    assert (gaps.counts[bucket(3)], gaps.counts[bucket(100)]) == (1, 1)
+
+
+def test_pages_that_are_still_in_use_have_a_last_use() -> None:
+    """A hit on what a request has just published, and goes on using, comes after a short gap."""
+    clock = Clock()
+    cache = PrefixCache(8, 2, clock=clock)
+    publish(cache, "abcd", *begin(cache, "abcd"))
+    clock.now_s += 1
+
+    look_up(cache, "abcde")
+
+    assert cache.stats().reuse_gap.counts[bucket(1)] == 1
+
+
+def test_what_was_never_computed_is_no_ideal_hit() -> None:
+    """A cache that never evicts would not have had it: withdrawn pages, and pending ones."""
+    cache = PrefixCache(16, 2)
+    serve(cache, "zz")
+    cache.evict(1)
+    lease, private = begin(cache, "abcd")
+    leader = cache.announce(lease, key("abcd"), private)
+    look_up(cache, "abcdef")
+    cache.withdraw(leader)
+    cache.release(leader)
+
+    look_up(cache, "abcdef")
+
+    assert cache.stats().ideal_hit_tokens == 0
+
+
+# -- the log -------------------------------------------------------------------------------
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+@pytest.mark.parametrize(("log_every", "expected"), [(100, 2), (1, 250), (0, 0), (251, 0)])
+def test_a_line_is_logged_every_so_many_lookups(
+    log_every: int, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """0 logs none."""
+    caplog.set_level(logging.INFO, logger="ramify.cache")
+    cache = PrefixCache(8, 2, log_every=log_every)
+
+    look_up(cache, "abc", 250)
+
+    assert len(lines(caplog)) == expected
+
+
+def test_the_line_tells_of_lookups_since_the_last_and_of_pages_now(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Hits and tokens, rates of old and of an infinite cache; used, cached and free pages."""
+    caplog.set_level(logging.INFO, logger="ramify.cache")
+    cache = PrefixCache(10, 2, log_every=2)
+    serve(cache, "abcdef")
+    held, _ = publish(cache, "uvwx", *begin(cache, "uvwx"))
+    cache.evict(1)
+    cache.reserve(1)
+    look_up(cache, "abcdefgh")
+    look_up(cache, "abcd")
+
+    first, second = lines(caplog)
+    assert first == (
+        "prefix cache: 2 lookups, 0 of 10 tokens found (0.0 %; 0.0 % since the start, 0.0 % in an "
+        "infinite cache); pages 0 in use, 3 cached, 7 free; 0 evicted so far"
+    )
+    assert second == (
+        "prefix cache: 2 lookups, 6 of 12 tokens found (50.0 %; 27.3 % since the start, 36.4 % in "
+        "an infinite cache); pages 4 in use, 1 cached, 5 free; 1 evicted so far"
+    )
+    assert held.num_tokens == 4
+
+
+def test_cancelled_lookups_log_nothing_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """A planner that looks everything up twice and cancels once logs as often as one that does not."""
+    caplog.set_level(logging.INFO, logger="ramify.cache")
+    cache = PrefixCache(8, 2, log_every=10)
+
+    for _ in range(100):
+        lease = cache.acquire(CacheKey([1, 2, 3]))
+        cache.cancel(cache.acquire(CacheKey([1, 2, 3])))
+        cache.release(lease)
+
+    assert 9 <= len(lines(caplog)) <= 11

@@ -1,0 +1,308 @@
+"""Faults of four earlier systems, numbered: each has a test named after it, or cannot exist here."""
+
+import ast
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ramify
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.cache import CacheKey, PrefixCache
+from ramify.errors import CacheError, ConfigError, OutOfPagesError, RamifyError
+from ramify.kv.block_table import PagedBlockTable
+from tests.pure import engine_bench
+from tests.pure.planner_bench import Bench, sequence
+from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
+
+TESTS = Path(__file__).resolve().parents[1]
+FAULTS = [*(f"PB{n}" for n in range(1, 33)), *(f"AB{n}" for n in range(1, 29))]
+
+TIERS = "a cached page has one place: there are no other tiers yet, and no copies in flight"
+WINDOWS = "there is no sliding window yet; K/V is kept for all positions of a sequence"
+STATES = "there are no recurrent layers yet: what is cached is K/V by position, and nothing else"
+KERNELS = "of attention kernels, not of the cache: backends are compared with attention.eager"
+DEVICE = "decisions import no tensor library, so that nothing in them can wait for a device"
+
+EXEMPT = {
+    "PB5": TIERS,
+    "PB6": TIERS,
+    "PB7": TIERS,
+    "PB9": TIERS,
+    "PB14": WINDOWS,
+    "PB15": STATES,
+    "PB16": STATES,
+    "PB17": TIERS,
+    "PB23": TIERS,
+    "PB28": "there is no file backend yet; page hashes for one are stable across processes",
+    "PB30": DEVICE,
+    "PB31": "the metadata of a step is built as host arrays, by one factory; uploads are the runner's",
+    "PB32": "backends say by supports() why they cannot run; no probe catches exceptions",
+    "AB4": KERNELS,
+    "AB5": "there is no sparse indexer; a batch states its extent of K/V per request",
+    "AB8": STATES,
+    "AB13": DEVICE,
+    "AB14": KERNELS,
+    "AB15": "tests import nothing at their top that the development extra does not install",
+    "AB20": STATES,
+    "AB21": WINDOWS,
+    "AB25": "ruff finds unused and duplicate imports in make check",
+    "AB26": "there are no asynchronous copies from pinned memory yet",
+    "AB27": KERNELS,
+}
+
+
+def test_every_fault_has_a_test_or_a_reason_why_it_cannot_exist() -> None:
+    """PB1 to PB32 and AB1 to AB28: a test has it in its name, or `EXEMPT` says why there is none."""
+    tested = set[str]()
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                tested.update(re.findall(r"(?<=_)(?:pb|ab)\d+(?=_|$)", node.name))
+
+    tested = {tag.upper() for tag in tested}
+
+    assert sorted(set(FAULTS) - tested - EXEMPT.keys()) == []
+    assert sorted(tested & EXEMPT.keys()) == [], "there is a test after all"
+    assert set(FAULTS) >= EXEMPT.keys() | tested
+
+
+# -- cost ----------------------------------------------------------------------------------
+
+
+def num_calls(call: Callable[..., object], *arguments: object) -> int:
+    """Function calls that a call makes, built-in ones included: a measure that no load disturbs."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        call(*arguments)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", "lfu"])
+def test_pb22_the_cost_of_an_eviction_does_not_grow_with_the_cache(policy: str) -> None:
+    """One page, or twenty, of 100 leaves or of 10,000: about the same work, no scan and no sort."""
+    told = []
+    for num_leaves in (100, 10_000):
+        cache = PrefixCache(num_leaves, 1, policy=policy, log_every=0)
+        for at in range(num_leaves):
+            lease = cache.acquire(CacheKey([at]))
+            cache.release(cache.publish(lease, CacheKey([at]), cache.reserve(1)))
+        cache.evict(1)  # the first one may learn or sort what came before
+        told.append([num_calls(cache.evict, 1), num_calls(cache.evict, 20)])
+
+    assert told[1][0] <= 1.5 * told[0][0] + 10
+    assert told[1][1] <= 1.5 * told[0][1] + 10
+
+
+def test_ab24_positions_and_slots_are_no_loop_over_tokens() -> None:
+    """A batch of 10,000 tokens is built with as many calls as one of 100."""
+    told = []
+    for num_tokens in (100, 10_000):
+        table = PagedBlockTable.of([range(num_tokens // 10)], 10)
+        extend = Extend(0, 0, 0, num_tokens)
+        told.append(num_calls(AttentionBatch.build, [extend], table))
+
+    assert told[1] <= told[0] + 10
+
+
+# -- the cache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", ["publish", "withdraw"])
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_pb8_a_split_of_pending_pages_loses_neither_half(index: str, ends: str) -> None:
+    """A follower cuts what its leader is computing: both halves become ready, or free."""
+    cache = PrefixCache(8, 2, index=index)
+    lease, private = begin(cache, "abcdefgh")
+    leader = cache.announce(lease, key("abcdefgh"), private)
+    follower = cache.attach(key("abcdX"))
+    assert (follower.num_tokens, follower.num_pending) == (4, 2)
+
+    if ends == "publish":
+        leader = cache.publish(leader, key("abcdefgh"))
+        assert cache.match(key("abcdefghi")).num_tokens == 8
+    else:
+        assert cache.withdraw(leader) == [follower]
+        assert cache.stats().free_pages == 8
+
+    cache.release(leader)
+    cache.release(follower)
+    assert drained(cache)
+
+
+def refused(cache: PrefixCache) -> dict[str, Callable[[], object]]:
+    """One call for each way in which a cache says no."""
+    lease = cache.acquire(key("abcde"))
+    cache.release(lease)
+    return {
+        "InvalidKeyError": lambda: CacheKey([-1]),
+        "LeaseError": lambda: cache.release(lease),
+        "OutOfPagesError": lambda: cache.reserve(99),
+        "PageOwnershipError": lambda: cache.give_back([0, 0]),
+        "PinError": lambda: cache.pin(key("zz"), "me"),
+        "ConfigError": lambda: cache.subscribe(0),
+    }
+
+
+@pytest.mark.parametrize("name", list(refused(PrefixCache(4, 2))))
+def test_pb26_errors_are_told_apart_by_type_and_numbers(name: str) -> None:
+    """Raised where they arise, as what they are; nobody has to read messages."""
+    cache = PrefixCache(4, 2)
+    serve(cache, "abcd")
+
+    with pytest.raises(RamifyError) as caught:
+        refused(cache)[name]()
+
+    assert type(caught.value).__name__ == name
+    assert isinstance(caught.value, CacheError | ConfigError | ValueError)
+    if isinstance(caught.value, OutOfPagesError):
+        told = caught.value
+        assert (told.asked, told.free, told.evictable, told.total) == (99, 2, 2, 4)
+
+
+def test_pb29_names_of_the_package_are_those_of_their_modules() -> None:
+    """Found on first use, the same object each time; what is not there is an AttributeError."""
+    from ramify.cache import prefix_cache
+
+    assert ramify.PrefixCache is ramify.PrefixCache is prefix_cache.PrefixCache
+    with pytest.raises(AttributeError, match="no attribute 'Cache'"):
+        _ = ramify.Cache
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_a_new_namespace_takes_over_nothing_from_a_forgotten_node(index: str) -> None:
+    """Its root may have the number of one; its prompts begin at page 0 all the same."""
+    cache = PrefixCache(8, 1, policy="lru", ghost_pages=0, index=index)
+    serve(cache, "abc")
+    serve(cache, "xyz")
+    cache.evict(3)
+
+    serve(cache, "abc", "new")
+
+    assert cache.match(key("abcd", "new")).num_pages == 3
+    assert cache.match(key("xyz!")).num_pages == 3
+    cache.check()
+
+
+# -- sequences -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_ab12_ids_are_pages_and_slots_are_converted_once(page_size: int) -> None:
+    """Every page of a batch is one of the pool, every slot lies in the page that the table names."""
+    bench = Bench(num_pages=40, page_size=page_size)
+    bench.warm(range(20))
+    one = sequence([*range(20), *range(50, 60)])
+
+    batch = bench.plan(one)
+
+    pages = batch.block_table[0][batch.block_table[0] >= 0]
+    assert pages.max() < 40
+    expected = pages[batch.positions // page_size] * page_size + batch.positions % page_size
+    assert np.array_equal(batch.slot_mapping, expected)
+
+
+def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
+    """What is appended and not yet computed makes no page complete, and names none."""
+    bench = Bench(num_pages=16, page_size=4)
+    subscription = bench.cache.subscribe()
+    one = sequence(range(7))
+    bench.run(one)
+    one.tokens.extend([70, 71, 72])
+
+    bench.plan(one, num_new=[1])
+    assert bench.cache.match(one.key(10)).num_tokens == 4
+    names = [name for event in subscription.take() for name in event.page_hashes]
+
+    assert names == CacheKey(range(7)).page_hashes(4)
+
+
+@pytest.mark.parametrize("num_generated", range(6))
+def test_ab19_a_preempted_sequence_has_a_row_left_to_compute(num_generated: int) -> None:
+    """All that it had computed is read again but the last tokens, and it goes on as before."""
+    bench = Bench(num_pages=16, page_size=2)
+    one = sequence(range(5))
+    for _ in range(num_generated):
+        one.tokens.extend(bench.run(one))
+    bench.planner.release([one])
+
+    again = sequence(one.tokens)
+    batch = bench.plan(again)
+
+    assert 1 <= batch.num_tokens <= (2 if num_generated else 5)
+    assert bench.execute(batch, again) != [None]
+    bench.planner.commit([again])
+    bench.planner.release([again])
+    bench.assert_nothing_leaked()
+
+
+def test_pb12_a_split_below_a_lease_leaves_it_where_it_was() -> None:
+    """A lease is an object that follows its prefix, no pointer to what was there."""
+    cache = PrefixCache(16, 2)
+    lease, private = publish(cache, "abcdef", *begin(cache, "abcdef"))
+    pages = list(lease.pages)
+
+    cache.release(cache.acquire(key("abX")))
+    cache.release(cache.acquire(key("abcdX")))
+    cache.evict(16)
+
+    assert list(lease.pages) == pages
+    assert not any(cache.is_free(page) for page in pages)
+    cache.release(lease, private)
+    assert drained(cache)
+
+
+# -- with a scheduler on top ---------------------------------------------------------------
+
+
+def test_ab10_warm_prompts_are_packed_by_what_is_left_to_compute() -> None:
+    """Three of 60 tokens, of which 4 are new each, fit in a step of 64."""
+    bench = engine_bench.Bench(max_batch_tokens=64)
+    prompts = [[1 + at] * 60 for at in range(3)]
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=1)
+        bench.run()
+    assert bench.core.cache.stats().hit_tokens == 0
+    new = [bench.add(prompt, max_tokens=1) for prompt in prompts]
+
+    ended = bench.step()
+
+    assert sorted(event.request_id for event in ended if event.output) == new
+    assert [bench.outputs[request_id].cache.read_tokens for request_id in new] == [56] * 3
+
+
+def test_ab11_a_prompt_longer_than_the_budget_blocks_nobody() -> None:
+    """It is computed in pieces; the short one behind it begins with its last piece at the latest."""
+    bench = engine_bench.Bench(max_batch_tokens=16)
+    long = bench.add([1] * 200, max_tokens=2)
+    short = bench.add([2] * 5, max_tokens=2)
+
+    outputs = bench.run()
+
+    waited_s = outputs[short].metrics.ttft_s  # a step takes a second
+    assert waited_s is not None
+    assert waited_s <= 200 // 16 + 1
+    assert outputs[long].cache.computed_tokens == 200
+
+
+def test_ab17_a_cache_that_finds_nothing_would_be_seen_from_outside() -> None:
+    """Through the engine, a second turn reads prompt and answer of the first."""
+    bench = engine_bench.Bench()
+    first = bench.add([1] * 21, max_tokens=9)
+    answer = list(bench.run()[first].token_ids)
+
+    second = bench.add([*([1] * 21), *answer, 2, 3], max_tokens=2)
+
+    read = bench.run()[second].cache.read_tokens
+    assert read == (21 + len(answer) - 1) // 4 * 4

@@ -1,0 +1,134 @@
+"""A state machine over pins, and a dict that says what they must be."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ramify.cache import Pin, PrefixCache
+from ramify.errors import PinError
+from tests.pure.cache_traffic import Clock
+from tests.pure.test_prefix_cache import key, publish, state
+
+TEXTS = ("ab", "abcd", "abcdef", "abcdxy", "abuv", "uv", "uvwx", "uvwxyz")
+
+
+class PinMachine(RuleBasedStateMachine):
+    """Pins against a dict of them: who keeps what, until when, at which cost."""
+
+    @initialize(
+        num_pages=st.integers(4, 14),
+        share=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+        index=st.sampled_from(["radix", "hash"]),
+    )
+    def make(self, num_pages: int, share: float, index: str) -> None:
+        self.clock = Clock()
+        self.cache = PrefixCache(
+            num_pages, 2, index=index, max_pinned_share=share, clock=self.clock
+        )
+        self.most = int(num_pages * share)
+        self.model: dict[int, tuple[str, str, float | None, float]] = {}  # owner, text, ttl, end
+        self.ended: list[Pin] = []
+
+    def pages(self, texts: Sequence[str]) -> set[str]:
+        return {text[:end] for text in texts for end in range(2, len(text) + 1, 2)}
+
+    def pinned(self) -> set[str]:
+        return self.pages([text for _, text, _, _ in self.model.values()])
+
+    @rule(text=st.sampled_from(TEXTS), more=st.booleans())
+    def serve(self, text: str, more: bool) -> None:
+        """A prompt is looked up, and computed if there is room; pins that it covers live on."""
+        self.expire()
+        text += "!" * more
+        lease = self.cache.acquire(key(text))
+        for number, (owner, kept, ttl, _) in self.model.items():
+            if ttl is not None and text[: lease.num_tokens].startswith(kept):
+                self.model[number] = (owner, kept, ttl, self.clock.now_s + ttl)
+        missing = -(-len(text) // 2) - len(lease.pages)
+        private: Sequence[int] = ()
+        if self.cache.can_reserve(missing):
+            lease, private = publish(self.cache, text, lease, self.cache.reserve(missing))
+        self.cache.release(lease, private)
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        owner=st.sampled_from(["me", "you"]),
+        ttl=st.sampled_from([None, 1.0, 5.0]),
+    )
+    def pin(self, text: str, owner: str, ttl: float | None) -> None:
+        self.expire()
+        found = text[: self.cache.match(key(text + "!")).num_tokens]
+        would = len(self.pinned() | self.pages([found]))
+        before = state(self.cache)[0].cached_pages, self.cache.pins()
+        if not found or would > self.most:
+            with pytest.raises(PinError, match=f"{would} would be pinned" if found else "no whole"):
+                self.cache.pin(key(text), owner, ttl)
+            assert (state(self.cache)[0].cached_pages, self.cache.pins()) == before
+            return
+        pin = self.cache.pin(key(text), owner, ttl)
+        assert (pin.key, pin.num_pages, pin.owner) == (key(found), len(found) // 2, owner)
+        end = float("inf") if ttl is None else self.clock.now_s + ttl
+        self.model[pin.id] = (owner, found, ttl, end)
+
+    @precondition(lambda self: self.model)
+    @rule(who=st.integers(0, 9))
+    def unpin(self, who: int) -> None:
+        self.expire()
+        pins = self.cache.pins()
+        if pins:
+            pin = pins[who % len(pins)]
+            self.cache.unpin(pin)
+            del self.model[pin.id]
+            self.ended.append(pin)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.expire()
+
+    @rule(num_pages=st.integers(1, 14))
+    def evict(self, num_pages: int) -> None:
+        self.expire()
+        cached = self.cache.stats().cached_pages
+        expected = min(num_pages, cached - len(self.pinned()))
+        assert self.cache.evict(num_pages) == expected
+
+    def expire(self) -> None:
+        """What is over in the model is over in the cache as soon as anybody asks."""
+        self.model = {at: one for at, one in self.model.items() if one[3] > self.clock.now_s}
+        self.cache.pins()
+
+    @invariant()
+    def the_model_agrees(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        told = {pin.id: (pin.owner, pin.key, pin.ttl_s, pin.expires_s) for pin in self.cache.pins()}
+        assert told == {
+            at: (owner, key(text), ttl, end) for at, (owner, text, ttl, end) in self.model.items()
+        }
+        pinned, stats = self.pinned(), self.cache.stats()
+        assert stats.pinned_pages == len(pinned) <= self.most
+        assert stats.evictable_pages == stats.cached_pages - len(pinned)
+        assert all(self.cache.match(key(text + "!")).num_tokens == len(text) for text in pinned)
+        assert self.cache.can_reserve(self.cache.num_pages - len(pinned))
+        for pin in self.ended[-2:]:
+            with pytest.raises(PinError):
+                self.cache.unpin(pin)
+
+
+def test_pins_are_what_the_model_says() -> None:
+    """Prompts come, pins are made, refreshed, ended and expire, pages are evicted, in any order."""
+    run_state_machine_as_test(
+        PinMachine, settings=settings(max_examples=60, stateful_step_count=30)
+    )

@@ -1,0 +1,132 @@
+"""The policy "auto": what it learns, and that it counts right; the benchmark says how well."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey, PrefixCache
+from ramify.cache.auto import NUM_CLASSES, AutoPolicy
+from ramify.errors import OutOfPagesError
+from tests.pure.cache_traffic import Traffic
+
+Trace = list[CacheKey]
+
+
+def replay(cache: PrefixCache, trace: Trace) -> PrefixCache:
+    """Requests one after the other, each computed in full."""
+    for asked in trace:
+        lease = cache.acquire(asked)
+        try:
+            private = list(cache.reserve(len(asked) - len(lease.pages)))
+        except OutOfPagesError:
+            cache.cancel(lease)
+            continue
+        cache.release(cache.publish(lease, asked, private))
+    return cache
+
+
+def hit_rate(policy: str, num_pages: int, trace: Trace) -> float:
+    cache = PrefixCache(num_pages, 1, policy=policy, log_every=0)
+    return replay(cache, trace).stats().hit_rate
+
+
+def loop(num_prompts: int, length: int, rounds: int, first: int = 0) -> Trace:
+    keys = [CacheKey([first + at] * length) for at in range(num_prompts)]
+    return keys * rounds
+
+
+def zipf(random: Random, count: int, length: int, first: int = 0) -> Trace:
+    ranks = random.choices(range(200), [1 / (1 + rank) for rank in range(200)], k=count)
+    return [CacheKey([first + rank] * length) for rank in ranks]
+
+
+def chats(random: Random, count: int) -> Trace:
+    """Conversations that grow by a turn each time."""
+    live = [[at] for at in range(20)]
+    trace = []
+    for turn in range(count):
+        one = random.choice(live)
+        one.extend([1000 + turn] * random.randint(1, 4))
+        trace.append(CacheKey(list(one)))
+        if len(one) > 24:
+            one[:] = [2000 + turn]
+    return trace
+
+
+def test_auto_learns_a_loop_larger_than_the_pool() -> None:
+    """Where LRU finds nothing, it keeps a part of the loop."""
+    trace = loop(30, 5, 60)
+
+    assert hit_rate("lru", 100, trace) == 0
+    assert hit_rate("auto", 100, trace) > 0.5  # of at most 0.63: 95 of 150 pages
+
+
+def test_auto_adapts_to_another_phase() -> None:
+    """After a loop come prompts of which some are popular, and the loop does not come again."""
+    before, after = loop(30, 5, 60), zipf(Random(3), 3000, 5, first=500)
+
+    told = {}
+    for policy in ("lru", "auto"):
+        cache = replay(PrefixCache(100, 1, policy=policy, log_every=0), before)
+        middle = cache.stats().hit_tokens
+        replay(cache, after)
+        told[policy] = (cache.stats().hit_tokens - middle) / (5 * len(after))
+
+    assert told["auto"] > told["lru"] - 0.01
+
+
+@pytest.mark.parametrize("num_pages", [40, 100, 250])
+def test_auto_is_nowhere_worse_than_lru(num_pages: int) -> None:
+    """At most half a point of hit rate below it: popular prompts, chats, loops and all of them."""
+    random = Random(1)
+    traces = [zipf(random, 2500, 5), chats(random, 2500), loop(60, 5, 30)]
+    mixed = [*zipf(random, 1500, 5), *chats(random, 1000), *loop(20, 3, 30, first=700)]
+    random.shuffle(mixed)
+
+    lost = [
+        hit_rate("lru", num_pages, each) - hit_rate("auto", num_pages, each)
+        for each in (*traces, mixed)
+    ]
+
+    assert max(lost) < 0.005, lost
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    index=st.sampled_from(["radix", "hash"]),
+    ghost_pages=st.sampled_from([None, 0, 3]),
+)
+def test_auto_knows_of_every_page_that_was_used(
+    seed: int, index: str, ghost_pages: int | None
+) -> None:
+    """Its sums by class and slot are those of the nodes, after any history."""
+    random = Random(seed)
+    cache = PrefixCache(random.randint(6, 12), 2, index=index, ghost_pages=ghost_pages)
+    policy, tree = cache._store.policy, cache._tree
+    assert isinstance(policy, AutoPolicy)
+
+    for _ in Traffic(cache, random).run(50):
+        alive = [Counter[int]() for _ in range(NUM_CLASSES)]
+        for node in tree.nodes():
+            if state := policy._state[node]:
+                alive[state % 32 - 1][state // 32] += tree.length[node]
+        assert policy._alive == alive
+
+
+def test_what_is_learned_is_scaled_down_before_it_grows_out_of_range() -> None:
+    """What fades is kept by letting the new count more; the unit changes, no ratio does."""
+    trace = [*loop(3, 4, 40), *zipf(Random(1), 300, 4, 10)]
+    rates = []
+    for gain in (1.0, 0.999e9):
+        cache = PrefixCache(40, 1, policy="auto", log_every=0)
+        policy = cache._store.queue._policy
+        assert isinstance(policy, AutoPolicy)
+        policy._gain = gain
+        rates.append(replay(cache, trace).stats().hit_rate)
+        assert policy._gain < 1e9
+
+    assert rates[0] == rates[1]
