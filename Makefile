@@ -11,6 +11,7 @@ RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
 PEERS_VENV := .venv-peers
 PEERS := $(PEERS_VENV)/.stamp
+NATIVE := $(PEERS_VENV)/.stamp-native
 SPEC := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -51,7 +52,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-core soak-core cover-core clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-core soak-core cover-core native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -82,7 +83,7 @@ format: $(DEV)  ## rewrite what ruff can
 bench: $(DEV)  ## Ramify against Hugging Face generate on shared prefixes
 	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)
 
-bench-core: $(PEERS)  ## the cache core against those of other engines
+bench-core: $(PEERS) $(NATIVE)  ## the cache core against those of other engines
 	@PYTHONPATH=src $(PEERS_VENV)/bin/python benchmarks/cache_core.py $(ARGS)
 
 soak-core: $(DEV)  ## a million random operations on the cache core, checked after each
@@ -91,6 +92,13 @@ soak-core: $(DEV)  ## a million random operations on the cache core, checked aft
 cover-core: $(DEV)  ## branch coverage of the cache core by its tests; below 100 % is an error
 	@$(BIN)/python -m coverage run --branch --source=src/ramify/cache -m pytest tests/pure -q -k "not mutants and not machine and not engine and not test_cache_life" $(ARGS)
 	@$(BIN)/python -m coverage report --show-missing --fail-under=100
+
+# Built in a copy: compiled modules beside the sources would be imported instead of them.
+native: $(RUN)  ## a wheel in dist/ whose cache core is compiled with mypyc (minutes; C compiler)
+	@rm -rf build/native && mkdir -p build/native dist
+	@cp -r src pyproject.toml README.md LICENSE build/native/
+	@HATCH_BUILD_HOOKS_ENABLE=1 $(PIP) wheel --no-deps -w dist ./build/native
+	@rm -rf build/native
 
 clean:  ## remove .venv, caches and builds
 	rm -rf $(VENV) $(PEERS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -127,3 +135,14 @@ $(PEERS): $(SPEC) benchmarks/peers.txt benchmarks/core/fetch.py
 	@echo "[3/3] unpacking the peers' wheels"
 	@$(BIN)/python benchmarks/core/fetch.py $(PEERS_VENV)/peers
 	@printf '%s\n' "$(CURDIR)" > $(PEERS)
+
+# Our own core, compiled; without a C compiler its row is absent.
+$(NATIVE): $(PEERS) $(wildcard src/ramify/cache/*.py)
+	@echo "compiling the cache core: three minutes or so"
+	@rm -rf build/native $(PEERS_VENV)/peers/ramify-native && mkdir -p build/native
+	@cp -r src pyproject.toml README.md LICENSE build/native/
+	@HATCH_BUILD_HOOKS_ENABLE=1 $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --no-input -q \
+	  wheel --no-deps -w build/native/wheel ./build/native \
+	  && $(PEERS_VENV)/bin/python -m zipfile -e build/native/wheel/*.whl $(PEERS_VENV)/peers/ramify-native \
+	  || echo "not compiled: that row will be absent"
+	@rm -rf build/native && touch $(NATIVE)

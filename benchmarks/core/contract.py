@@ -66,6 +66,7 @@ class Entry:
     name: str
     title: str
     load: Callable[[Path], Loaded]  # gets the folder of the peers
+    first: str = ""  # a folder in there that comes before all others on the import path
 
 
 class AbsentError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,16 @@ def load_forgetful(_: Path) -> Loaded:
     """The radix tree without a memory of what it evicted: what explanations cost the hot path."""
     _require_option("ghost_pages")
     return Loaded(partial(RamifyCore, ghost_pages=0), ramify.__version__)
+
+
+def load_native(folder: Path) -> Loaded:
+    """The same sources, compiled by mypyc."""
+    found = importlib.import_module("ramify.cache.tree").__file__ or ""
+    if not found.endswith(".so"):
+        raise AbsentError(
+            f"not compiled; unpack the wheel that `make native` builds into {folder.name}/ramify-native"
+        )
+    return Loaded(RamifyCore, ramify.__version__)
 
 
 def load_lru(_: Path) -> Loaded:

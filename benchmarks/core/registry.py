@@ -10,11 +10,12 @@ import numpy as np
 
 from core.blocks import load_atom, load_vllm
 from core.contract import Entry, Loaded, Tokens, round_up
-from core.ours import load_forgetful, load_hash, load_lru, load_radix, load_subscribed
+from core.ours import load_forgetful, load_hash, load_lru, load_native, load_radix, load_subscribed
 from core.phyai import load_phyai
 from core.trees import load_mini_sglang, load_sglang
 
 OURS = "ramify"  # what all ratios refer to
+NATIVE = "ramify-native"
 
 
 class OnePass:
@@ -59,6 +60,7 @@ ENTRIES = {
         Entry("ramify-subscribed", "Ramify, radix, with an event subscriber", load_subscribed),
         Entry("ramify-forgetful", "Ramify, radix, nothing remembered of evictions", load_forgetful),
         Entry("ramify-lru", "Ramify, radix, policy lru as the peers", load_lru),
+        Entry(NATIVE, "Ramify, radix, compiled (make native)", load_native, NATIVE),
         Entry("ramify-hash", "Ramify, hash index", load_hash),
         Entry("phyai", "phyai (C++)", load_phyai),
         Entry("sglang-rust", "SGLang, Rust core", partial(load_sglang, kind="rust")),

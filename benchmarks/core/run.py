@@ -29,6 +29,8 @@ class Worker:
         self.entry = entry
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         paths = [str(BENCHMARKS), str(BENCHMARKS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        if entry.first:
+            paths.insert(0, str(folder / entry.first))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "core.worker", entry.name, str(folder)],
             stdin=subprocess.PIPE,

@@ -126,10 +126,10 @@ class AutoPolicy:
         """Keep a lane's choice until the lane, the time or an index changes."""
         lane.version, state, now, newest = self._version, self._state, self._now, lane.tail
         age = now - (state[oldest] >> 5)
-        lane.best, lane.score = oldest, index[BIN_OF[age if age < OLDEST else OLDEST]]
+        lane.best, lane.score = oldest, index[BIN_OF[min(OLDEST, age)]]
         if newest and newest != oldest:
             age = now - (state[newest] >> 5)
-            score = index[BIN_OF[age if age < OLDEST else OLDEST]]
+            score = index[BIN_OF[min(OLDEST, age)]]
             if score < lane.score:
                 lane.best, lane.score = newest, score
 

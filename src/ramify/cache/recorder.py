@@ -6,7 +6,6 @@ import logging
 import sys
 from array import array
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ramify.cache.ghosts import REASONS
 
@@ -24,9 +23,10 @@ class Histogram:
 
     counts: tuple[int, ...]
 
-    bounds_s: ClassVar[tuple[float, ...]] = tuple(
-        2.0**i / _PER_SECOND for i in range(NUM_BUCKETS - 1)
-    )
+    @property
+    def bounds_s(self) -> tuple[float, ...]:
+        """1/256 s, and each further one twice that."""
+        return tuple(2.0**i / _PER_SECOND for i in range(NUM_BUCKETS - 1))
 
     @property
     def total(self) -> int:
