@@ -6,6 +6,7 @@ from array import array
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,3 +239,19 @@ def test_a_namespace_is_text_or_bytes(namespace: Any) -> None:
     """bytes(0) would be the default namespace, and bytes(10**9) a gigabyte."""
     with pytest.raises(InvalidKeyError, match="namespace="):
         CacheKey([1], namespace)
+
+
+@pytest.mark.parametrize("wrong", [memoryview(b"\0\0\0\1"), {1, 2}, frozenset([1]), {1: 2}])
+def test_what_has_no_order_or_no_ids_is_no_key(wrong: Any) -> None:
+    """A view of packed bytes would be read as one token per byte."""
+    with pytest.raises(InvalidKeyError, match="no sequence of token ids"):
+        CacheKey(wrong)
+
+
+def test_a_view_of_int32_is_a_key_and_a_negative_prefix_is_none() -> None:
+    """The buffer of a numpy array, say."""
+    key = CacheKey(memoryview(np.array([1, 2, 3], np.int32)))
+
+    assert key == CacheKey([1, 2, 3])
+    with pytest.raises(InvalidKeyError, match="prefix of -1"):
+        key.prefix(-1)

@@ -1,6 +1,7 @@
 """The life of a lease by example: announce, publish, withdraw, release, cancel, and their misuse."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -318,13 +319,75 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(policy: str) -> None:
 
 def test_numbers_out_of_range_are_refused() -> None:
     """With the value, and what it may be."""
-    with pytest.raises(ConfigError, match="ghost_pages=-1 but it is a count"):
+    with pytest.raises(ConfigError, match="ghost_pages=-1 but it must be 0 or more"):
         PrefixCache(4, 2, ghost_pages=-1)
     cache = PrefixCache(4, 2, policy="priority")
     serve(cache, "abcd")
     with pytest.raises(ConfigError, match=r"priority=4294967296 but .* int32"):
         cache.set_priority(key("abcde"), 2**32)
+    with pytest.raises(ConfigError, match=r"priority=1.5 but .* int32"):
+        cache.set_priority(key("abcde"), cast(int, 1.5))
     assert cache.stats().num_leases == 0
+
+
+def made(**options: Any) -> PrefixCache:
+    return PrefixCache(**{"num_pages": 4, **options})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache, lease: cache.reserve(1.5),
+        lambda cache, lease: cache.evict(1.0),
+        lambda cache, lease: cache.evict(-1),
+        lambda cache, lease: cache.evict_if(lambda node: True, "2"),
+        lambda cache, lease: cache.fork(lease, 2.5),
+        lambda *_: made(num_pages=2.5),
+        lambda *_: made(page_size="4"),
+        lambda *_: made(ghost_pages=1.5),
+        lambda *_: made(log_every=-1),
+        lambda *_: made(max_pinned_share="all"),
+        lambda *_: made(policy=["lru"]),
+    ],
+)
+def test_what_is_no_count_is_refused_before_anything_happens(call: Callable[..., object]) -> None:
+    """Floats and texts too: no page moves, no lease is left behind."""
+    cache = PrefixCache(4, 2)
+    serve(cache, "abcdefgh")
+    lease = cache.acquire(key("abcde"))
+    before = state(cache)
+
+    with pytest.raises(ConfigError):
+        call(cache, lease)
+
+    assert state(cache) == before
+    cache.check()
+
+
+def test_a_lookup_counter_never_overflows() -> None:
+    """A system prompt is looked up more than 2**31 times."""
+    cache = PrefixCache(4, 2)
+    serve(cache, "abcd")
+    (node,) = cache._tree.nodes()
+    cache._tree.hits[node] = 2**31 - 1
+
+    cache.release(cache.acquire(key("abcde")))
+
+    assert cached_nodes(cache)[0].hits == 2**31
+
+
+def test_a_policy_that_raises_leaves_no_lease_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies are somebody's own code."""
+    cache = PrefixCache(4, 2)
+    serve(cache, "abcd")
+    lease = cache.acquire(key("abcde"))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cache._store.policy), "used", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.release(lease)
+
+    cache.check()
+    drained(cache)
 
 
 def test_what_a_lease_and_a_node_say_of_themselves() -> None:

@@ -164,6 +164,23 @@ def test_the_share_is_rounded_down_to_whole_pages(share: float, fits: int) -> No
     assert done == fits
 
 
+def test_a_refused_pin_cuts_no_node() -> None:
+    """A part of a node, over budget: nothing at all has changed, also beside another pin."""
+    cache = PrefixCache(8, 2, max_pinned_share=0.25)
+    serve(cache, "abcdefgh")
+    before = state(cache)
+
+    with pytest.raises(PinError, match="3 would be pinned"):
+        cache.pin(key("abcdefXX"), "me")
+
+    assert state(cache) == before
+    cache.pin(key("abcdXX"), "me")
+    before = state(cache)
+    with pytest.raises(PinError, match="with these 3 pages 3 would be pinned"):
+        cache.pin(key("abcdefXX"), "me")
+    assert state(cache) == before
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     """When the cache is made."""
@@ -226,7 +243,7 @@ def test_a_pin_ends_once() -> None:
     cache.unpin(other.id)
 
     for pin in (one, other.id, 99):
-        with pytest.raises(PinError, match="no pin has the id"):
+        with pytest.raises(PinError, match="no such pin"):
             cache.unpin(pin)
     assert drained(cache)
 
@@ -249,6 +266,32 @@ def test_refusals_are_remembered_within_bounds() -> None:
 
     assert "would be pinned" in told[0]
     assert told[1] == ""
+
+
+def test_a_pin_of_another_cache_ends_none_here() -> None:
+    """Though both have the same number."""
+    here, there = PrefixCache(8, 2), PrefixCache(8, 2)
+    for cache, text in ((here, "abcd"), (there, "wxyz")):
+        serve(cache, text)
+    mine, other = here.pin(key("abcd"), "me"), there.pin(key("wxyz"), "me")
+    assert mine.id == other.id
+
+    with pytest.raises(PinError, match="no such pin"):
+        here.unpin(other)
+
+    assert here.pins() == [mine]
+
+
+@pytest.mark.parametrize("ttl", ["60", [1]])
+def test_a_time_that_is_no_number_leaves_no_pin(ttl: Any) -> None:
+    """Told before anything is held."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcd")
+
+    with pytest.raises(ConfigError, match="lives for more than 0"):
+        cache.pin(key("abcd"), "me", ttl)
+
+    assert cache.clear() == 2
 
 
 # -- time ----------------------------------------------------------------------------------

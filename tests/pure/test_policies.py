@@ -301,3 +301,19 @@ def test_a_predicate_that_raises_leaves_a_whole_cache() -> None:
 
     cache.check()
     assert len(told) == cache.stats().evicted_pages == 2
+
+
+def test_no_priority_costs_a_look_at_all_others() -> None:
+    """A thousand different priorities, or ten: one eviction is about the same work."""
+    told = []
+    for num_priorities in (10, 1000):
+        cache = PrefixCache(1000, 1, policy="priority", log_every=0)
+        for at in range(1000):
+            lease = cache.acquire(CacheKey([at]))
+            cache.release(cache.publish(lease, CacheKey([at]), cache.reserve(1)))
+            cache.set_priority(CacheKey([at, 0]), at % num_priorities)
+        assert len(cache._store.queue._lanes) == 1
+        cache.evict(1)
+        told.append(cache.match(CacheKey([0, 0])).num_pages)
+
+    assert told == [0, 0]

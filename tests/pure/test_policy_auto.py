@@ -130,3 +130,17 @@ def test_what_is_learned_is_scaled_down_before_it_grows_out_of_range() -> None:
         assert policy._gain < 1e9
 
     assert rates[0] == rates[1]
+
+
+def test_reuse_after_a_very_long_time_does_not_break_what_is_learned() -> None:
+    """More reuses than pages at risk, since they came from beyond the last bin: rates stay rates."""
+    rare, hot = CacheKey(range(1000, 1005)), CacheKey(range(45))
+    new = [CacheKey(range(at, at + 11)) for at in range(5000, 8000, 11)]
+    cache = PrefixCache(88, 1, policy="auto", log_every=0)
+
+    replay(cache, [rare, *[hot] * 1300, rare, *new])
+
+    cache.check()
+    policy = cache._store.queue._policy
+    assert isinstance(policy, AutoPolicy)
+    assert min(map(min, policy._index)) >= 0

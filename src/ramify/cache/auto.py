@@ -230,7 +230,8 @@ class AutoPolicy:
         """Reuses in each bin, and page-slots in which they could have been; smoothed."""
         exposures = []
         for width, each, reused in zip(WIDTHS, at_risk, reuses, strict=True):
-            exposures.append(width * (each - 0.5 * reused))  # reused half-way, on the average
+            # Reused half-way, on the average; what is older than the last bin was never at risk in it.
+            exposures.append(width * max(each - 0.5 * reused, 0.5 * reused))
         return _blurred(reuses), _blurred(exposures)
 
     def _learn_mean(self) -> None:

@@ -136,6 +136,7 @@ class EventLog:
         if not self.subscribers:
             self._hashes.clear()
             self._digest = 0
+            self._sequence += 1  # whatever happens until somebody subscribes is a gap
 
     # -- what happens to nodes -------------------------------------------------------------
 

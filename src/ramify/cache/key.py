@@ -29,8 +29,12 @@ def pack(tokens: Iterable[int]) -> bytes:
             raise InvalidKeyError(
                 f"{len(packed)} bytes are no whole number of {ATOM_BYTES}-byte atoms"
             )
-    elif isinstance(tokens, array) and tokens.typecode == "i":
+    elif isinstance(tokens, array | memoryview) and memoryview(tokens).format == "i":
         packed = tokens.tobytes()
+    elif isinstance(tokens, set | frozenset | dict) or (
+        isinstance(tokens, memoryview) and tokens.itemsize == 1
+    ):
+        raise InvalidKeyError(f"a {type(tokens).__name__} is no sequence of token ids")
     else:
         try:
             packed = array("i", tokens).tobytes()
@@ -118,7 +122,9 @@ class CacheKey:
         return len(self) // page_size
 
     def prefix(self, num_tokens: int) -> CacheKey:
-        """The first `num_tokens` atoms, in the same namespace."""
+        """The first `num_tokens` atoms, or all there are, in the same namespace."""
+        if num_tokens < 0:
+            raise InvalidKeyError(f"a prefix of {num_tokens} tokens asked for; 0 or more are")
         cut = CacheKey.__new__(CacheKey)
         object.__setattr__(cut, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
         object.__setattr__(cut, "namespace", self.namespace)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ramify.cache.key import CacheKey
 from ramify.cache.tree import RadixTree
 from ramify.cache.values import Lease
-from ramify.errors import ConfigError, PinError, RamifyError
+from ramify.errors import ConfigError, PinError
 
-MAX_REFUSALS = 256  # pins over the budget that explanations remember
+MAX_REFUSALS = 16  # pins over the budget that explanations remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +64,47 @@ class PinBoard:
     @property
     def num_pages(self) -> int:
         """Pages under pins, each counted once."""
-        return self._pages_of(kept.lease for kept in self._pins.values())
+        return sum(self._tree.resident[node] for node in self._nodes())
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, key: CacheKey, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
-        """Keep a lease, which is what could be had of a key; if that is refused, end it.
+    def allow(self, key: CacheKey, end: int, ttl_s: float | None) -> None:
+        """Whether the prefix of `key` up to byte `end` may be pinned; nothing changes.
 
         Raises:
             ConfigError: a time to live that is not positive.
             PinError: nothing is cached of the prefix, or it goes over the budget.
         """
-        try:
-            self._allow(key, lease, ttl_s)
-        except RamifyError:
-            self._release(lease)
-            raise
-        self._refusals.pop(key, None)
-        expires_s = float("inf") if ttl_s is None else self._now_s() + ttl_s
-        self._pins[lease.id] = _Kept(lease, owner, ttl_s, expires_s)
-        self.next_expiry_s = min(self.next_expiry_s, expires_s)
-        return self._pin(lease.id)
-
-    def _allow(self, key: CacheKey, lease: Lease, ttl_s: float | None) -> None:
-        if ttl_s is not None and not ttl_s > 0:
-            raise ConfigError(f"ttl={ttl_s} s but a pin lives for more than 0; None is for ever")
-        if not lease.num_tokens:
+        if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0):
+            raise ConfigError(f"ttl={ttl_s!r} s but a pin lives for more than 0; None is for ever")
+        tree, seen = self._tree, self._nodes()
+        found, path, part, covered = 0, list[int](), 0, 0
+        if (root := tree.roots.get(key.namespace)) is not None:
+            path, part, covered = tree.find(root, key.atoms, end, pending=False)
+            found = tree.end_of(path, part, covered)
+        if not found:
             raise PinError("no whole page of the prefix is cached; compute and publish it first")
-        would = self._pages_of([lease, *(kept.lease for kept in self._pins.values())])
+        would = sum(tree.resident[node] for node in seen.union(path))
+        if part and part not in seen:
+            would += covered
         if would > self.max_pages:
             self._refusals[key] = f"{would} of at most {self.max_pages} pages would be pinned"
             if len(self._refusals) > MAX_REFUSALS:
                 del self._refusals[next(iter(self._refusals))]
             raise PinError(
-                f"with these {len(lease.pages)} pages {would} would be pinned, but at most "
+                f"with these {found} pages {would} would be pinned, but at most "
                 f"{self.max_pages} may be; unpin something, pin a shorter prefix, or raise "
                 "max_pinned_share"
             )
+        self._refusals.pop(key, None)
+
+    def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
+        """Keep a lease, which is what could be had of a key that is allowed."""
+        expires_s = float("inf") if ttl_s is None else self._now_s() + ttl_s
+        self._pins[lease.id] = _Kept(lease, owner, ttl_s, expires_s)
+        self.next_expiry_s = min(self.next_expiry_s, expires_s)
+        return self._pin(lease.id)
 
     def refusal(self, key: CacheKey) -> str:
         """Why the budget refused a pin of a beginning of `key` lately; empty if it did not."""
@@ -111,15 +114,17 @@ class PinBoard:
                 found = told
         return found
 
-    def remove(self, number: int) -> None:
+    def remove(self, pin: Pin | int) -> None:
         """End a pin.
 
         Raises:
-            PinError: there is none with this number; it has expired or was ended before.
+            PinError: there is no such pin here; it has expired or was ended before.
         """
-        kept = self._pins.pop(number, None)
-        if kept is None:
-            raise PinError(f"no pin has the id {number}; it expired or was unpinned before")
+        number = pin if isinstance(pin, int) else pin.id
+        kept = self._pins.get(number)
+        if kept is None or (isinstance(pin, Pin) and pin.key != kept.lease.key):
+            raise PinError(f"no such pin (id {number}) here; it expired or was unpinned before")
+        del self._pins[number]
         self._release(kept.lease)
 
     def expire(self) -> int:
@@ -151,11 +156,11 @@ class PinBoard:
         lease = kept.lease
         return Pin(number, kept.owner, lease.key, len(lease.pages), kept.ttl_s, kept.expires_s)
 
-    def _pages_of(self, leases: Iterable[Lease]) -> int:
+    def _nodes(self) -> set[int]:
         tree, seen = self._tree, set[int]()
-        for lease in leases:
-            node = lease.node
+        for kept in self._pins.values():
+            node = kept.lease.node
             while node not in seen and tree.parent[node]:
                 seen.add(node)
                 node = tree.parent[node]
-        return sum(tree.resident[node] for node in seen)
+        return seen

@@ -15,7 +15,7 @@ COST_DEPTH = 32768  # tokens before a page that double its cost: about where att
 
 
 class Ordered:
-    """A rule that reads the tree: the lowest lane goes first, in a lane the lowest key."""
+    """A rule that reads the tree: the lowest of a few lanes goes first, in it the lowest key."""
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
 
     A lookup counts, too, if what it wanted had been evicted and is remembered.
     """
-    uses = tree.column("i", inherited=True)
+    uses = tree.column("b", inherited=True)
 
     def count(node: int) -> None:
-        uses[node] += 1
+        uses[node] = 1
 
     return Ordered(lambda node: int(uses[node] > 0), lambda node: tree.last_access[node], count)
 
 
 def priority(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
     """The lowest priority goes first, in it the least recent; see `PrefixCache.set_priority`."""
-    return Ordered(lambda node: tree.priority[node], lambda node: tree.last_access[node])
+    return Ordered(None, lambda node: tree.priority[node] * 2**48 + tree.last_access[node])
 
 
 def lfu(tree: RadixTree, num_pages: int) -> Policy:

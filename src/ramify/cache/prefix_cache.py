@@ -17,7 +17,7 @@ from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
 from ramify.cache.tree import SHARDS, ChildIndex, Node, PageIndex, RadixTree
-from ramify.cache.values import CacheStats, Lease, Match
+from ramify.cache.values import CacheStats, Lease, Match, whole
 from ramify.errors import ConfigError, LeaseError, OutOfPagesError
 
 INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}
@@ -54,12 +54,15 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, table in ((policy, POLICIES), (index, INDICES)):
-            if name not in table:
+            if not isinstance(name, str) or name not in table:
                 kind = "eviction policy" if table is POLICIES else "index"
                 raise ConfigError(f"unknown {kind} {name!r}; one of {sorted(table)}")
-        if ghost_pages is not None and ghost_pages < 0:
-            raise ConfigError(f"ghost_pages={ghost_pages} but it is a count; 0 remembers nothing")
-        if not 0 <= max_pinned_share <= 1:
+        whole("num_pages", num_pages, 1)
+        whole("page_size", page_size, 1)
+        whole("log_every", log_every)
+        if ghost_pages is not None:
+            whole("ghost_pages", ghost_pages)
+        if not isinstance(max_pinned_share, int | float) or not 0 <= max_pinned_share <= 1:
             raise ConfigError(f"max_pinned_share={max_pinned_share} but it is a share of 0 to 1")
         self.page_size = page_size
         self.policy, self.index = policy, index
@@ -163,7 +166,7 @@ class PrefixCache:
         length = lease.num_tokens if num_tokens is None else num_tokens
         if not 0 <= length <= lease.num_tokens:
             raise LeaseError(f"{length} tokens asked for of the {lease.num_tokens} of a lease")
-        pages = length // self.page_size
+        pages = whole("num_tokens", length) // self.page_size
         while tree.start[node] >= pages and tree.parent[node]:
             node = tree.parent[node]
         if tree.start[node] + tree.length[node] > pages:
@@ -229,8 +232,9 @@ class PrefixCache:
         """
         self._pins.expire()
         end = len(key.atoms) // self._page_bytes * self._page_bytes
+        self._pins.allow(key, end, ttl)
         lease = self._acquire(key, end, pending=False, counted=False)
-        return self._pins.add(key, lease, owner, ttl)
+        return self._pins.add(lease, owner, ttl)
 
     def unpin(self, pin: Pin | int) -> None:
         """End a pin; its pages are ordinary cached pages again.
@@ -239,7 +243,7 @@ class PrefixCache:
             PinError: it has expired or was ended before.
         """
         self._pins.expire()
-        self._pins.remove(pin if isinstance(pin, int) else pin.id)
+        self._pins.remove(pin)
 
     def pins(self, owner: str | None = None) -> list[Pin]:
         """All live pins, or those of an owner, oldest first."""
@@ -255,7 +259,7 @@ class PrefixCache:
             OutOfPagesError: even evicting everything would not give enough; nothing changed.
         """
         store = self._store
-        missing = num_pages - store.ledger.num_free
+        missing = whole("num_pages", num_pages) - store.ledger.num_free
         if missing > 0:
             self._pins.expire()
             if missing > store.num_evictable:
@@ -275,28 +279,29 @@ class PrefixCache:
         Cost: O(log n) per leaf touched.
         """
         self._pins.expire()
-        return self._store.evict(num_pages, ASKED)
+        return self._store.evict(whole("num_pages", num_pages), ASKED)
 
     def evict_if(self, predicate: Callable[[Node], bool], num_pages: int | None = None) -> int:
         """Evict runs of pages of which `predicate` is true and that nobody pins, from the tails.
 
         Args:
-            predicate: told a `Node`, which knows age, hits, namespace, depth and more.
+            predicate: told a `Node`, which knows age, hits, namespace, depth and more; it must not
+                call the cache.
             num_pages: at most so many; by default all.
 
         Returns:
             how many pages. Cost: a look at every cached leaf.
         """
         self._pins.expire()
-        limit = self.num_pages if num_pages is None else num_pages
+        limit = self.num_pages if num_pages is None else whole("num_pages", num_pages)
         return self._store.evict_if(predicate, limit)
 
     def set_priority(self, key: CacheKey, priority: int) -> int:
         """Give the cached prefix of `key` a priority for the policy "priority"; returns its tokens.
 
-        The prefix is what `match` finds. Nodes above it have at least its priority.
+        The prefix is what `match` finds. Nodes above it have at least its priority, and keep it.
         """
-        if not -(2**31) <= priority < 2**31:
+        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise ConfigError(f"priority={priority} but it must be an int32")
         lease = self._acquire(key, self._usable(key), pending=False, counted=False)
         self._store.set_priority(lease.node, priority)

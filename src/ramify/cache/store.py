@@ -109,8 +109,10 @@ class PageStore:
             at = above
         new.reverse()
         known.reverse()
-        self.policy.used(new, known, tree.start[node] + tree.length[node])
-        self._unpinned(node, at, unpinned)
+        try:
+            self.policy.used(new, known, tree.start[node] + tree.length[node])
+        finally:
+            self._unpinned(node, at, unpinned)
 
     def _unpinned(self, node: int, root: int, num_pages: int) -> None:
         self.tree.pins[root] -= 1
@@ -254,7 +256,7 @@ class PageStore:
             else:
                 shared = len(packed) // ID_BYTES if longest is None else longest
                 edge = atoms[position : position + shared * page_bytes]
-                if not holder and self._may_grow(node, len(edge)):
+                if not holder and longest is None and self._may_grow(node, len(edge)):
                     tree.grow(node, edge, packed)
                     child = node
                 else:
@@ -283,7 +285,7 @@ class PageStore:
     def _may_grow(self, node: int, num_bytes: int) -> bool:
         """Whether new pages may lengthen a node: it is the lease's own, and nobody used it."""
         tree = self.tree
-        unused = not tree.hits[node] and not tree.last_access[node]
+        unused = not (tree.hits[node] or tree.last_access[node] or tree.priority[node])
         return tree.pins[node] == 1 and unused and tree.can_grow(node, num_bytes)
 
     def _refill(self, node: int, packed: bytes) -> None:

@@ -148,7 +148,7 @@ class RadixTree:
         self.start = self.column("i", inherited=True)  # pages above the node
         self.pins = self.column("i", inherited=True)
         self.holder = self.column("q", inherited=True)
-        self.hits = self.column("i", inherited=True)
+        self.hits = self.column("q", inherited=True)
         self.priority = self.column("i", inherited=True)
         self.last_access = self.column("q", inherited=True)
         self.created = self.column("q", inherited=True)
@@ -339,8 +339,7 @@ class RadixTree:
     def can_grow(self, node: int, num_bytes: int) -> bool:
         """Whether a leaf may take more atoms in place: the copy must stay small."""
         return (
-            self.index.max_pages is None
-            and not self.first_child[node]
+            not self.first_child[node]
             and self.parent[node] != 0
             and self.length[node] * self.page_bytes + num_bytes <= MAX_GROWN_BYTES
         )

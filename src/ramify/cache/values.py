@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex
 
 from ramify.cache.key import CacheKey
 from ramify.cache.pages import Pages
 from ramify.cache.recorder import Histogram
+from ramify.errors import ConfigError
+
+
+def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
+    """A count, checked.
+
+    Raises:
+        ConfigError: it is no whole number, or below `least`.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} but it must be a whole number") from None
+    if number < least:
+        raise ConfigError(f"{name}={number} but it must be {least} or more")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
