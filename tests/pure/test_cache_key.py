@@ -250,7 +250,7 @@ def test_what_has_no_order_or_no_ids_is_no_key(wrong: Any) -> None:
 
 def test_a_view_of_int32_is_a_key_and_a_negative_prefix_is_none() -> None:
     """The buffer of a numpy array, say."""
-    key = CacheKey(memoryview(np.array([1, 2, 3], np.int32)))
+    key = CacheKey(np.array([1, 2, 3], np.int32).data)
 
     assert key == CacheKey([1, 2, 3])
     with pytest.raises(InvalidKeyError, match="prefix of -1"):
