@@ -6,7 +6,8 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from operator import index
+from typing import Any, SupportsIndex, overload
 
 from ramify.cache.key import shared_pages
 from ramify.errors import ConfigError, InvariantError, OutOfPagesError, PageOwnershipError
@@ -38,13 +39,13 @@ class Pages(Sequence[int]):
     def __getitem__(self, at: int) -> int: ...
     @overload
     def __getitem__(self, at: slice) -> Pages: ...
-    def __getitem__(self, at: int | slice) -> int | Pages:
+    def __getitem__(self, at: SupportsIndex | slice) -> int | Pages:
         if isinstance(at, slice):
             start, stop, step = at.indices(len(self.packed) // ID_BYTES)
             if step == 1:
-                return Pages(self.packed[start * ID_BYTES : stop * ID_BYTES])
+                return Pages(self.packed[start * ID_BYTES : max(start, stop) * ID_BYTES])
             return Pages(memoryview(self.packed).cast("i")[at].tobytes())
-        return memoryview(self.packed).cast("i")[at]
+        return memoryview(self.packed).cast("i")[index(at)]
 
     def __iter__(self) -> Iterator[int]:
         return iter(array("i", self.packed))
