@@ -86,6 +86,13 @@ def test_keys_of_two_namespaces_differ() -> None:
     assert CacheKey([1], "é") == CacheKey([1], "é".encode())
 
 
+def test_pages_of_no_tokens_are_refused() -> None:
+    with pytest.raises(InvalidKeyError, match="page_size=0"):
+        CacheKey([1, 2]).num_pages(0)
+    with pytest.raises(InvalidKeyError, match="page_size=-4"):
+        CacheKey([1, 2]).page_hashes(-4)
+
+
 def test_a_key_counts_tokens_and_whole_pages() -> None:
     """The length is in tokens; pages are counted only when full."""
     key = CacheKey(range(7))

@@ -119,6 +119,8 @@ class CacheKey:
 
     def num_pages(self, page_size: int) -> int:
         """How many whole pages the atoms fill."""
+        if page_size < 1:
+            raise InvalidKeyError(f"page_size={page_size} but it must be 1 or more")
         return len(self) // page_size
 
     def prefix(self, num_tokens: int) -> CacheKey:

@@ -123,7 +123,7 @@ class PrefixCache:
         Warm pages that the lease would pin are counted once: as found, not as free.
         """
         self._pins.expire()
-        num_pages = -(-(len(key) + num_tokens) // self.page_size)
+        num_pages = -(-(len(key) + whole("num_tokens", num_tokens)) // self.page_size)
         return num_pages <= self._store.room_for(key, self._usable(key))
 
     def stats(self) -> CacheStats:
