@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class AttentionSpec:
 
     `windows[layer]` is how many of the last tokens a query sees, itself included, or None for
     all. `soft_cap` squashes scores as `cap * tanh(score / cap)`.
+
+    With `kind="mla"` attention is absorbed: one K/V head whose key is a token's latent followed by
+    its rotary part (`head_dim` in all) and whose value is the latent (`value_dim`); the planes are
+    `latent` and `rope` instead of `k` and `v`.
     """
 
     num_heads: int
@@ -38,6 +42,11 @@ class AttentionSpec:
     scale: float
     soft_cap: float | None = None
     exact: bool = True
+    value_dim: int | None = None  # of a value, where it is not that of a key
+    kv_dtype: torch.dtype | None = None  # of the planes, None: `dtype`; int8 and float8 have scales
+    kind: Literal["mha", "mla"] = "mha"
+    layout: Literal["nhd", "vectorised"] = "nhd"
+    sparse: bool = False  # `run` is told for every query which positions it sees
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -46,9 +55,34 @@ class AttentionSpec:
             )
 
     @property
+    def plane_dtype(self) -> torch.dtype:
+        """What K/V is stored in."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    @property
+    def out_dim(self) -> int:
+        """Width of a head's output."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def group(self) -> int:
         """Query heads that share a K/V head."""
         return self.num_heads // self.num_kv_heads
+
+
+def why_not_plain(spec: AttentionSpec) -> str | None:
+    """None for keys and values of one width as floats, page after page, all of them read."""
+    if spec.kind != "mha":
+        return f"kind={spec.kind}: no K and V planes"
+    if spec.sparse:
+        return "sparse: it reads every key"
+    if spec.layout != "nhd":
+        return f"layout={spec.layout}"
+    if not spec.plane_dtype.is_floating_point or spec.plane_dtype.itemsize < 2:
+        return f"kv_dtype={spec.plane_dtype}: it knows no scales"
+    if spec.out_dim != spec.head_dim:
+        return f"value_dim={spec.out_dim} beside head_dim={spec.head_dim}"
+    return None
 
 
 class AttentionBackend(Protocol):
@@ -65,14 +99,26 @@ class AttentionBackend(Protocol):
         """Everything about a step that is the same for all layers; once per step."""
         ...
 
-    def run(self, plan: Any, layer: int, q: Tensor, planes: Mapping[str, Tensor]) -> Tensor:
-        """Attention output of one layer, [tokens, num_heads, head_dim] in q's dtype.
+    def run(
+        self,
+        plan: Any,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Attention output of one layer, [tokens, num_heads, value_dim] in q's dtype.
 
         Args:
             plan: what `plan` returned for this step.
             q: [tokens, num_heads, head_dim]; more rows than the batch has are padding, and
                 come back as zeros.
-            planes: `k` and `v`, [pages, page_size, num_kv_heads, head_dim].
+            planes: `k` and `v`, [pages, page_size, num_kv_heads, head_dim], or `latent` and `rope`,
+                [pages, page_size, width]; for int8 and float8 also a scale plane for each, float32,
+                `k_scale` [pages, page_size, num_kv_heads] and so on.
+            selected: for sparse attention, [tokens, n] int32: the positions that each query sees,
+                ascending, -1 after the last. Causality and window hold besides.
         """
         ...
 

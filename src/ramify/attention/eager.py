@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ramify.attention.backend import AttentionSpec
 from ramify.attention.batch import AttentionBatch
+from ramify.attention.reading import keys_and_values
 
 KEY_STEP = 256
 ROW_STEP = 8  # rows of float32 products are independent of each other in multiples of 8
@@ -38,11 +39,22 @@ def spans_of(batch: AttentionBatch, device: torch.device) -> list[Span]:
     return found
 
 
-def visible(span: Span, window: int | None) -> Tensor:
-    """Which keys each query sees: [q_len, kv_len] bool, causal, at most `window` tokens back."""
+def visible(span: Span, window: int | None, selected: Tensor | None = None) -> Tensor:
+    """Which keys each query sees: [q_len, kv_len] bool, causal, at most `window` tokens back.
+
+    `selected` [tokens of the batch, n]: and only those of its row.
+    """
     behind = span.query_positions[:, None] - span.key_positions[None, :]
     seen = behind >= 0
-    return seen if window is None else seen & (behind < window)
+    if window is not None:
+        seen &= behind < window
+    if selected is not None:
+        mine = selected[span.start : span.stop].long()
+        num_keys = len(span.key_positions)
+        chosen = seen.new_zeros(len(mine), num_keys + 1)
+        chosen.scatter_(1, mine.masked_fill((mine < 0) | (mine >= num_keys), num_keys), True)
+        seen &= chosen[:, :num_keys]
+    return seen
 
 
 class EagerBackend:
@@ -65,17 +77,25 @@ class EagerBackend:
         """Runs of query rows that reduce over the same number of keys."""
         return [part for span in spans_of(batch, self.device) for part in _by_key_steps(span)]
 
-    def run(self, plan: list[Span], layer: int, q: Tensor, planes: Mapping[str, Tensor]) -> Tensor:
+    def run(
+        self,
+        plan: list[Span],
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:-1], spec.out_dim)
         for span in plan:
             num_rows = span.stop - span.start
             keys, values = (
-                planes[name].flatten(0, 1)[span.slots].float().repeat_interleave(spec.group, 1)
-                for name in ("k", "v")
+                dense.repeat_interleave(spec.group, 1)
+                for dense in keys_and_values(planes, span.slots)
             )
-            seen = visible(span, spec.windows[layer])
+            seen = visible(span, spec.windows[layer], selected)
             values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # may be NaN
             rows = q.new_zeros(-(-num_rows // ROW_STEP) * ROW_STEP, *q.shape[1:]).float()
             rows[:num_rows] = q[span.start : span.stop]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.backend import AttentionSpec, why_not_plain
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.eager import Span, spans_of, visible
 
@@ -34,12 +34,12 @@ class SdpaBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """No exactness, no soft cap."""
+        """No exactness, no soft cap, plain K/V."""
         if spec.exact:
             return "exact=True: its bits depend on the key length"
         if spec.soft_cap is not None:
             return f"soft_cap={spec.soft_cap}: SDPA has no soft cap"
-        return None
+        return why_not_plain(spec)
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Slots, positions and masks per request."""
@@ -55,8 +55,17 @@ class SdpaBackend:
             ]
         return SdpaPlan(spans, masks)
 
-    def run(self, plan: SdpaPlan, layer: int, q: Tensor, planes: Mapping[str, Tensor]) -> Tensor:
+    def run(
+        self,
+        plan: SdpaPlan,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.run`."""
+        assert selected is None
         spec = self.spec
         out = torch.zeros_like(q)
         for span, mask in zip(plan.spans, plan.masks[spec.windows[layer]], strict=True):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.backend import AttentionSpec, why_not_plain
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exact import Exactness, ProbeStore
 from ramify.attention.products import ROW_MULTIPLE, choose_product
@@ -67,10 +67,10 @@ class TreeBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Any model on CPU."""
+        """Any model with plain K/V on CPU."""
         if device.type != "cpu":
             return f"device {device.type}: written for, and probed on, CPU"
-        return None
+        return why_not_plain(spec)
 
     # -- once per step -----------------------------------------------------------------------
 
@@ -114,8 +114,17 @@ class TreeBackend:
 
     # -- once per layer ----------------------------------------------------------------------
 
-    def run(self, plan: list[Lanes], layer: int, q: Tensor, planes: Mapping[str, Tensor]) -> Tensor:
+    def run(
+        self,
+        plan: list[Lanes],
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
         """See `AttentionBackend.run`."""
+        assert selected is None
         out = torch.zeros_like(q)
         keys, values = planes["k"].flatten(0, 1), planes["v"].flatten(0, 1)
         for lanes in plan:
