@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,17 @@ from ramify.kv.block_table import PagedBlockTable
 from ramify.testing import FakeExecutor, fake_next_token
 
 VOCAB = 1000
+
+
+def most_in_common(rows: Sequence[Sequence[int]], at: int, page_size: int) -> tuple[int, int]:
+    """The first of the earlier rows that begins with most of the same pages; tokens in common."""
+    best = (-1, 0)
+    for other in range(at):
+        run = takewhile(lambda pair: pair[0] == pair[1], zip(rows[at], rows[other], strict=False))
+        common = sum(1 for _ in run) * page_size
+        if common > best[1]:
+            best = (other, common)
+    return best
 
 
 class Bench:
@@ -36,7 +48,12 @@ class Bench:
     def plan(
         self, *sequences: RadixSequence, num_new: Sequence[int] | None = None
     ) -> AttentionBatch:
-        return self.planner.plan(sequences, num_new)
+        batch = self.planner.plan(sequences, num_new)
+        rows = [self.table.pages(one.row) for one in sequences if one.row is not None]
+        assert list(zip(batch.shared_with.tolist(), batch.shared_len.tolist(), strict=True)) == [
+            most_in_common(rows, at, self.table.page_size) for at in range(len(rows))
+        ]
+        return batch
 
     def execute(self, batch: AttentionBatch, *sequences: RadixSequence) -> list[int | None]:
         """Run the step; answers of the sequences whose last token was in it."""

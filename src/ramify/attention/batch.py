@@ -31,6 +31,10 @@ class AttentionBatch:
     """Attention metadata of one step over B requests with T new tokens in all.
 
     Query row i of a request sits at position `kv_len - q_len + i`. An empty batch is legal.
+
+    `shared_with[i]` is an earlier request of the batch in whose pages the first `shared_len[i]`
+    tokens of request i lie too, or -1: what a backend may read once for both. It comes from the
+    tree and decides nothing but who shares a read.
     """
 
     cu_seqlens_q: NDArray[np.int32]  # [B + 1] offsets of each request's query rows
@@ -39,6 +43,8 @@ class AttentionBatch:
     block_table: NDArray[np.int32]  # [B, P] pages in order, -1 beyond the last
     positions: NDArray[np.int32]  # [T]
     slot_mapping: NDArray[np.int64]  # [T] where each new token's K/V goes
+    shared_with: NDArray[np.int32]  # [B]
+    shared_len: NDArray[np.int32]  # [B]
     page_size: int
     max_q_len: int
     max_kv_len: int
@@ -56,8 +62,18 @@ class AttentionBatch:
         return len(self.positions)
 
     @classmethod
-    def build(cls, extends: Sequence[Extend], table: PagedBlockTable) -> AttentionBatch:
-        """The metadata of a step, with one vectorised pass per array."""
+    def build(
+        cls,
+        extends: Sequence[Extend],
+        table: PagedBlockTable,
+        sharing: Sequence[tuple[int, int]] = (),
+    ) -> AttentionBatch:
+        """The metadata of a step, with one vectorised pass per array.
+
+        Args:
+            sharing: per request (an earlier one, tokens in common), as `PrefixCache.sharing`
+                tells; by default nothing is known to be shared.
+        """
         page_size = table.page_size
         rows = np.fromiter((one.row for one in extends), np.int64, len(extends))
         cached = np.fromiter((one.num_cached for one in extends), np.int32, len(extends))
@@ -74,7 +90,9 @@ class AttentionBatch:
         page_of = pages[owner, positions // page_size].astype(np.int64)
         assert total == 0 or page_of.min() >= 0, "a new token has no page"
         slots = page_of * page_size + positions % page_size
-        arrays = (cu_q, kv, cached, pages, positions, slots)
+        common = np.array(sharing or [(-1, 0)] * len(extends), np.int32).reshape(-1, 2)
+        others, lengths = np.ascontiguousarray(common.T)
+        arrays = (cu_q, kv, cached, pages, positions, slots, others, lengths)
         for array in arrays:
             array.flags.writeable = False
         return cls(
@@ -85,6 +103,19 @@ class AttentionBatch:
             total_kv=int(kv.sum()),
             has_cached=bool(cached.any()),
         )
+
+    def leaders(self, num_tokens: int) -> list[int]:
+        """For each request the first one in whose pages its first `num_tokens` tokens lie: [B].
+
+        Requests with the same leader read the same keys up to there; one that shares with nobody
+        is its own.
+        """
+        found: list[int] = []
+        for i, (other, common) in enumerate(
+            zip(self.shared_with.tolist(), self.shared_len.tolist(), strict=True)
+        ):
+            found.append(found[other] if common >= num_tokens and other >= 0 else i)
+        return found
 
     def kv_slots(self, seq: int) -> NDArray[np.int64]:
         """Slots of all keys that request `seq` sees, in position order: [kv_len]."""

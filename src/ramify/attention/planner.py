@@ -131,7 +131,8 @@ class RadixAttentionPlanner:
                 Extend(one.order, self._row(one), one.num_computed, one.num_planned)
                 for one in sequences
             ]
-            return AttentionBatch.build(extends, self.table)
+            leases = [one.lease for one in sequences if one.lease is not None]
+            return AttentionBatch.build(extends, self.table, self.cache.sharing(leases))
         except BaseException:
             self.abandon(begun)
             for one in fresh:

@@ -2,12 +2,13 @@
 
 from ramify.cache.events import CacheEvent, Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation
+from ramify.cache.hash_index import INDICES
 from ramify.cache.key import CacheKey, namespace_of
 from ramify.cache.leases import Pin
 from ramify.cache.marks import Media, Salt
 from ramify.cache.pages import PageLedger, Pages
 from ramify.cache.policies import POLICIES
-from ramify.cache.prefix_cache import INDICES, PrefixCache
+from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.recorder import Histogram
 from ramify.cache.tree import Node, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match

@@ -60,6 +60,23 @@ class LeaseBook:
         self._live[number] = lease
         return lease
 
+    def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
+        """See `PrefixCache.sharing`: from each lease up to the first node that is known already."""
+        tree, first = self._tree, dict[int, int]()  # node → the first lease below it
+        found = []
+        for i, lease in enumerate(leases):
+            node = lease.node
+            while tree.parent[node] and node not in first:
+                first[node] = i
+                node = tree.parent[node]
+            if not tree.parent[node]:  # a root: nothing is shared
+                found.append((-1, 0))
+                continue
+            other = first[node]  # it may hold less of the node, which has grown since
+            end = (tree.start[node] + tree.length[node]) * tree.page_size
+            found.append((other, min(end, lease.num_tokens, leases[other].num_tokens)))
+        return found
+
     def close(self, lease: Lease) -> None:
         """End a lease."""
         del self._live[lease.id]

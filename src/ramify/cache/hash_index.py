@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ramify.cache.key import chain_hashes, namespace_hash
-from ramify.cache.tree import SHARDS, RadixTree
+from ramify.cache.tree import SHARDS, ChildIndex, PageIndex, RadixTree
 
 
 class HashIndex:
@@ -90,3 +90,6 @@ class HashIndex:
     def _is(self, node: int, parent: int, page: bytes) -> bool:
         tree = self._tree
         return tree.parent[node] == parent and tree.edges[node % SHARDS][node] == page
+
+
+INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}

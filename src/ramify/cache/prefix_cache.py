@@ -10,17 +10,16 @@ from ramify.cache.book import LeaseBook
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
 from ramify.cache.ghosts import ASKED, CAPACITY
-from ramify.cache.hash_index import HashIndex
+from ramify.cache.hash_index import INDICES
 from ramify.cache.key import ATOM_BYTES, CacheKey
 from ramify.cache.leases import Pin, PinBoard
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
-from ramify.cache.tree import SHARDS, ChildIndex, Node, PageIndex, RadixTree
+from ramify.cache.tree import SHARDS, Node, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match, whole
 from ramify.errors import ConfigError, LeaseError, OutOfPagesError
 
-INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}
 GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
 
 
@@ -60,16 +59,14 @@ class PrefixCache:
         whole("num_pages", num_pages, 1)
         whole("page_size", page_size, 1)
         whole("log_every", log_every)
-        if ghost_pages is not None:
-            whole("ghost_pages", ghost_pages)
+        kept = GHOST_POOLS * num_pages if ghost_pages is None else whole("ghost_pages", ghost_pages)
         if not isinstance(max_pinned_share, int | float) or not 0 <= max_pinned_share <= 1:
             raise ConfigError(f"max_pinned_share={max_pinned_share} but it is a share of 0 to 1")
         self.page_size = page_size
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
         tree.index = INDICES[index](tree)
-        remembered = GHOST_POOLS * num_pages if ghost_pages is None else ghost_pages
-        self._store = PageStore(tree, num_pages, POLICIES[policy], remembered, log_every, clock)
+        self._store = PageStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
         self._page_bytes = tree.page_bytes
         self._book = LeaseBook(tree)
         max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
@@ -426,6 +423,15 @@ class PrefixCache:
         self._book.require(lease, withdrawn=True)
         return lease.withdrawn
 
+    def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
+        """For each lease an earlier one that begins with the same pages, and for how many tokens.
+
+        (-1, 0) where there is none. O(nodes), each of which is visited once.
+        """
+        for lease in leases:
+            self._book.require(lease)
+        return self._book.sharing(leases)
+
     # -- watching --------------------------------------------------------------------------
 
     def subscribe(self, capacity: int = 16384) -> Subscription:
@@ -437,9 +443,7 @@ class PrefixCache:
         A late or lossy subscriber takes a `snapshot` and goes on with the events after it. While
         anybody subscribes, every page that is published is hashed.
         """
-        if capacity < 1:
-            raise ConfigError(f"capacity={capacity} but a subscription keeps at least 1 event")
-        return self._store.log.subscribe(capacity)
+        return self._store.log.subscribe(whole("capacity", capacity, 1))
 
     def snapshot(self) -> Snapshot:
         """Everything that is shared and ready, parents first, with a digest. O(pages)."""
@@ -456,11 +460,7 @@ class PrefixCache:
         return lambda: observers.remove(observer) if observer in observers else None
 
     def check(self) -> None:
-        """Recount everything: owners of pages, pins, evictable pages, links. O(nodes + pages).
-
-        Raises:
-            InvariantError: a contradiction, which is a bug in Ramify.
-        """
+        """Recount everything, O(nodes + pages). A contradiction raises InvariantError."""
         check_cache(self._store, self._book.live())
 
     # -- inside ----------------------------------------------------------------------------
