@@ -111,7 +111,7 @@ $(RUN): $(SPEC)
 	@echo "[2/3] installing $(TORCH) (the largest part: 0.2 to 3 GB, depending on the build)"
 	@$(PIP) install -c constraints.txt $(TORCH_ARGS) $(TORCH)
 	@echo "[3/3] installing ramify"
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install -c constraints.txt -e ".[cpu]"
 	@printf '%s\n' "$(CURDIR)" > $(RUN)
 
 $(DEV): $(RUN) $(SPEC)

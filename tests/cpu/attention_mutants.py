@@ -5,18 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ramify.attention.tree import BLOCK_KEYS, Lanes, TreeBackend
+from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend, Lanes
 
 Partial = tuple[Tensor, Tensor, Tensor]  # maximum, sum of weights, weighted sum
 
 
-class UnpaddedRows(TreeBackend):
+class UnpaddedRows(BlockedBackend):
     """Padding skipped: products get exactly the rows that there are."""
 
     row_multiple = 1
 
 
-class ShortenedLastBlock(TreeBackend):
+class ShortenedLastBlock(BlockedBackend):
     """The last key block is cut to the keys that exist instead of being masked."""
 
     def _reduce(self, rows: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Partial:
@@ -27,7 +27,7 @@ class ShortenedLastBlock(TreeBackend):
         return super()._reduce(rows, k[..., :width, :], v[..., :width, :], hidden[..., :width])
 
 
-class CutAtNodeBoundary(TreeBackend):
+class CutAtNodeBoundary(BlockedBackend):
     """The block in which the cached prefix ends is reduced in two parts, prefix and suffix."""
 
     _cut = 0  # where the suffix starts within the block at hand

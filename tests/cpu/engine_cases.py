@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.backend import AttentionBackend, AttentionSpec
 from ramify.attention.tree import TreeBackend
 from ramify.cache.key import CacheKey
 from ramify.cache.prefix_cache import PrefixCache
@@ -61,7 +61,7 @@ class Model:
 
     name: str
     decoder: DenseDecoder
-    backend: type[TreeBackend] = TreeBackend
+    backend: type[AttentionBackend] = TreeBackend
     row_multiple: int = ROW_MULTIPLE
 
     @cached_property

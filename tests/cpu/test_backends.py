@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.attention.backend import (
@@ -15,8 +17,10 @@ from ramify.attention.backend import (
     select_backend,
 )
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.tree import TreeBackend
 from ramify.errors import ConfigError, UnsupportedBackendError
 from ramify.kv.block_table import PagedBlockTable
+from tests.pure.planner_bench import most_in_common
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of outputs that are of the order of 1
@@ -157,7 +161,7 @@ def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("name", ["eager", "tree"])
+@pytest.mark.parametrize("name", ["eager", "tree", "blocked"])
 def test_a_soft_cap_bounds_the_scores(name: str, window: int | None) -> None:
     """Scores are squashed before they are masked."""
     spec = spec_of(soft_cap=1.5, scale=2.0, windows=(window,))
@@ -223,7 +227,7 @@ def test_what_a_page_held_before_does_not_matter(name: str) -> None:
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["eager", "tree"])
+@pytest.mark.parametrize("name", ["eager", "tree", "blocked"])
 def test_requests_that_share_pages_read_the_same_keys(name: str) -> None:
     """Block tables may overlap: equal queries over a shared prefix get equal rows."""
     spec = spec_of()
@@ -294,7 +298,7 @@ def test_auto_elsewhere_lists_every_reason_it_passed_over() -> None:
     choice = select_backend("auto", spec_of(exact=True), torch.device("meta"))
 
     assert choice.name == "eager"
-    assert set(choice.others) == {"sdpa", "tree"}
+    assert set(choice.others) == set(BACKENDS) - {"eager"}
     assert "exact" in choice.others["sdpa"]
     assert "meta" in choice.others["tree"]
 
@@ -313,3 +317,72 @@ def test_query_heads_must_divide_over_kv_heads() -> None:
     """The error names both numbers."""
     with pytest.raises(ConfigError, match=r"num_heads=5.*num_kv_heads=2"):
         spec_of(num_heads=5, num_kv_heads=2)
+
+
+# -- reading a shared prefix once ---------------------------------------------------------------
+
+
+@given(
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    trunks=st.lists(st.integers(0, 900), min_size=1, max_size=3),
+    requests=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 600), st.integers(1, 40)),
+        min_size=1,
+        max_size=7,
+    ),
+    window=st.sampled_from([None, None, 5, 300]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40)
+def test_who_shares_a_read_changes_no_bit(
+    page_size: int,
+    trunks: list[int],
+    requests: list[tuple[int, int, int]],
+    window: int | None,
+    seed: int,
+) -> None:
+    """Nested prefixes, alone or in groups, chunks beside decode: the bits of each request alone."""
+    draw = np.random.default_rng(seed)
+    fresh = iter(draw.permutation(20_000 // page_size).tolist())
+    trunk = [next(fresh) for _ in range(sum(trunks) // page_size)]
+    rows, extends = [], []
+    for i, (depth, own, q_len) in enumerate(requests):
+        shared = trunk[: sum(trunks[:depth]) // page_size]
+        length = len(shared) * page_size + own + 1
+        rows.append(shared + [next(fresh) for _ in range(own // page_size + 1)])
+        extends.append(Extend(i, i, max(0, length - q_len), min(q_len, length)))
+    sharing = [most_in_common(rows, i, page_size) for i in range(len(rows))]
+    spec = spec_of(page_size=page_size, windows=(window,), head_dim=24)
+    num_pages = 20_000 // page_size + 1
+    noise = torch.Generator().manual_seed(seed)
+    planes = {
+        name: torch.randn(num_pages, page_size, 2, 24, generator=noise) for name in ("k", "v")
+    }
+    table = PagedBlockTable.of(rows, page_size)
+    together = AttentionBatch.build(extends, table, sharing)
+    q = torch.randn(together.num_tokens, 6, 24, generator=noise)
+
+    grouped = run("tree", Case(spec, together, q, planes, []))
+    apart = run("tree", Case(spec, AttentionBatch.build(extends, table), q, planes, []))
+    assert torch.equal(grouped.view(torch.int32), apart.view(torch.int32))
+    for i, extend in enumerate(extends):
+        mine = slice(*together.cu_seqlens_q[i : i + 2].tolist())
+        alone = AttentionBatch.build([extend], table)
+        found = run("tree", Case(spec, alone, q[mine], planes, []))
+        assert torch.equal(found.view(torch.int32), grouped[mine].view(torch.int32))
+
+
+def test_requests_below_one_prefix_are_one_task() -> None:
+    """The blocks of a shared prefix are in one task for all; what follows is each one's own."""
+    backend = TreeBackend(spec_of(), CPU)
+    pages = list(range(40))
+    rows = [[*pages[:34], 100 + i] for i in range(8)] + [pages[:17] + [200] * 4]
+    extends = [Extend(i, i, 34 * 16, 1) for i in range(8)] + [Extend(8, 8, 20 * 16, 1)]
+    sharing = [(-1, 0), *[(0, 34 * 16)] * 7, (0, 17 * 16)]
+
+    plan = backend.plan(AttentionBatch.build(extends, PagedBlockTable.of(rows, 16), sharing))
+
+    first, second, third = plan.phases
+    assert {tuple(task[[2, 7, 8]]) for task in first} == {(9, 0, 1)}  # nine tokens, block 0
+    assert {tuple(task[[2, 7, 8]]) for task in second} == {(8, 1, 2), (1, 1, 2)}
+    assert {tuple(task[[2, 7, 8]]) for task in third} == {(1, 2, 3)}

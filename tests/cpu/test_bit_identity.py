@@ -23,8 +23,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ramify.attention.backend import AttentionSpec
+from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.exact import differing_row_counts
-from ramify.attention.tree import BLOCK_KEYS, TreeBackend
 from ramify.models.layers import Linear, why_not_packed
 from ramify.models.loader import load_model
 from ramify.testing import TinyFamily, write_tiny_checkpoint
@@ -66,6 +66,7 @@ VARIANTS = {
     "float32": ("float32", None),
     "float32-packed": ("float32", "packed"),
     "float32-padded": ("float32", "padded"),
+    "float32-blocked": ("float32", None),  # attention by torch alone, as without Numba
     "bfloat16": ("bfloat16", None),
     "bfloat16-padded": ("bfloat16", "padded"),
 }
@@ -74,6 +75,8 @@ MODELS = [
     *((family, "float32-padded") for family in FAMILIES),
     *((family, "bfloat16") for family in FAMILIES),
     ("llama", "float32"),
+    ("llama", "float32-blocked"),
+    ("mistral", "float32-blocked"),
     ("llama", "bfloat16-padded"),
 ]
 
@@ -207,6 +210,12 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
     return load
 
 
+def variant_of(model_of: Callable[..., Model], family: TinyFamily, variant: str) -> Model:
+    """A model as VARIANTS has it."""
+    model = model_of(family, *VARIANTS[variant])
+    return model.with_fault(backend=BlockedBackend) if "blocked" in variant else model
+
+
 # -- the promise ------------------------------------------------------------------------------
 
 SHORT, LONG = st.integers(1, 70), st.integers(200, 300)
@@ -266,7 +275,7 @@ def test_logits_never_depend_on_the_cache(
     family: TinyFamily, variant: str, model_of: Callable[..., Model]
 ) -> None:
     """Any turns over any pool, page size, chunk and batch: bit by bit the logits of each alone."""
-    model = model_of(family, *VARIANTS[variant])
+    model = variant_of(model_of, family, variant)
 
     @settings(max_examples=15)
     @given(st.one_of(MIXED, PRESSED))
@@ -302,7 +311,7 @@ def test_warm_chunked_batched_and_preempted_at_once(
 
     Unlike the random scenarios, this one is known to share, to read, to evict and to preempt.
     """
-    model = model_of("llama", *VARIANTS[variant])
+    model = variant_of(model_of, "llama", variant)
     turns = (Turn(FIRST), Turn(AGAIN), Turn(FIRST, clear=True), Turn(AGAIN))
     roomy = Sizes(page_size=page_size, num_pages=1500 // page_size, max_batch_tokens=50)
     tight = replace(roomy, num_pages=60 // page_size, max_batch_tokens=65)
@@ -440,7 +449,7 @@ def products_differ(row_counts: range) -> bool:
     )
 
 
-def reductions_differ(fault: type[TreeBackend]) -> bool:
+def reductions_differ(fault: type[BlockedBackend]) -> bool:
     """Whether the faulty reduction of one block has other bits than the right one, ever."""
     spec = AttentionSpec(
         num_heads=2,
@@ -453,7 +462,7 @@ def reductions_differ(fault: type[TreeBackend]) -> bool:
     )
     draw = torch.Generator().manual_seed(0)
     rows, k, v = (torch.randn(1, 2, 1, n, 20, generator=draw) for n in (8, *[BLOCK_KEYS] * 2))
-    right, wrong = TreeBackend(spec, CPU), fault(spec, CPU)
+    right, wrong = BlockedBackend(spec, CPU), fault(spec, CPU)
     for seen in range(1, BLOCK_KEYS):
         hidden = (torch.arange(BLOCK_KEYS) >= seen).expand(1, 1, 8, BLOCK_KEYS)
         if isinstance(wrong, CutAtNodeBoundary):

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
+from ramify.attention.exact import Exactness
 from ramify.errors import ConfigError, UnsupportedBackendError
 
 # name → module:class, imported on use
 BACKENDS: dict[str, str] = {
     "eager": "ramify.attention.eager:EagerBackend",
     "tree": "ramify.attention.tree:TreeBackend",
+    "blocked": "ramify.attention.blocked:BlockedBackend",
     "sdpa": "ramify.attention.sdpa:SdpaBackend",
 }
 
@@ -85,6 +87,13 @@ def why_not_plain(spec: AttentionSpec) -> str | None:
     return None
 
 
+def told(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:
+    """What a backend without probes says of its exactness."""
+    shape = (spec.num_kv_heads, spec.head_dim)
+    dtype = str(spec.plane_dtype).removeprefix("torch.")
+    return [Exactness("attention", shape, dtype, strategy, reason)]
+
+
 class AttentionBackend(Protocol):
     """Attends over pages. K/V of the step are in the planes before `run` is called."""
 
@@ -93,6 +102,10 @@ class AttentionBackend(Protocol):
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
         """None, or the reason why this backend cannot serve the model on that device."""
+        ...
+
+    def exactness(self) -> list[Exactness]:
+        """How its arithmetic is kept from depending on the batch, and why so."""
         ...
 
     def plan(self, batch: AttentionBatch) -> Any:
@@ -176,5 +189,6 @@ def select_backend(asked: str, spec: AttentionSpec, device: torch.device) -> Cho
 
 
 def _preference(device: torch.device) -> tuple[str, ...]:
-    # on CPU tree comes first, exact or not: it takes all decoding requests in one call per block
-    return ("tree", "sdpa", "eager") if device.type == "cpu" else ("sdpa", "tree", "eager")
+    if device.type == "cpu":
+        return ("tree", "sdpa", "blocked", "eager")
+    return ("sdpa", "eager")

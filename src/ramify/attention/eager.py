@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.backend import AttentionSpec, told
 from ramify.attention.batch import AttentionBatch
+from ramify.attention.exact import Exactness
 from ramify.attention.reading import keys_and_values
 
 KEY_STEP = 256
@@ -72,6 +73,10 @@ class EagerBackend:
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
         """Everything, slowly."""
         return None
+
+    def exactness(self) -> list[Exactness]:
+        """Not probed."""
+        return told(self.spec, "padded", f"rows in multiples of {ROW_STEP}, keys of {KEY_STEP}")
 
     def plan(self, batch: AttentionBatch) -> list[Span]:
         """Runs of query rows that reduce over the same number of keys."""

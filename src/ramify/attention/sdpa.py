@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ramify.attention.backend import AttentionSpec, why_not_plain
+from ramify.attention.backend import AttentionSpec, told, why_not_plain
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.eager import Span, spans_of, visible
+from ramify.attention.exact import Exactness
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class SdpaBackend:
         if spec.soft_cap is not None:
             return f"soft_cap={spec.soft_cap}: SDPA has no soft cap"
         return why_not_plain(spec)
+
+    def exactness(self) -> list[Exactness]:
+        """None."""
+        return told(self.spec, "together", "exact=False")
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Slots, positions and masks per request."""

@@ -1,122 +1,150 @@
-"""Exact attention on CPU: query rows against key blocks at fixed absolute positions.
+"""Exact attention on CPU that reads a shared prefix once: rows that read the same keys go together.
 
-The unit of arithmetic is one query row against one block of `BLOCK_KEYS` keys that starts at a
-multiple of `BLOCK_KEYS`: a maximum, a sum of exponentials and a weighted sum of values, all in
-float32. A row folds the results of its blocks strictly left to right (the online softmax of
-Milakov and Gimelshein, 2018). What a row gets therefore depends on its own keys and on nothing
-else: not on chunking, batch mates, pages, or on how much of its prefix was cached. The last block
-is masked, never shortened; masked keys contribute nothing, whatever their bytes; a block that a
-row does not see at all leaves it as it was, bit for bit, so that it may be skipped.
-
-The products' rows are independent of each other in multiples of `ROW_MULTIPLE` rows; `products`
-probes that on this machine and has a slower way for one where they are not.
+`plan` cuts a step into tasks: some query rows, some heads, a run of key blocks. Requests that begin
+with the same pages (the tree says so) form one task for the blocks in them, so that a block is read
+and laid out once for all; then each goes on alone. Tasks of one phase may run in any order; a row's
+phases follow each other, so that its blocks are folded left to right. What a task is decides who
+shares a read and never a bit of the result: see `block_kernels`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, why_not_plain
+from ramify.attention.backend import AttentionSpec, told
 from ramify.attention.batch import AttentionBatch
-from ramify.attention.exact import Exactness, ProbeStore
-from ramify.attention.products import ROW_MULTIPLE, choose_product
+from ramify.attention.exact import Exactness
 
-BLOCK_KEYS = 256  # large enough that a block's matmul hides the calls around it
-FLOOR = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
-MAX_SCORES = 1 << 20  # float32 scores in flight, 4 MB: beyond it blocks are taken fewer at a time
+BLOCK_KEYS = 256  # as in block_kernels, which is imported on use: it loads Numba
+TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
+FEW_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side
+TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+KINDS[torch.float8_e4m3fn] = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """Requests of a step with the same number of query rows, most key blocks first."""
+class Tasks:
+    """A step, cut up: see `block_kernels.attend` for the columns of a task."""
 
-    num_rows: int  # q_len * group, rounded up to a multiple of ROW_MULTIPLE
-    q_len: int
-    query_index: Tensor  # [lanes, q_len] int64, rows of q
-    positions: Tensor  # [lanes, num_rows] int64, of each query row; padding rows see block 0
-    num_blocks: list[int]  # per lane, descending
-    slots: Tensor  # [lanes, max blocks * BLOCK_KEYS] int64; any valid slot beyond the keys
-    kv_lens: Tensor  # [lanes] int64
-    first_position: int  # the smallest position of a query row
-    last_block_starts: int  # every block before this position is wholly within every lane
-    masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
+    phases: list[NDArray[np.int64]]  # [n, 9] each
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    table: NDArray[np.int32]
+    page_size: int
+    num_tokens: int
+    max_rows: int  # of a task, in all its heads
 
 
 class TreeBackend:
-    """Matmul over key blocks, ungrouped."""
-
-    row_multiple = ROW_MULTIPLE
+    """Numba kernels over pages, grouped by the tree."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self.spec, self.device = spec, device
-        self._product, self._verdict = choose_product(
-            spec.num_kv_heads, spec.head_dim, BLOCK_KEYS, ProbeStore.default()
-        )
-        self._scratch: dict[str, Tensor] = {}
+        from ramify.attention import block_kernels, simd
 
-    def exactness(self) -> list[Exactness]:
-        """How the products are computed, and why."""
-        return [self._verdict]
+        self.spec, self.device = spec, device
+        self._kernels = block_kernels
+        self._num_workers = max(1, torch.get_num_threads())
+        columns = simd.TILE_COLUMNS
+        self._value_stride = -(-spec.out_dim // columns) * columns
+        self._counter = np.zeros(1, np.int64)
+        self._scratch = np.zeros((0, 0), np.float32)
+        self._state = np.zeros((0, 0), np.float32)
+        use_threads(self._num_workers)
+        self._compile()
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Any model with plain K/V on CPU."""
+        """Any model on CPU, with Numba."""
         if device.type != "cpu":
-            return f"device {device.type}: written for, and probed on, CPU"
-        return why_not_plain(spec)
+            return f"device {device.type}: written for CPU"
+        if importlib.util.find_spec("numba") is None:
+            return "Numba is not installed: pip install 'ramify[cpu]'"
+        if spec.layout != "nhd":
+            return f"layout={spec.layout}"
+        if spec.plane_dtype not in KINDS:
+            return f"kv_dtype={spec.plane_dtype}: it reads {', '.join(map(str, KINDS))}"
+        return None
+
+    def exactness(self) -> list[Exactness]:
+        """By construction; nothing is probed."""
+        return told(self.spec, "blocks", "every sum has one order, fixed in the kernel")
 
     # -- once per step -----------------------------------------------------------------------
 
-    def plan(self, batch: AttentionBatch) -> list[Lanes]:
-        """Requests grouped by their number of query rows, with gather indices and positions."""
-        groups: dict[int, list[int]] = defaultdict(list)
-        lens = np.diff(batch.cu_seqlens_q)
-        for seq, q_len in enumerate(lens.tolist()):
-            groups[q_len].append(seq)
-        return [self._lanes(batch, q_len, seqs) for q_len, seqs in sorted(groups.items())]
-
-    def _lanes(self, batch: AttentionBatch, q_len: int, seqs: list[int]) -> Lanes:
-        group = self.spec.group
-        seqs = sorted(seqs, key=lambda seq: -int(batch.seq_lens_kv[seq]))
-        kv_lens = batch.seq_lens_kv[seqs].astype(np.int64)
-        ends = [self.key_end(int(length)) for length in kv_lens]
-        slots = np.zeros((len(seqs), max(ends)), np.int64)
-        for lane, seq in enumerate(seqs):
-            slots[lane, : kv_lens[lane]] = batch.kv_slots(seq)
-        rows = -(-q_len * group // self.row_multiple) * self.row_multiple
-        start = kv_lens - q_len
-        positions = np.zeros((len(seqs), rows), np.int64)
-        positions[:, : q_len * group] = start[:, None] + np.repeat(np.arange(q_len), group)
-        return Lanes(
-            num_rows=rows,
-            q_len=q_len,
-            query_index=torch.from_numpy(
-                batch.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
-            ),
-            positions=torch.from_numpy(positions),
-            num_blocks=[-(-end // BLOCK_KEYS) for end in ends],
-            slots=torch.from_numpy(slots),
-            kv_lens=torch.from_numpy(kv_lens),
-            first_position=int(start.min()),
-            last_block_starts=int(kv_lens.min()) // BLOCK_KEYS * BLOCK_KEYS,
+    def plan(self, batch: AttentionBatch) -> Tasks:
+        """Who reads what together, and in which order."""
+        starts = batch.cu_seqlens_q.tolist()
+        rows = _Rows(batch.positions.astype(np.int64))
+        phases: list[list[tuple[int, ...]]] = []
+        done, level = [0] * batch.num_seqs, [0] * batch.num_seqs
+        for members, end in shared_runs(batch):
+            first = members[0]
+            tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            self._cut(rows, phases, level[first], first, tokens, (done[first], end))
+            for i in members:
+                done[i], level[i] = end, level[i] + 1
+        for i, kv_len in enumerate(batch.seq_lens_kv.tolist()):
+            tokens = np.arange(starts[i], starts[i + 1])
+            self._cut(rows, phases, level[i], i, tokens, (done[i], -(-kv_len // BLOCK_KEYS)))
+        arrays = [
+            np.array(sorted(phase, key=_cost, reverse=True), np.int64) for phase in phases if phase
+        ]
+        most = [int(((a[:, 4] - a[:, 3]) * a[:, 2] * (a[:, 6] - a[:, 5])).max()) for a in arrays]
+        return Tasks(
+            arrays,
+            *rows.arrays(),
+            table=batch.block_table,
+            page_size=batch.page_size,
+            num_tokens=batch.num_tokens,
+            max_rows=max(most, default=0),
         )
 
-    def key_end(self, kv_len: int) -> int:
-        """Where the keys of a request end, in whole blocks."""
-        return -(-kv_len // BLOCK_KEYS) * BLOCK_KEYS
+    def _cut(
+        self,
+        rows: _Rows,
+        phases: list[list[tuple[int, ...]]],
+        level: int,
+        seq: int,
+        tokens: NDArray[np.int64],
+        blocks: tuple[int, int],
+    ) -> None:
+        """Tasks for some tokens of q against blocks [from, to) of a request's keys."""
+        group, heads = self.spec.group, self.spec.num_kv_heads
+        begin, end = blocks
+        wanted = TASKS_PER_WORKER * self._num_workers
+        while len(phases) <= level:
+            phases.append([])
+        per_task = max(1, TASK_ROWS // group)
+        tiles = [tokens[at : at + per_task] for at in range(0, len(tokens), per_task)]
+        for tile in tiles:
+            first, highest = rows.add(tile)
+            stop = min(end, highest // BLOCK_KEYS + 1)
+            if stop <= begin:
+                continue
+            pieces = -(-wanted // len(tiles))  # tasks to make of this tile, if it can be cut so far
+            head_step = 1 if len(tile) * group >= FEW_ROWS else max(1, heads // pieces)
+            group_step = max(1, group * heads // pieces) if heads < pieces else group
+            for head in range(0, heads, head_step):
+                for g in range(0, group, group_step):
+                    phases[level].append(
+                        (seq, first, len(tile), head, min(heads, head + head_step),
+                         g, min(group, g + group_step), begin, stop)
+                    )  # fmt: skip
 
     # -- once per layer ----------------------------------------------------------------------
 
     def run(
         self,
-        plan: list[Lanes],
+        plan: Tasks,
         layer: int,
         q: Tensor,
         planes: Mapping[str, Tensor],
@@ -124,175 +152,152 @@ class TreeBackend:
         selected: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.run`."""
-        assert selected is None
-        out = torch.zeros_like(q)
-        keys, values = planes["k"].flatten(0, 1), planes["v"].flatten(0, 1)
-        for lanes in plan:
-            mixed = self._attend(lanes, self.spec.windows[layer], q, keys, values)
-            out[lanes.query_index.flatten()] = mixed.to(q.dtype)
-        return out
-
-    def _attend(
-        self, lanes: Lanes, window: int | None, q: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """[lanes * q_len, num_heads, head_dim] float32."""
         spec = self.spec
-        heads, group, dim = spec.num_kv_heads, spec.group, spec.head_dim
-        num_lanes = len(lanes.num_blocks)
-        rows = q[lanes.query_index].float() * spec.scale  # [lanes, q_len, num_heads, dim]
-        folded = rows.new_zeros(num_lanes, heads, lanes.num_rows, dim)
-        folded[:, :, : lanes.q_len * group] = (
-            rows.view(num_lanes, lanes.q_len, heads, group, dim)
-            .permute(0, 2, 1, 3, 4)
-            .reshape(num_lanes, heads, lanes.q_len * group, dim)
-        )
-        state = _State.empty(num_lanes, heads, lanes.num_rows, dim)
-        block, last = 0, lanes.num_blocks[0]
-        while block < last:
-            active = sum(blocks > block for blocks in lanes.num_blocks)
-            # lanes drop out at their own last block; a run of blocks ends where one does
-            stop = min(blocks for blocks in lanes.num_blocks[:active])
-            skip = self._rows_before(lanes, block)
-            width = active * heads * (lanes.num_rows - skip) * BLOCK_KEYS
-            stop = min(stop, block + max(1, MAX_SCORES // width), self._run_end(lanes, block))
-            self._fold_run(lanes, window, folded, keys, values, state, (block, stop, active, skip))
-            block = stop
-        weighted = state.total / state.weight
-        return (
-            weighted[:, :, : lanes.q_len * group]
-            .view(num_lanes, heads, lanes.q_len, group, dim)
-            .permute(0, 2, 1, 3, 4)
-            .reshape(num_lanes * lanes.q_len, heads * group, dim)
-        )
+        if selected is not None:
+            plan = self._sparse(plan, selected)
+        scaled = q.float().mul(spec.scale).contiguous()
+        out = torch.empty(q.shape[0], spec.num_heads, spec.out_dim)
+        out[plan.num_tokens :] = 0
+        window = spec.windows[layer] if selected is None else None
+        self._launch(plan, scaled, planes, out, window or 0)
+        return out.to(q.dtype)
 
-    def _rows_before(self, lanes: Lanes, block: int) -> int:
-        """Rows, in whole multiples, that see nothing of `block` or of any later one."""
-        ahead = max(0, block * BLOCK_KEYS - lanes.first_position)
-        if len(lanes.num_blocks) > 1:
-            return 0
-        return (
-            min(ahead, lanes.q_len - 1) * self.spec.group // self.row_multiple * self.row_multiple
-        )
-
-    def _run_end(self, lanes: Lanes, block: int) -> int:
-        """A run of blocks shares its rows: it ends before the next block that drops rows."""
-        if (block + 1) * BLOCK_KEYS > lanes.first_position:
-            return block + 1
-        return max(block + 1, lanes.first_position // BLOCK_KEYS)
-
-    def _fold_run(
-        self,
-        lanes: Lanes,
-        window: int | None,
-        folded: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        state: _State,
-        run: tuple[int, int, int, int],
+    def _launch(
+        self, plan: Tasks, scaled: Tensor, planes: Mapping[str, Tensor], out: Tensor, window: int
     ) -> None:
-        """Fold blocks [block, stop) of the first `active` lanes into rows `skip` and on."""
-        block, stop, active, skip = run
-        num, heads, dim = stop - block, self.spec.num_kv_heads, self.spec.head_dim
-        slots = lanes.slots[:active, block * BLOCK_KEYS : stop * BLOCK_KEYS].reshape(-1)
-        shape = (active, num, BLOCK_KEYS, heads, dim)
-        # [active, heads, num, BLOCK_KEYS, dim], contiguous: one layout for every product
-        k, v = (
-            self._gather(name, plane, slots, shape) for name, plane in (("k", keys), ("v", values))
+        spec, kernels = self.spec, self._kernels
+        shape = kernels.Shape(
+            plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
+            self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0),
+        )  # fmt: skip
+        self._reserve(shape, plan)
+        use_threads(self._num_workers)
+        parts = [kernels.Part(*part) for part in parts_of(planes)]
+        flat = out.view(-1, spec.out_dim).numpy()
+        for tasks in plan.phases:
+            kernels.attend(
+                shape, *parts, tasks, plan.tokens, plan.positions, plan.table,
+                scaled.data_ptr(), self._state, flat, self._scratch, self._counter,
+            )  # fmt: skip
+
+    def _reserve(self, shape: Any, plan: Tasks) -> None:
+        """Kept between steps: a fresh allocation costs more than it is used for."""
+        floats = self._kernels.scratch_floats(shape, plan.max_rows)
+        if self._scratch.shape[1] < floats:
+            self._scratch = np.zeros((self._num_workers, floats), np.float32)
+        num_rows = plan.num_tokens * self.spec.num_heads
+        if len(self._state) < num_rows:
+            self._state = np.zeros((num_rows, 2 + self._value_stride), np.float32)
+
+    def _sparse(self, plan: Tasks, selected: Tensor) -> Tasks:
+        """Each token as a request of its own over the keys that were selected for it.
+
+        Its blocks are of its selection, in the order of positions: the same however it is batched.
+        """
+        chosen = selected.numpy()[: plan.num_tokens].astype(np.int64)
+        counts = (chosen >= 0).sum(1)
+        owner, position = np.zeros(plan.num_tokens, np.int64), np.zeros(plan.num_tokens, np.int64)
+        for phase in plan.phases:
+            for seq, first, count in phase[:, :3]:
+                owner[plan.tokens[first : first + count]] = seq
+        position[plan.tokens] = plan.positions
+        assert (chosen <= position[:, None]).all(), "a key after its query was selected"
+        pages = plan.table[owner[:, None], np.maximum(chosen, 0) // plan.page_size]
+        slots = pages * plan.page_size + np.maximum(chosen, 0) % plan.page_size
+        rows = _Rows(counts - 1)
+        phases: list[list[tuple[int, ...]]] = []
+        for token in range(plan.num_tokens):
+            blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
+            self._cut(rows, phases, 0, token, np.array([token]), blocks)
+        arrays = [np.array(phase, np.int64) for phase in phases if phase]
+        group = self.spec.num_heads
+        return Tasks(arrays, *rows.arrays(), slots.astype(np.int32), 1, plan.num_tokens, group)
+
+    def _compile(self) -> None:
+        """Compile now, or read what an earlier process compiled, rather than in the first step."""
+        q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim)
+        empty = torch.zeros(1, 1, 1, 8)
+        nothing = np.zeros(0, np.int64)
+        plan = Tasks(
+            [np.zeros((0, 9), np.int64)], nothing, nothing, np.zeros((0, 1), np.int32), 1, 0, 0
         )
-        hidden = self._mask(lanes, window, block, stop, active, skip)
-        if stop * BLOCK_KEYS > lanes.last_block_starts:
-            ends = (lanes.kv_lens[:active, None] - block * BLOCK_KEYS).view(active, 1, 1, 1)
-            place = torch.arange(num * BLOCK_KEYS).view(1, num, BLOCK_KEYS, 1)
-            v.masked_fill_((place >= ends)[:, None], 0.0)  # a recycled page may hold NaN
-        rows = folded[:active, :, None, skip:].expand(-1, -1, num, -1, -1).contiguous()
-        peak, weight, total = self._reduce(rows, k, v, hidden)
-        for index in range(num):
-            state.fold(
-                peak[:, :, index], weight[:, :, index], total[:, :, index], block + index, skip
-            )
-
-    def _reduce(
-        self, rows: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Maximum, sum of weights and weighted sum of every row over each block of keys.
-
-        Args:
-            rows: [lanes, heads, blocks, rows, dim].
-            k, v: [lanes, heads, blocks, BLOCK_KEYS, dim].
-            hidden: [lanes, blocks, rows, BLOCK_KEYS] or None.
-        """
-        scores = self._product(rows, k.transpose(-1, -2))
-        if self.spec.soft_cap is not None:
-            scores = torch.tanh(scores / self.spec.soft_cap) * self.spec.soft_cap
-        if hidden is not None:
-            scores.masked_fill_(hidden[:, None], -torch.inf)
-        peak = scores.amax(-1, keepdim=True).clamp_min(FLOOR)
-        weights = scores.sub_(peak).exp_()
-        return peak, weights.sum(-1, keepdim=True), self._product(weights, v)
-
-    def _gather(
-        self, name: str, plane: Tensor, slots: Tensor, shape: tuple[int, int, int, int, int]
-    ) -> Tensor:
-        """Keys or values of `slots` as float32 [lanes, heads, blocks, BLOCK_KEYS, dim].
-
-        Into buffers that are kept: a fresh allocation costs more than the copy.
-        """
-        rows = self._buffer(f"{name} rows", (len(slots), *plane.shape[1:]), plane.dtype)
-        torch.index_select(plane, 0, slots, out=rows)
-        lanes, blocks, keys, heads, dim = shape
-        dense = self._buffer(name, (lanes, heads, blocks, keys, dim), torch.float32)
-        return dense.copy_(rows.view(shape).permute(0, 3, 1, 2, 4))
-
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = prod(shape)
-        kept = self._scratch.get(name)
-        if kept is None or kept.numel() < size or kept.dtype != dtype:
-            kept = self._scratch[name] = torch.empty(size, dtype=dtype)
-        return kept[:size].view(shape)
-
-    def _mask(
-        self, lanes: Lanes, window: int | None, block: int, stop: int, active: int, skip: int
-    ) -> Tensor | None:
-        """[active, blocks, rows, BLOCK_KEYS] bool, True where a row must not look; or None."""
-        begin, end = block * BLOCK_KEYS, stop * BLOCK_KEYS
-        if end - 1 <= lanes.first_position and window is None:
-            return None
-        place = (window, block, active)
-        if place not in lanes.masks:
-            at = torch.arange(begin, end).view(1, stop - block, 1, BLOCK_KEYS)
-            seen_from = lanes.positions[:active, None, skip:, None]
-            hidden = at > seen_from
-            if window is not None:
-                hidden |= at <= seen_from - window
-            lanes.masks[place] = hidden
-        return lanes.masks[place]
+        out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
+        self._launch(plan, q, {"k": empty, "v": empty}, out, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Running maximum, sum of weights and weighted sum of every row, float32, updated in place."""
+class _Rows:
+    """Tokens of q as the tasks list them, each with its position."""
 
-    peak: Tensor  # [lanes, heads, rows, 1]
-    weight: Tensor  # [lanes, heads, rows, 1]
-    total: Tensor  # [lanes, heads, rows, dim]
+    def __init__(self, positions: NDArray[np.int64]) -> None:
+        self._all = positions
+        self._tokens: list[NDArray[np.int64]] = []
+        self._count = 0
 
-    @classmethod
-    def empty(cls, lanes: int, heads: int, rows: int, dim: int) -> _State:
-        one = torch.full((lanes, heads, rows, 1), FLOOR)
-        return cls(one, torch.zeros_like(one), torch.zeros(lanes, heads, rows, dim))
+    def add(self, tokens: NDArray[np.int64]) -> tuple[int, int]:
+        """List some tokens: where they begin, and the last position among them."""
+        first = self._count
+        self._tokens.append(tokens)
+        self._count += len(tokens)
+        return first, int(self._all[tokens].max())
 
-    def fold(self, peak: Tensor, weight: Tensor, total: Tensor, block: int, skip: int) -> None:
-        """One block's results for the first lanes and for rows `skip` and on."""
-        active = len(peak)
-        mine = (self.peak[:active, :, skip:], self.weight[:active, :, skip:])
-        sums = self.total[:active, :, skip:]
-        if block == 0:  # folding into nothing: the same bits, without the work
-            mine[0].copy_(peak)
-            mine[1].copy_(weight)
-            sums.copy_(total)
-            return
-        top = torch.maximum(mine[0], peak)
-        old, new = (mine[0] - top).exp_(), (peak - top).exp_()
-        mine[1].mul_(old).add_(weight * new)
-        sums.mul_(old).add_(total * new)
-        mine[0].copy_(top)
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
+        return tokens, self._all[tokens]
+
+
+def shared_runs(batch: AttentionBatch) -> list[tuple[list[int], int]]:
+    """Requests that read the same whole blocks, and up to which block; shorter runs first.
+
+    Each request's runs follow each other: the first begins at block 0, the next where one ends.
+    """
+    ends = sorted({int(length) // BLOCK_KEYS for length in batch.shared_len} - {0})
+    runs: list[tuple[list[int], int]] = []
+    for end in ends:
+        groups: dict[int, list[int]] = {}
+        for i, leader in enumerate(batch.leaders(end * BLOCK_KEYS)):
+            groups.setdefault(leader, []).append(i)
+        for members in groups.values():
+            if len(members) > 1:
+                # the same requests have a longer run in common than was thought so far
+                runs = [run for run in runs if run[0] != members]
+                runs.append((members, end))
+    return runs
+
+
+def parts_of(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
+    """The planes as `block_kernels.Part`s: keys (or latents), rotary part or none, values."""
+    if "latent" in planes:
+        latent = _part(planes, "latent")
+        return [latent, _part(planes, "rope"), latent]
+    return [_part(planes, "k"), (0,) * 6, _part(planes, "v")]
+
+
+def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    plane, scale = planes[name], planes.get(f"{name}_scale")
+    size = plane.element_size()
+    head = plane.stride(2) * size if plane.dim() == 4 else 0
+    scales = 0 if scale is None else scale.data_ptr()
+    return (
+        plane.data_ptr(),
+        plane.shape[-1],
+        plane.stride(1) * size,
+        head,
+        scales,
+        KINDS[plane.dtype],
+    )
+
+
+def _cost(task: Sequence[int]) -> int:
+    _, _, count, head0, head1, group0, group1, block0, block1 = task
+    return count * (head1 - head0) * (group1 - group0) * (block1 - block0)
+
+
+def use_threads(count: int) -> None:
+    """Let Numba's kernels run on so many threads, the very ones that torch uses where possible."""
+    import numba
+
+    if numba.config.THREADING_LAYER == "default":
+        numba.config.THREADING_LAYER = (
+            "omp"  # torch's OpenMP: one pool, no thread waits for another
+        )
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

@@ -15,7 +15,6 @@ import torch
 
 from ramify.attention.backend import AttentionSpec, Choice, select_backend
 from ramify.attention.exact import Exactness
-from ramify.attention.tree import TreeBackend
 from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import (
@@ -167,9 +166,7 @@ class LLM:
 
     def exactness(self) -> list[Exactness]:
         """How each operation of the model and its attention is computed, and why."""
-        attention = self.attention.backend
-        own = attention.exactness() if isinstance(attention, TreeBackend) else []
-        return [*self.decoder.exactness(), *own]
+        return [*self.decoder.exactness(), *self.attention.backend.exactness()]
 
     # -- whole answers -----------------------------------------------------------------------
 

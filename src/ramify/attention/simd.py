@@ -1,0 +1,376 @@
+"""Vector instructions for Numba, written as LLVM IR: what rounds how is fixed here.
+
+Every result is a fixed sequence of operations per element, whatever the tile it was computed in:
+LLVM assigns registers, it reorders no sum. Accumulation is float32 with fused multiply-adds.
+Addresses are integers, so that one compiled kernel serves every dtype and layout of K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+TILE_VECTORS = 2
+TILE_COLUMNS = LANES * TILE_VECTORS
+TILE_ROWS = (
+    6  # 6 x 2 accumulators: enough to hide the latency of an FMA, few enough for 16 registers
+)
+
+F32, BF16, F16, INT8, FP8 = range(5)  # what K/V is stored in
+SIZES = (4, 2, 2, 1, 1)  # bytes of each
+
+_f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_STORED = (_f32, ir.IntType(16), ir.HalfType(), ir.IntType(8), ir.IntType(8))
+_int, _float = types.int64, types.float32
+
+# exp(r) - 1 - r over r², highest power first, |r| <= ln 2 / 2 (Cephes mathematical library, expf)
+_EXP_TERMS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; the first has few bits
+_EXP_LEAST = -87.0  # below it exp is 0 here; float32 would go on to 1e-38
+
+
+def _vec(lanes: int, scalar: Any = _f32) -> Any:
+    return ir.VectorType(scalar, lanes)
+
+
+def _const(value: float, lanes: int, scalar: Any = _f32) -> Any:
+    return ir.Constant(_vec(lanes, scalar), [value] * lanes)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(_vec(len(places), _i32), places))
+
+
+def _fill(builder: Any, scalar: Any, lanes: int) -> Any:
+    kind = _vec(lanes, scalar.type)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _i32(0))
+    return _shuffle(builder, one, one, [0] * lanes)
+
+
+def _call(builder: Any, name: str, *args: Any) -> Any:
+    """An LLVM intrinsic on float vectors of one type."""
+    vec = args[0].type
+    kind = ir.FunctionType(vec, [vec] * len(args))
+    full = f"llvm.{name}.v{vec.count}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, full), args)
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def _step(builder: Any, base: Any, index: Any, size: int) -> Any:
+    return builder.add(base, builder.mul(index, _i64(size)))
+
+
+def _max(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """exp(x) for x <= 0 to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_LEAST`, NaN of NaN."""
+    lanes = x.type.count
+
+    def c(value: float) -> Any:
+        return _const(value, lanes)
+
+    low = builder.fcmp_ordered("<", x, c(_EXP_LEAST))
+    x = builder.select(low, c(_EXP_LEAST), x)
+    n = _call(builder, "rint", builder.fmul(x, c(1.4426950408889634)))
+    r = _call(builder, "fma", n, c(-_LN2_HIGH), x)
+    r = _call(builder, "fma", n, c(-_LN2_LOW), r)
+    p = c(_EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        p = _call(builder, "fma", p, r, c(term))
+    y = builder.fadd(_call(builder, "fma", builder.fmul(p, r), r, r), c(1.0))
+    power = builder.add(builder.fptosi(n, _vec(lanes, _i32)), _const(127, lanes, _i32))
+    bits = builder.shl(power, _const(23, lanes, _i32))
+    return builder.select(low, c(0.0), builder.fmul(y, builder.bitcast(bits, x.type)))
+
+
+def _widen(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
+    """Stored elements as float32."""
+    raw = _load(builder, address, _vec(lanes, _STORED[kind]))
+    floats, ints = _vec(lanes), _vec(lanes, _i32)
+
+    def c(value: int) -> Any:
+        return _const(value, lanes, _i32)
+
+    if kind == F32:
+        return raw
+    if kind == BF16:
+        return builder.bitcast(builder.shl(builder.zext(raw, ints), c(16)), floats)
+    if kind == F16:
+        return builder.fpext(raw, floats)
+    if kind == INT8:
+        return builder.sitofp(raw, floats)
+    # float8 e4m3fn: exponent and mantissa in float32's place are the value times 2^-120, also of
+    # subnormals; the NaN of the format is not made by whoever writes K/V
+    wide = builder.zext(raw, ints)
+    sign = builder.shl(builder.and_(wide, c(0x80)), c(24))
+    body = builder.shl(builder.and_(wide, c(0x7F)), c(20))
+    size = builder.fmul(builder.bitcast(body, floats), _const(2.0**120, lanes))
+    return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Eight vectors of 8 as columns: interleaved by 1 and 2 within 128-bit halves, then across."""
+    pairs = []
+    for i in range(0, 8, 2):
+        for at in (0, 2):
+            places = [at, at + 8, at + 1, at + 9, at + 4, at + 12, at + 5, at + 13]
+            pairs.append(_shuffle(builder, rows[i], rows[i + 1], places))
+    fours = []
+    for i in (0, 1, 4, 5):
+        for at in (0, 2):
+            places = [at, at + 1, at + 8, at + 9, at + 4, at + 5, at + 12, at + 13]
+            fours.append(_shuffle(builder, pairs[i], pairs[i + 2], places))
+    halves = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
+    return [_shuffle(builder, fours[i], fours[i + 4], half) for half in halves for i in range(4)]
+
+
+def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """One value of a vector: halves combined until one is left."""
+    lanes = vector.type.count
+    while lanes > 1:
+        lanes //= 2
+        low = _shuffle(builder, vector, vector, list(range(lanes)))
+        high = _shuffle(builder, vector, vector, list(range(lanes, 2 * lanes)))
+        vector = combine(low, high)
+    return builder.extract_element(vector, _i32(0))
+
+
+def _make_tile(num_rows: int) -> Any:
+    @intrinsic
+    def tile(
+        _: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any
+    ) -> Any:
+        """c[r, :TILE_COLUMNS] = sum over k < depth of a[r, k] * b[k, :], k ascending.
+
+        Strides in floats. The +0 at the end makes a sum of zeros +0 however many there were, so
+        that trailing products by zero may be left out.
+        """
+
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            a, a_stride, b, b_stride, c, c_stride, depth = args
+            zero = _const(0.0, LANES)
+            sums = [
+                [cgutils.alloca_once(builder, _vec(LANES)) for _ in range(TILE_VECTORS)]
+                for _ in range(num_rows)
+            ]
+            for row in sums:
+                for one in row:
+                    builder.store(zero, one)
+            starts = [builder.add(a, builder.mul(a_stride, _i64(4 * r))) for r in range(num_rows)]
+            with cgutils.for_range(builder, depth) as loop:
+                line = _step(builder, b, builder.mul(loop.index, b_stride), 4)
+                lines = [
+                    _load(builder, builder.add(line, _i64(4 * LANES * v)), _vec(LANES))
+                    for v in range(TILE_VECTORS)
+                ]
+                for row, start in zip(sums, starts, strict=True):
+                    x = _load(builder, _step(builder, start, loop.index, 4), _f32)
+                    wide = _fill(builder, x, LANES)
+                    for one, other in zip(row, lines, strict=True):
+                        builder.store(_call(builder, "fma", wide, other, builder.load(one)), one)
+            for r, row in enumerate(sums):
+                into = builder.add(c, builder.mul(c_stride, _i64(4 * r)))
+                for v, one in enumerate(row):
+                    total = builder.fadd(builder.load(one), zero)
+                    _store(builder, total, builder.add(into, _i64(4 * LANES * v)))
+            return context.get_dummy_value()
+
+        return types.void(_int, _int, _int, _int, _int, _int, _int), code
+
+    return tile
+
+
+tile_1, tile_2, tile_4, tile_6 = (_make_tile(num_rows) for num_rows in (1, 2, 4, TILE_ROWS))
+
+
+@intrinsic
+def softmax_row(_: Any, row: Any, count: Any) -> Any:
+    """In place exp(x - max) of `count` floats, a multiple of LANES: (max, sum of the results).
+
+    Both are taken lane by lane, ascending, then across lanes: further floats that are -inf change
+    neither.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row, count = args
+        vec, steps = _vec(LANES), builder.udiv(count, _i64(LANES))
+        top, total = (cgutils.alloca_once(builder, vec) for _ in range(2))
+        builder.store(_const(float("-inf"), LANES), top)
+        with cgutils.for_range(builder, steps) as loop:
+            x = _load(builder, _step(builder, row, loop.index, 4 * LANES), vec)
+            builder.store(_max(builder, builder.load(top), x), top)
+        peak = _fold(builder, builder.load(top), lambda a, b: _max(builder, a, b))
+        wide = _fill(builder, peak, LANES)
+        builder.store(_const(0.0, LANES), total)
+        with cgutils.for_range(builder, steps) as loop:
+            at = _step(builder, row, loop.index, 4 * LANES)
+            y = _exp(builder, builder.fsub(_load(builder, at, vec), wide))
+            _store(builder, y, at)
+            builder.store(builder.fadd(builder.load(total), y), total)
+        weight = _fold(builder, builder.load(total), builder.fadd)
+        return context.make_tuple(builder, signature.return_type, (peak, weight))
+
+    return types.UniTuple(_float, 2)(_int, _int), code
+
+
+@intrinsic
+def exp_of(_: Any, x: Any) -> Any:
+    """exp(x) of one x <= 0, with the bits that `softmax_row` gives."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.extract_element(_exp(builder, _fill(builder, args[0], 4)), _i32(0))
+
+    return _float(_float), code
+
+
+@intrinsic
+def soft_cap_row(_: Any, row: Any, cap: Any, count: Any) -> Any:
+    """In place cap * tanh(x / cap) of `count` floats, a multiple of LANES."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        row, cap, count = args
+        wide, one = _fill(builder, cap, LANES), _const(1.0, LANES)
+        with cgutils.for_range(builder, builder.udiv(count, _i64(LANES))) as loop:
+            at = _step(builder, row, loop.index, 4 * LANES)
+            x = builder.fdiv(_load(builder, at, _vec(LANES)), wide)
+            twice = builder.fmul(_call(builder, "fabs", x), _const(-2.0, LANES))
+            e = _exp(builder, twice)
+            t = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
+            _store(builder, builder.fmul(_call(builder, "copysign", t, x), wide), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _float, _int), code
+
+
+@intrinsic
+def fold_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: Any) -> Any:
+    """into = into * old + block * new for `count` floats, a multiple of LANES."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        into, old, block, new, count = args
+        vec, kept, added = _vec(LANES), _fill(builder, old, LANES), _fill(builder, new, LANES)
+        with cgutils.for_range(builder, builder.udiv(count, _i64(LANES))) as loop:
+            at = _step(builder, into, loop.index, 4 * LANES)
+            x = builder.fmul(_load(builder, at, vec), kept)
+            y = _load(builder, _step(builder, block, loop.index, 4 * LANES), vec)
+            _store(builder, _call(builder, "fma", y, added, x), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _float, _int, _float, _int), code
+
+
+@intrinsic
+def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
+    """Copy `count` floats."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        into, source = (builder.inttoptr(one, pointer) for one in args[:2])
+        cgutils.raw_memcpy(builder, into, source, args[2], 4)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), code
+
+
+@intrinsic(prefer_literal=True)
+def transpose_keys(
+    _: Any, source: Any, offsets: Any, factors: Any, into: Any, stride: Any, width: Any, kind: Any
+) -> Any:
+    """Eight keys as columns of `into`, in float32, each times its factor.
+
+    Args:
+        offsets, factors: addresses of eight int64, bytes from `source`, and of eight floats.
+        stride: floats from one line of `into` to the next.
+        width: elements of a key, a multiple of 8.
+        kind: a literal, one of F32 ... FP8.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, offsets, factors, into, stride, width, _ = args
+        stored = kind.literal_value
+        starts, scales = [], []
+        for i in range(8):
+            offset = _load(builder, builder.add(offsets, _i64(8 * i)), _i64)
+            starts.append(builder.add(source, offset))
+            factor = _load(builder, builder.add(factors, _i64(4 * i)), _f32)
+            scales.append(_fill(builder, factor, 8))
+        with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
+            step = builder.mul(loop.index, _i64(8 * SIZES[stored]))
+            keys = [_widen(builder, builder.add(start, step), stored) for start in starts]
+            keys = [builder.fmul(key, scale) for key, scale in zip(keys, scales, strict=True)]
+            line = _step(builder, into, builder.mul(loop.index, stride), 32)
+            for i, column in enumerate(_transposed(builder, keys)):
+                _store(builder, column, builder.add(line, builder.mul(stride, _i64(4 * i))))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, _int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def widen_row(_: Any, source: Any, into: Any, width: Any, factor: Any, kind: Any) -> Any:
+    """`width` elements, a multiple of 8, in float32, times `factor`; `kind` is a literal."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, width, factor, _ = args
+        stored, scale = kind.literal_value, _fill(builder, factor, 8)
+        with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
+            x = _widen(builder, _step(builder, source, loop.index, 8 * SIZES[stored]), stored)
+            _store(builder, builder.fmul(x, scale), _step(builder, into, loop.index, 32))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _float, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def element_at(_: Any, address: Any, kind: Any) -> Any:
+    """One stored element as float32; `kind` is a literal."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.extract_element(_widen(builder, args[0], kind.literal_value, 1), _i32(0))
+
+    return _float(_int, kind), code
+
+
+@intrinsic
+def put_float(_: Any, address: Any, value: Any) -> Any:
+    """Store a float32."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _store(builder, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(_int, _float), code
+
+
+@intrinsic
+def take_next(_: Any, counter: Any) -> Any:
+    """The int64 at an address, raised by one for whoever asks next; safe among threads."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _i64.as_pointer())
+        return builder.atomic_rmw("add", pointer, _i64(1), "seq_cst")
+
+    return _int(_int), code
