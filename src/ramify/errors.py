@@ -21,6 +21,7 @@ RamifyError
 │  ├─ InvalidKeyError             atoms or a namespace that cannot be compared
 │  ├─ LeaseError                  a lease was released before, or belongs to another cache
 │  ├─ PinError                    a prefix that cannot be pinned, or a pin that is not there
+│  ├─ SlotOutOfRangeError         a slot that no page of the pool has
 │  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
 └─ StepFailedError                a forward pass failed; its requests were told
@@ -178,6 +179,17 @@ class PinError(CacheError):
 
 class PageOwnershipError(CacheError):
     """A page was given back, or published, by someone who does not own it."""
+
+
+class SlotOutOfRangeError(CacheError, IndexError):
+    """A slot that no page of the pool has, as a hole (-1) in a block table would give."""
+
+    def __init__(self, low: int, high: int, num_slots: int) -> None:
+        self.low, self.high, self.num_slots = low, high, num_slots
+        super().__init__(
+            f"slots {low} to {high} are not all in 0..{num_slots - 1}; give every token a page "
+            "before it is written or read"
+        )
 
 
 class InvariantError(CacheError):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ramify.errors import ConfigError
 from ramify.kv.pool import KVLayout, KVPool, Plane
 
 
@@ -69,3 +70,81 @@ def test_misuse_is_refused() -> None:
         pool.write_kv(0, torch.tensor([0]), k=rows(1, 1, 4))
     with pytest.raises(ValueError, match="2 source pages, 1 target"):
         pool.copy_pages([0, 1], [1])
+    with pytest.raises(ConfigError, match="named twice"):
+        pool.copy_pages([0, 1], [1, 1])
+    for pages in ([0, -1], [3]):
+        with pytest.raises(ConfigError, match=r"are not all in 0\.\.2"):
+            pool.zero_pages(pages)
+
+
+SLOT = torch.tensor([0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("slots", "value", "named"),
+    [
+        (SLOT.int(), rows(1, 1, 16), "slots are torch.int32"),
+        (SLOT[None], rows(1, 1, 16), r"shape \(1, 1\)"),
+        (SLOT, rows(2, 1, 16), r"v is .*\(2, 1, 16\).* must have shape \(1, 1, 16\)"),
+        (SLOT, rows(1, 2, 16), "v is"),
+        (SLOT, rows(1, 1, 15), "v is"),
+        (SLOT, rows(1, 1, 16).to(torch.int8), "v is torch.int8"),
+        (SLOT, rows(1, 1, 16).double(), "v is torch.float64"),
+        (SLOT, rows(1, 1, 16).to("meta"), "on meta"),
+    ],
+)
+def test_nothing_is_written_when_one_value_does_not_fit(
+    slots: Tensor, value: Tensor, named: str, dtype: torch.dtype
+) -> None:
+    """The keys before it, which fit, are not in the pool afterwards."""
+    pool = KVPool(KVLayout.mha(1, 1, 16), 2, 16, dtype=dtype)
+    fitting = rows(1, 1, 16).bfloat16()
+    value = value.bfloat16() if value.dtype == torch.float32 else value
+
+    with pytest.raises(ConfigError, match=named):
+        pool.write_kv(0, slots, k=fitting, v=value)
+
+    assert not pool.gather_kv(0, torch.arange(32))["k"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_dense_copy_can_go_where_the_caller_wants_it(dtype: torch.dtype) -> None:
+    """Into given tensors, strided or not, in another float dtype; equal slots are read twice."""
+    pool = KVPool(KVLayout.mha(1, 2, 16, 8).vectorised(), 2, 16, dtype=dtype)
+    wide = torch.float32 if dtype == torch.int8 else dtype
+    pool.write_kv(0, torch.arange(32), k=rows(32, 2, 16).to(wide), v=rows(32, 2, 8).to(wide))
+    slots = torch.tensor([31, 4, 4, 17])
+    fresh = pool.gather_kv(0, slots)
+    out = {
+        "k": torch.zeros(4, 2, 16, dtype=torch.float16),
+        "v": torch.zeros(2, 4, 8).transpose(0, 1),
+    }
+
+    found = pool.gather_kv(0, slots, out)
+
+    for name, dense in fresh.items():
+        assert found[name] is out[name]
+        assert torch.equal(out[name], dense.to(out[name].dtype))
+    assert fresh["k"].dtype == wide
+    assert torch.equal(fresh["v"][1], fresh["v"][2])
+    assert bool(fresh["v"].any())
+
+
+@pytest.mark.parametrize(
+    ("out", "named"),
+    [
+        ({"k": torch.zeros(2, 1, 4)}, "planes are"),
+        ({"k": torch.zeros(2, 1, 4), "v": torch.zeros(3, 1, 4)}, r"out\['v'\] .*\(2, 1, 4\)"),
+        ({"k": torch.zeros(2, 1, 4), "v": torch.zeros(2, 1, 4).int()}, "must be a float"),
+    ],
+)
+def test_a_scratch_that_does_not_fit_is_refused_whole(out: dict[str, Tensor], named: str) -> None:
+    """Missing planes, wrong shapes, integers: an error, and nothing is in the ones that fit."""
+    pool = KVPool(KVLayout.mha(1, 1, 4), 1, 2)
+    pool.write_kv(0, torch.arange(2), k=rows(2, 1, 4), v=rows(2, 1, 4))
+
+    with pytest.raises(ConfigError, match=named):
+        pool.gather_kv(0, torch.arange(2), out)
+
+    assert not out["k"].any()

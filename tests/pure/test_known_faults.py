@@ -45,13 +45,11 @@ EXEMPT = {
     "AB5": "there is no sparse indexer; a batch states its extent of K/V per request",
     "AB8": STATES,
     "AB13": DEVICE,
-    "AB14": KERNELS,
     "AB15": "tests import nothing at their top that the development extra does not install",
     "AB20": STATES,
     "AB21": WINDOWS,
     "AB25": "ruff finds unused and duplicate imports in make check",
     "AB26": "there are no asynchronous copies from pinned memory yet",
-    "AB27": KERNELS,
 }
 
 

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ramify.kv.layout import read_slots
+from ramify.kv.quantise import dequantise
+
 
 def keys_and_values(planes: Mapping[str, Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
     """K/V of `slots` [n] int64 in float32: keys [n, heads, key_dim], values [n, heads, value_dim].
 
-    With `latent` and `rope` planes there is one head: its key is both, its value the latent.
+    Planes may be in either layout of `KVLayout` and in any dtype of a `KVPool`. With `latent` and
+    `rope` planes there is one head: its key is both, its value the latent.
     """
     if "latent" in planes:
         latent = read_plane(planes, "latent", slots)
@@ -21,6 +25,8 @@ def keys_and_values(planes: Mapping[str, Tensor], slots: Tensor) -> tuple[Tensor
 
 def read_plane(planes: Mapping[str, Tensor], name: str, slots: Tensor) -> Tensor:
     """[n, *shape] float32, times its scale where the plane has one."""
-    found = planes[name].flatten(0, 1)[slots].float()
+    found = read_slots(name, planes[name], slots)
     scale = planes.get(f"{name}_scale")
-    return found if scale is None else found * scale.flatten(0, 1)[slots][..., None]
+    if scale is None:
+        return found.float()
+    return dequantise(found, read_slots(f"{name}_scale", scale, slots))

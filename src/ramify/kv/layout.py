@@ -1,0 +1,185 @@
+"""What a token leaves behind in every layer, and where in a plane a slot's share of it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError, SlotOutOfRangeError
+from ramify.kv.quantise import SCALED_DTYPES
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VECTOR_BYTES = 16  # of one vector load on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One named tensor per layer: `shape` for every token, in `dtype` (None: the pool's)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What a token leaves behind in every layer, and in which order.
+
+    A plane is `[pages, page_size, *shape]`. With `format="vectorised"` the planes `k` and `v` are
+    laid out for kernels that load vectors of x = 16 bytes: `k` is `[pages, heads, dim / x, page_size,
+    x]`, x elements of one token together; `v` is `[pages, heads, page_size / x, dim, x]`, x tokens
+    of one element together. All other planes stay as they are.
+
+    int8 and float8_e4m3fn planes have a plane of scales, `<name>_scale`, float32
+    `[pages, page_size, *shape[:-1]]`: one for each token and head.
+    """
+
+    num_layers: int
+    planes: tuple[Plane, ...]
+    format: Literal["nhd", "vectorised"] = "nhd"
+
+    def __post_init__(self) -> None:
+        names = [plane.name for plane in self.planes]
+        if self.num_layers < 1 or not names or len(set(names)) != len(names):
+            raise ConfigError(
+                f"num_layers={self.num_layers} with planes {names}: at least one layer and one "
+                "plane are needed, and no name twice"
+            )
+        for plane in self.planes:
+            if not plane.shape or min(plane.shape) < 1:
+                raise ConfigError(f"plane {plane.name} of shape {plane.shape}: use sizes above 0")
+        if self.format not in {"nhd", "vectorised"}:
+            raise ConfigError(f"format={self.format!r} does not exist; use 'nhd' or 'vectorised'")
+        if self.format == "vectorised" and not {"k", "v"} <= set(names):
+            raise ConfigError(
+                f"format='vectorised' is for keys and values per head, the planes are {names}; "
+                "use format='nhd'"
+            )
+
+    @classmethod
+    def mha(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+    ) -> KVLayout:
+        """Keys and values per head: multi-head, grouped-query and multi-query attention.
+
+        Args:
+            value_dim: width of a value, where it is not that of a key.
+        """
+        widths = {"k": head_dim, "v": head_dim if value_dim is None else value_dim}
+        return cls(
+            num_layers, tuple(Plane(name, (num_kv_heads, width)) for name, width in widths.items())
+        )
+
+    @classmethod
+    def mla(cls, num_layers: int, latent_dim: int, rope_dim: int) -> KVLayout:
+        """One compressed vector for all heads, and the rotary part of the key beside it."""
+        return cls(num_layers, (Plane("latent", (latent_dim,)), Plane("rope", (rope_dim,))))
+
+    def with_index_key(self, dim: int) -> KVLayout:
+        """The same with an `index_key` plane, by which sparse attention selects tokens."""
+        return replace(self, planes=(*self.planes, Plane("index_key", (dim,))))
+
+    def vectorised(self) -> KVLayout:
+        """The same, `k` and `v` in vectors of 16 bytes."""
+        return replace(self, format="vectorised")
+
+    def stored(self, dtype: torch.dtype) -> tuple[Plane, ...]:
+        """Every tensor of one layer in a pool of `dtype`: its planes, and those of their scales.
+
+        Raises:
+            ConfigError: a plane would have a dtype that no pool stores.
+        """
+        found = []
+        for plane in self.planes:
+            kept = dtype if plane.dtype is None else plane.dtype
+            if kept not in FLOAT_DTYPES and kept not in SCALED_DTYPES:
+                known = ", ".join(str(each) for each in (*FLOAT_DTYPES, *SCALED_DTYPES))
+                raise ConfigError(f"plane {plane.name} cannot be {kept}; use one of {known}")
+            found.append(replace(plane, dtype=kept))
+            if kept in SCALED_DTYPES:
+                found.append(Plane(f"{plane.name}_scale", plane.shape[:-1], torch.float32))
+        return tuple(found)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token over all layers, planes and scales, in a pool of `dtype`."""
+        return self.num_layers * sum(
+            prod(plane.shape) * plane.dtype.itemsize for plane in self.stored(dtype) if plane.dtype
+        )
+
+    def tensor_shape(self, stored: Plane, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """The shape of a stored plane over `num_pages` pages.
+
+        Raises:
+            ConfigError: vectors of 16 bytes do not divide it.
+        """
+        if self.format == "nhd" or stored.name not in {"k", "v"}:
+            return (num_pages, page_size, *stored.shape)
+        assert stored.dtype is not None
+        heads, dim = stored.shape
+        x = VECTOR_BYTES // stored.dtype.itemsize
+        name, size = ("dim", dim) if stored.name == "k" else ("page_size", page_size)
+        if size % x:
+            raise ConfigError(
+                f"{name}={size} of plane {stored.name} is no multiple of {x}, the elements of "
+                f"{stored.dtype} in {VECTOR_BYTES} bytes, which format='vectorised' needs; use "
+                f"{name}={-(-size // x) * x} or format='nhd'"
+            )
+        if stored.name == "k":
+            return (num_pages, heads, dim // x, page_size, x)
+        return (num_pages, heads, page_size // x, dim, x)
+
+
+def read_slots(name: str, plane: Tensor, slots: Tensor) -> Tensor:
+    """A dense copy of a plane at `slots` [n] int64: [n, *shape] in the plane's dtype.
+
+    Args:
+        name: of the plane; `k` and `v` differ in the vectorised layout.
+        plane: in either layout; only the vectorised one has five axes.
+
+    Raises:
+        IndexError: a slot is outside the plane, on CPU.
+    """
+    if plane.dim() < 5:
+        return plane.flatten(0, 1).index_select(0, slots)
+    if name == "k":
+        page, offset = _places(slots, plane.shape[0], plane.shape[3])
+        return plane[page, :, :, offset].flatten(2)
+    x = plane.shape[4]
+    page, offset = _places(slots, plane.shape[0], plane.shape[2] * x)
+    return plane[page, :, offset // x, :, offset % x]
+
+
+def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Scatter `values` [n, *shape], in the plane's dtype, to `slots` [n] int64 of a plane.
+
+    Raises:
+        IndexError: a slot is outside the plane, on CPU.
+    """
+    if plane.dim() < 5:
+        if plane.dtype == torch.float8_e4m3fn:  # torch has no such copy on CPU: bytes are bytes
+            plane, values = plane.view(torch.uint8), values.view(torch.uint8)
+        plane.flatten(0, 1).index_copy_(0, slots, values)
+    elif name == "k":
+        page, offset = _places(slots, plane.shape[0], plane.shape[3])
+        plane[page, :, :, offset] = values.unflatten(2, (-1, plane.shape[4]))
+    else:
+        x = plane.shape[4]
+        page, offset = _places(slots, plane.shape[0], plane.shape[2] * x)
+        plane[page, :, offset // x, :, offset % x] = values
+
+
+def _places(slots: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of every slot.
+
+    Indexing by several tensors would take a negative page for one counted from the end. On GPU a
+    check would wait for the device, and the last page, to which -1 leads, is the padding page.
+    """
+    if slots.device.type == "cpu" and len(slots):
+        low, high = (int(bound) for bound in torch.aminmax(slots))
+        if low < 0 or high >= num_pages * page_size:
+            raise SlotOutOfRangeError(low, high, num_pages * page_size)
+    return slots // page_size, slots % page_size
