@@ -1,9 +1,30 @@
 """Rows and the pages in them."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
 import pytest
 
-from ramify.errors import CacheError
-from ramify.kv.block_table import PagedBlockTable, SlotAllocator
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.cache import PrefixCache
+from ramify.errors import CacheError, OutOfPagesError
+from ramify.kv.block_table import (
+    BlockTable,
+    ContiguousBlockTable,
+    PagedBlockTable,
+    SlotAllocator,
+)
+
+
+def paged(num_rows: int, max_pages: int, page_size: int) -> PagedBlockTable:
+    """Over a cache that has pages for every row."""
+    source = PrefixCache(num_rows * max_pages, page_size)
+    return PagedBlockTable(num_rows, max_pages, page_size, source=source)
+
+
+TABLES: list[Callable[[int, int, int], BlockTable]] = [paged, ContiguousBlockTable]
+both = pytest.mark.parametrize("make", TABLES, ids=["paged", "contiguous"])
 
 
 def test_rows_stay_dense() -> None:
@@ -45,8 +66,9 @@ def test_a_row_that_nobody_holds_cannot_be_released(row: int) -> None:
 def test_a_table_needs_room() -> None:
     """Rows, pages per row and page size are at least 1."""
     for num_rows, max_pages, page_size in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="at least 1"):
-            PagedBlockTable(num_rows, max_pages, page_size)
+        for table in (PagedBlockTable, ContiguousBlockTable):
+            with pytest.raises(ValueError, match="at least 1"):
+                table(num_rows, max_pages, page_size)
 
 
 def test_a_row_grows_at_its_end_and_is_rewritten_in_place() -> None:
@@ -90,3 +112,228 @@ def test_a_released_row_is_empty() -> None:
     assert table.pages(row) == []
     assert table.array.tolist() == [[-1, -1], [4, -1]]
     assert table.num_free_rows == 0
+
+
+@both
+def test_rows_have_lengths_and_room_for_them(make: Callable[[int, int, int], BlockTable]) -> None:
+    """A view shows the pages that a row's tokens need and -1 after them; it is a copy."""
+    table = make(3, 4, 2)
+
+    first, second = table.allocate_all([3, 0])
+    table.update(second, 5)
+    table.update(first, -2)
+
+    assert (first, second) == (0, 1)
+    assert table.lengths([1, 0]).tolist() == [5, 1]
+    assert (table.view([1, 0, 1]) >= 0).sum(1).tolist() == [3, 1, 3]
+    table.view([0])[:] = 9
+    assert (table.view([0]) != 9).all()
+    assert table.view([]).shape == (0, 4)
+
+
+@both
+def test_a_reset_table_is_empty(make: Callable[[int, int, int], BlockTable]) -> None:
+    """All rows are free, and the first one handed out again is row 0 without a token."""
+    table = make(3, 2, 4)
+    table.allocate_all([8, 1])
+
+    table.reset()
+
+    assert table.num_free_rows == 3
+    assert table.allocate() == 0
+    assert table.lengths([0]).tolist() == [0]
+    assert table.allocate_all([8, 8]) == [1, 2]  # the pages are back too
+
+
+@both
+def test_eb5_limits_of_a_row_hold(make: Callable[[int, int, int], BlockTable]) -> None:
+    """Neither allocating nor growing goes past a row's end or below nothing; nothing changes."""
+    table = make(2, 3, 2)
+    row = table.allocate(5)
+    before = table.view([row]).tolist()
+
+    with pytest.raises(CacheError, match="would have 7 tokens, it holds 0 to 6"):
+        table.update(row, 2)
+    with pytest.raises(CacheError, match="would have -1 tokens"):
+        table.update(row, -6)
+    with pytest.raises(CacheError, match="would have 7 tokens"):
+        table.allocate(7)
+
+    assert table.lengths([row]).tolist() == [5]
+    assert table.view([row]).tolist() == before
+    assert table.num_free_rows == 1
+
+
+@both
+def test_eb9_rows_that_nobody_holds_are_refused(
+    make: Callable[[int, int, int], BlockTable],
+) -> None:
+    """Whatever is asked of them, however many others are named beside them."""
+    table = make(3, 2, 2)
+    table.allocate(1)
+
+    for row in (1, -1, 3):
+        calls: list[Callable[[], object]] = [
+            partial(table.update, row, 1),
+            partial(table.release, row),
+            partial(table.view, [0, row]),
+            partial(table.lengths, [0, row]),
+        ]
+        for call in calls:
+            with pytest.raises(CacheError, match=f"row {row} is not in use"):
+                call()
+
+    assert table.lengths([0]).tolist() == [1]
+
+
+@both
+def test_yb7_rows_for_several_requests_are_all_or_none(
+    make: Callable[[int, int, int], BlockTable],
+) -> None:
+    """Too few rows, or one request too long: the others get nothing, and no row is lost."""
+    table = make(3, 2, 4)
+    table.allocate(1)
+
+    with pytest.raises(CacheError, match="3 rows asked for, 2 of 3 are free"):
+        table.allocate_all([1, 1, 1])
+    with pytest.raises(CacheError, match="would have 9 tokens"):
+        table.allocate_all([1, 9])
+
+    assert table.num_free_rows == 2
+    assert table.allocate_all([8, 8]) == [1, 2]
+
+
+def test_yb7_pages_for_several_requests_are_all_or_none() -> None:
+    """With 4 pages, 2 in use, three more are refused whole; two are had afterwards."""
+    cache = PrefixCache(4, page_size=2)
+    table = PagedBlockTable(4, 3, 2, source=cache)
+    row = table.allocate(4)
+
+    with pytest.raises(OutOfPagesError, match="3 pages asked for"):
+        table.allocate_all([2, 4])
+    with pytest.raises(OutOfPagesError):
+        table.allocate(6)
+    table.allocate(4)
+    with pytest.raises(OutOfPagesError):
+        table.update(row, 1)
+
+    assert table.num_free_rows == 2
+    assert table.lengths([row]).tolist() == [4]
+    assert cache.stats().free_pages == 0
+    table.reset()
+    assert cache.stats().free_pages == 4
+    cache.check()
+
+
+def test_without_a_source_pages_come_first() -> None:
+    """A table whose pages are somebody else's reserves none, and gives none back."""
+    table = PagedBlockTable(2, 3, 2)
+    row = table.allocate()
+    table.append(row, [7, 5])
+
+    table.update(row, 4)
+    with pytest.raises(CacheError, match=r"1 more pages are needed.*append them first"):
+        table.update(row, 1)
+    with pytest.raises(CacheError, match="no source of pages"):
+        table.allocate(1)
+
+    assert table.lengths([row]).tolist() == [4]
+    table.update(row, -3)
+    assert table.pages(row) == [7, 5]
+    table.truncate(row, 0)
+    assert table.lengths([row]).tolist() == [0]
+    table.append(row, [7])
+    table.update(row, 2)
+    table.release(row)
+    assert table.lengths([table.allocate()]).tolist() == [0]
+    assert table.num_free_rows == 1
+
+
+def test_eb4_pages_and_rows_come_back_ten_thousand_times() -> None:
+    """A pool for two requests serves any number of them, one after the other."""
+    cache = PrefixCache(8, page_size=16)
+    table = PagedBlockTable(2, 4, 16, source=cache)
+
+    for _ in range(5_000):
+        for row in table.allocate_all([64, 50]):
+            table.release(row)
+
+    assert table.num_free_rows == 2
+    assert cache.stats().free_pages == 8
+    assert (table.array == -1).all()
+
+
+def test_eb7_a_row_keeps_its_pages_when_it_grows() -> None:
+    """Free and used pages are all pages, and the first ones stay the first."""
+    cache = PrefixCache(10, page_size=4)
+    table = PagedBlockTable(2, 8, 4, source=cache)
+    row = table.allocate(8)
+    before = table.pages(row)
+
+    table.update(row, 20)
+
+    assert table.pages(row)[:2] == before
+    assert len(set(table.pages(row))) == 7
+    assert cache.stats().free_pages == 3
+    table.release(row)
+    assert cache.stats().free_pages == 10
+
+
+def test_ab9_a_row_has_as_many_pages_as_its_tokens_need() -> None:
+    """For every length, growth and page size, also when it ends with a page."""
+    for page_size in (1, 2, 3, 4, 8):
+        table = PagedBlockTable(1, 40, page_size, source=PrefixCache(40, page_size))
+        for length in range(12):
+            for more in range(12):
+                row = table.allocate(length)
+                table.update(row, more)
+                assert table.num_pages(row) == -(-(length + more) // page_size)
+                table.release(row)
+
+
+def test_yb24_rows_of_a_static_cache_need_not_be_the_first_ones() -> None:
+    """Rows 1 and 3 write to the runs of rows 1 and 3."""
+    table = ContiguousBlockTable(4, 2, 3)
+    rows = table.allocate_all([0, 4, 0, 2])
+    for row in (rows[0], rows[2]):
+        table.release(row)
+
+    batch = AttentionBatch.build([Extend(0, 1, 4, 1), Extend(1, 3, 2, 2)], table)
+
+    assert batch.slot_mapping.tolist() == [6 + 4, 18 + 2, 18 + 3]
+    assert batch.kv_slots(0).tolist() == list(range(6, 11))
+    assert table.num_pages == 8
+    with pytest.raises(ValueError, match="read-only"):
+        table.array[0] = 0
+
+
+class FailingSource:
+    """Has every page but the ones that are asked for next."""
+
+    def reserve(self, num_pages: int) -> Sequence[int]:
+        raise RuntimeError("no")
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        raise RuntimeError("not mine")
+
+
+def test_a_source_that_fails_leaves_the_table_as_it_was() -> None:
+    """Allocating, growing and releasing."""
+    table = PagedBlockTable(2, 4, 2, source=FailingSource())
+    row = table.allocate()
+    table.append(row, [3])
+    table.update(row, 2)
+
+    for call in (
+        lambda: table.allocate(1),
+        lambda: table.update(row, 1),
+        lambda: table.update(row, -2),
+        lambda: table.release(row),
+    ):
+        with pytest.raises(RuntimeError):
+            call()
+
+    assert table.num_free_rows == 1
+    assert table.pages(row) == [3]
+    assert table.lengths([row]).tolist() == [2]
+    assert table.array.dtype == np.int32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.kv.block_table import PagedBlockTable
+from ramify.kv.block_table import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class AttentionBatch:
     def build(
         cls,
         extends: Sequence[Extend],
-        table: PagedBlockTable,
+        table: BlockTable,
         sharing: Sequence[tuple[int, int]] = (),
     ) -> AttentionBatch:
         """The metadata of a step, with one vectorised pass per array.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,11 @@ class SlotAllocator:
         """Rows that nobody holds."""
         return len(self._free)
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows in use, ascending."""
+        return sorted(self._used)
+
     def allocate(self) -> int:
         """The smallest free row.
 
@@ -41,20 +47,98 @@ class SlotAllocator:
         self._used.add(row)
         return row
 
+    def require_free(self, count: int) -> None:
+        """Raise CacheError unless `count` rows are free."""
+        if count > len(self._free):
+            raise CacheError(
+                f"{count} rows asked for, {len(self._free)} of {self.capacity} are free; release a "
+                "sequence, or build the table with more rows"
+            )
+
+    def require(self, row: int) -> None:
+        """Raise CacheError unless somebody holds this row."""
+        if row not in self._used:
+            raise CacheError(f"row {row} is not in use; it was released before, or never allocated")
+
     def release(self, row: int) -> None:
         """Give a row back.
 
         Raises:
             CacheError: nobody holds it.
         """
-        if row not in self._used:
-            raise CacheError(f"row {row} is not in use; it was released before")
+        self.require(row)
         self._used.discard(row)
         heapq.heappush(self._free, row)
 
 
+class BlockTable(Protocol):
+    """Rows of pages for live requests, and how many tokens of each are there.
+
+    Plain integers and numpy on the host, whatever device the pool is on. A call that fails changes
+    nothing; errors are CacheError, or what the source of pages raises.
+    """
+
+    page_size: int
+    array: NDArray[np.int32]  # [num_rows, max_pages]; written by the table alone
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that fit in a row."""
+        ...
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that nobody holds."""
+        ...
+
+    def allocate(self, num_tokens: int = 0) -> int:
+        """The smallest free row, with room for `num_tokens`; its length is that."""
+        ...
+
+    def allocate_all(self, lengths: Sequence[int]) -> list[int]:
+        """A row for each length in tokens: all of them, or an error and none."""
+        ...
+
+    def update(self, row: int, num_tokens: int) -> None:
+        """Make a row `num_tokens` longer, with room for them; shorter if that is negative."""
+        ...
+
+    def release(self, row: int) -> None:
+        """Empty a row and give it back."""
+        ...
+
+    def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """The pages of some rows, a copy: [len(rows), max_pages], -1 beyond the last of each."""
+        ...
+
+    def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """Tokens of some rows, as `allocate` and `update` were told: [len(rows)]."""
+        ...
+
+    def reset(self) -> None:
+        """Release every row."""
+        ...
+
+
+class PageSource(Protocol):
+    """Where a table gets its pages; a `PrefixCache` is one."""
+
+    def reserve(self, num_pages: int) -> Sequence[int]:
+        """So many pages, or an error and none."""
+        ...
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Pages that were reserved become free."""
+        ...
+
+
 class PagedBlockTable:
-    """Request → pages. Entries of `array` beyond a row's pages are -1.
+    """A `BlockTable` whose rows have any pages. Entries of `array` beyond a row's pages are -1.
+
+    With a `source` the table owns the pages of its rows: it reserves them as rows get longer and
+    gives them back, also those that were appended. Without one, somebody else owns them, as the
+    planner does, which keeps lengths of its own: pages come by `append`, and `update` is refused
+    beyond them.
 
     Args:
         num_rows: requests that can hold a row at once.
@@ -62,13 +146,16 @@ class PagedBlockTable:
         page_size: tokens per page.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, page_size: int) -> None:
-        if max_pages < 1 or page_size < 1:
-            raise ConfigError(f"max_pages={max_pages} and page_size={page_size} must be at least 1")
+    def __init__(
+        self, num_rows: int, max_pages: int, page_size: int, *, source: PageSource | None = None
+    ) -> None:
+        _check_sizes(max_pages, page_size)
         self.page_size = page_size
         self.array: NDArray[np.int32] = np.full((num_rows, max_pages), -1, dtype=np.int32)
         self._num_pages = [0] * num_rows
+        self._lengths = [0] * num_rows
         self._rows = SlotAllocator(num_rows)
+        self._source = source
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], page_size: int) -> PagedBlockTable:
@@ -88,15 +175,59 @@ class PagedBlockTable:
         """Rows that nobody holds."""
         return self._rows.num_free
 
-    def allocate(self) -> int:
-        """An empty row; CacheError when there is none."""
-        return self._rows.allocate()
+    def allocate(self, num_tokens: int = 0) -> int:
+        """See `BlockTable.allocate`."""
+        return self.allocate_all((num_tokens,))[0] if num_tokens else self._rows.allocate()
+
+    def allocate_all(self, lengths: Sequence[int]) -> list[int]:
+        """See `BlockTable.allocate_all`."""
+        self._rows.require_free(len(lengths))
+        for length in lengths:
+            _check_length(length, self.max_tokens)
+        counts = [-(-length // self.page_size) for length in lengths]
+        pages = self._reserve(sum(counts))
+        rows, start = [], 0
+        for length, count in zip(lengths, counts, strict=True):
+            row = self._rows.allocate()
+            self.append(row, pages[start : start + count])
+            self._lengths[row] = length
+            rows.append(row)
+            start += count
+        return rows
+
+    def update(self, row: int, num_tokens: int) -> None:
+        """See `BlockTable.update`; pages that a shorter row does not need go back to the source."""
+        self._rows.require(row)
+        length = self._lengths[row] + num_tokens
+        _check_length(length, self.max_tokens)
+        missing = -(-length // self.page_size) - self._num_pages[row]
+        if missing > 0:
+            self.append(row, self._reserve(missing))
+        elif num_tokens < 0 and self._source is not None:
+            self.truncate(row, self._num_pages[row] + missing)
+        self._lengths[row] = length
 
     def release(self, row: int) -> None:
-        """Empty a row and give it back."""
+        """Empty a row and give it back, and its pages to the source if there is one."""
+        if self._source is not None:
+            self._rows.require(row)
+            self.truncate(row, 0)
         self._rows.release(row)
         self.array[row, : self._num_pages[row]] = -1
-        self._num_pages[row] = 0
+        self._num_pages[row] = self._lengths[row] = 0
+
+    def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """See `BlockTable.view`."""
+        return self.array[_index(self._rows, rows)]
+
+    def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """See `BlockTable.lengths`."""
+        return np.array(self._lengths, np.int32)[_index(self._rows, rows)]
+
+    def reset(self) -> None:
+        """See `BlockTable.reset`."""
+        for row in self._rows.rows:
+            self.release(row)
 
     def append(self, row: int, pages: Sequence[int]) -> None:
         """Add pages at the end of a row.
@@ -121,8 +252,11 @@ class PagedBlockTable:
     def truncate(self, row: int, num_pages: int) -> None:
         """Drop the pages of a row beyond the first `num_pages`."""
         assert 0 <= num_pages <= self._num_pages[row]
+        if self._source is not None and num_pages < self._num_pages[row]:
+            self._source.give_back(self.pages(row)[num_pages:])
         self.array[row, num_pages : self._num_pages[row]] = -1
         self._num_pages[row] = num_pages
+        self._lengths[row] = min(self._lengths[row], num_pages * self.page_size)
 
     def num_pages(self, row: int) -> int:
         """Pages in a row."""
@@ -132,3 +266,112 @@ class PagedBlockTable:
         """The pages of a row, in order."""
         found: list[int] = self.array[row, : self._num_pages[row]].tolist()
         return found
+
+    def _reserve(self, num_pages: int) -> Sequence[int]:
+        if not num_pages:
+            return ()
+        if self._source is None:
+            raise CacheError(
+                f"{num_pages} more pages are needed, and this table has no source of pages; "
+                "append them first, or build it with source="
+            )
+        return self._source.reserve(num_pages)
+
+
+class ContiguousBlockTable:
+    """A `BlockTable` whose row r always has pages r * max_pages and on: slots in one run.
+
+    For what reserves the longest request in advance and shares nothing: a static cache, without a
+    tree, that attention reads like any other.
+
+    Args:
+        num_rows: requests that can hold a row at once.
+        max_pages: pages of every row.
+        page_size: tokens per page.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int, page_size: int) -> None:
+        _check_sizes(max_pages, page_size)
+        self.page_size = page_size
+        self._rows = SlotAllocator(num_rows)
+        self.array: NDArray[np.int32] = np.arange(num_rows * max_pages, dtype=np.int32).reshape(
+            num_rows, max_pages
+        )
+        self.array.flags.writeable = False
+        self._lengths = np.zeros(num_rows, np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the pool must have."""
+        return self.array.size
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that fit in a row."""
+        return int(self.array.shape[1]) * self.page_size
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that nobody holds."""
+        return self._rows.num_free
+
+    def allocate(self, num_tokens: int = 0) -> int:
+        """See `BlockTable.allocate`."""
+        return self.allocate_all((num_tokens,))[0]
+
+    def allocate_all(self, lengths: Sequence[int]) -> list[int]:
+        """See `BlockTable.allocate_all`."""
+        self._rows.require_free(len(lengths))
+        for length in lengths:
+            _check_length(length, self.max_tokens)
+        rows = [self._rows.allocate() for _ in lengths]
+        self._lengths[rows] = lengths
+        return rows
+
+    def update(self, row: int, num_tokens: int) -> None:
+        """See `BlockTable.update`."""
+        self._rows.require(row)
+        length = int(self._lengths[row]) + num_tokens
+        _check_length(length, self.max_tokens)
+        self._lengths[row] = length
+
+    def release(self, row: int) -> None:
+        """See `BlockTable.release`."""
+        self._rows.release(row)
+        self._lengths[row] = 0
+
+    def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """See `BlockTable.view`."""
+        index = _index(self._rows, rows)
+        found = self.array[index]
+        used = -(-self._lengths[index] // self.page_size)
+        found[np.arange(found.shape[1]) >= used[:, None]] = -1
+        return found
+
+    def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """See `BlockTable.lengths`."""
+        return self._lengths[_index(self._rows, rows)]
+
+    def reset(self) -> None:
+        """See `BlockTable.reset`."""
+        for row in self._rows.rows:
+            self.release(row)
+
+
+def _check_sizes(max_pages: int, page_size: int) -> None:
+    if max_pages < 1 or page_size < 1:
+        raise ConfigError(f"max_pages={max_pages} and page_size={page_size} must be at least 1")
+
+
+def _check_length(length: int, limit: int) -> None:
+    if not 0 <= length <= limit:
+        raise CacheError(
+            f"a row would have {length} tokens, it holds 0 to {limit}; build the table with more "
+            "pages per row for longer ones"
+        )
+
+
+def _index(rows: SlotAllocator, asked: Sequence[int]) -> NDArray[np.int64]:
+    for row in asked:
+        rows.require(row)
+    return np.fromiter(asked, np.int64, len(asked))
