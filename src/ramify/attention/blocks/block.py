@@ -98,11 +98,7 @@ class RadixAttentionBlock(nn.Module):
         past = self._past(past_key_value, batch)
         if position_ids is None:
             position_ids = torch.arange(past, past + tokens, device=hidden_states.device)[None]
-        q, k, v = (
-            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = apply_rotary_pos_emb(q, k, self.cos, self.sin, position_ids)
+        q, k, v = self.project(hidden_states, position_ids)
         if past_key_value is not None:
             k = torch.cat((past_key_value[0], k), 2)
             v = torch.cat((past_key_value[1], v), 2)
@@ -117,6 +113,28 @@ class RadixAttentionBlock(nn.Module):
         mixed = torch.matmul(weights, v.repeat_interleave(group, 1))
         output = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output, weights if output_attentions else None, (k, v) if use_cache else None
+
+    def project(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the first two turned by their positions.
+
+        For whoever keeps K/V in pages: write k and v to their slots, attend with a backend, and
+        pass its rows to `o_proj`.
+
+        Args:
+            hidden_states, position_ids: as in `forward`.
+
+        Returns:
+            q [batch, num_heads, tokens, head_dim], k and v [batch, num_kv_heads, tokens, head_dim].
+
+        Raises:
+            ConfigError: as `forward`.
+        """
+        self._sizes(hidden_states)
+        q, k, v = (
+            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return *apply_rotary_pos_emb(q, k, self.cos, self.sin, position_ids), v
 
     def _sizes(self, hidden_states: Tensor) -> tuple[int, int]:
         width = self.q_proj.in_features
