@@ -9,7 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
+    from ramify.attention.blocks.block import RadixAttentionBlock
+    from ramify.attention.blocks.paged import RadixAttentionWithPagedKVCache
+    from ramify.attention.planner import RadixAttentionPlanner
+    from ramify.attention.sequence import RadixSequence
     from ramify.cache import CacheKey, PrefixCache
     from ramify.engine.llm import LLM
     from ramify.errors import RamifyError
@@ -22,8 +25,10 @@ _HOMES = {
     "CacheKey": "ramify.cache",
     "FinishReason": "ramify.params",
     "PrefixCache": "ramify.cache",
+    "RadixAttentionBlock": "ramify.attention.blocks.block",
     "RadixAttentionPlanner": "ramify.attention.planner",
-    "RadixSequence": "ramify.attention.planner",
+    "RadixAttentionWithPagedKVCache": "ramify.attention.blocks.paged",
+    "RadixSequence": "ramify.attention.sequence",
     "RamifyError": "ramify.errors",
     "RequestOutput": "ramify.params",
     "SamplingParams": "ramify.params",
@@ -34,7 +39,9 @@ __all__ = [
     "CacheKey",
     "FinishReason",
     "PrefixCache",
+    "RadixAttentionBlock",
     "RadixAttentionPlanner",
+    "RadixAttentionWithPagedKVCache",
     "RadixSequence",
     "RamifyError",
     "RequestOutput",

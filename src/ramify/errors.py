@@ -142,8 +142,10 @@ class ChatTemplateError(RequestError):
     """The checkpoint has no chat template, or it cannot render these messages."""
 
 
-class UnknownRequestError(RequestError):
+class UnknownRequestError(RequestError, KeyError):
     """No live request has this id."""
+
+    __str__ = Exception.__str__  # a KeyError's would put the message in quotes
 
     def __init__(self, request_id: object) -> None:
         self.request_id = request_id

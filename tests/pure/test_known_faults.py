@@ -19,7 +19,11 @@ from tests.pure.planner_bench import Bench, sequence
 from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
 
 TESTS = Path(__file__).resolve().parents[1]
-FAULTS = [*(f"PB{n}" for n in range(1, 33)), *(f"AB{n}" for n in range(1, 29))]
+FAULTS = [
+    *(f"PB{n}" for n in range(1, 33)),
+    *(f"AB{n}" for n in range(1, 29)),
+    *(f"EB{n}" for n in (*range(1, 10), 12, 21)),  # of K/V, attention and the tree
+]
 
 TIERS = "a cached page has one place: there are no other tiers yet, and no copies in flight"
 WINDOWS = "there is no sliding window yet; K/V is kept for all positions of a sequence"
@@ -54,12 +58,12 @@ EXEMPT = {
 
 
 def test_every_fault_has_a_test_or_a_reason_why_it_cannot_exist() -> None:
-    """PB1 to PB32 and AB1 to AB28: a test has it in its name, or `EXEMPT` says why there is none."""
+    """Each of `FAULTS`: a test has it in its name, or `EXEMPT` says why there is none."""
     tested = set[str]()
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                tested.update(re.findall(r"(?<=_)(?:pb|ab)\d+(?=_|$)", node.name))
+                tested.update(re.findall(r"(?<=_)(?:pb|ab|eb)\d+(?=_|$)", node.name))
 
     tested = {tag.upper() for tag in tested}
 

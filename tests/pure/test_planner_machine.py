@@ -42,8 +42,13 @@ class CountingPlanner(RadixAttentionPlanner):
 
     demand = 0
 
-    def _demand(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> int:
-        self.demand = super()._demand(sequences, limits)
+    def _demand(
+        self,
+        sequences: Sequence[RadixSequence],
+        limits: Sequence[int],
+        keys: Sequence[CacheKey | None],
+    ) -> int:
+        self.demand = super()._demand(sequences, limits, keys)
         return self.demand
 
 

@@ -6,29 +6,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.attention.backend import AttentionBackend, AttentionSpec, select_backend
+    from ramify.attention.backend import AttentionBackend as AttentionBackend
+    from ramify.attention.backend import AttentionSpec as AttentionSpec
+    from ramify.attention.backend import select_backend as select_backend
     from ramify.attention.batch import AttentionBatch, Extend
-    from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
+    from ramify.attention.blocks.block import RadixAttentionBlock as RadixAttentionBlock
+    from ramify.attention.blocks.paged import (
+        RadixAttentionWithPagedKVCache as RadixAttentionWithPagedKVCache,
+    )
+    from ramify.attention.blocks.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from ramify.attention.blocks.rotary import rotate_half as rotate_half
+    from ramify.attention.planner import RadixAttentionPlanner
+    from ramify.attention.sequence import RadixSequence
 
 _HOMES = {
     "AttentionBackend": "backend",
     "AttentionBatch": "batch",
     "AttentionSpec": "backend",
     "Extend": "batch",
+    "RadixAttentionBlock": "blocks.block",
     "RadixAttentionPlanner": "planner",
-    "RadixSequence": "planner",
+    "RadixAttentionWithPagedKVCache": "blocks.paged",
+    "RadixSequence": "sequence",
+    "apply_rotary_pos_emb": "blocks.rotary",
+    "rotate_half": "blocks.rotary",
     "select_backend": "backend",
 }
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionBatch",
-    "AttentionSpec",
-    "Extend",
-    "RadixAttentionPlanner",
-    "RadixSequence",
-    "select_backend",
-]
+# Those that need no torch: a star import takes no more. The others are found by name.
+__all__ = ["AttentionBatch", "Extend", "RadixAttentionPlanner", "RadixSequence"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,53 +8,18 @@ to the pages that an earlier one is about to compute.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import count
 
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
+from ramify.attention.sequence import RadixSequence
+from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages, pack
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.values import Lease
 from ramify.errors import CacheError, ConfigError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 
-
-@dataclass(slots=True, eq=False)
-class RadixSequence:
-    """One request as the planner sees it.
-
-    The caller owns `tokens` and may append to it between steps; `namespace` and `reuse` are
-    fixed. `reuse=False` reads nothing from the cache but publishes what it computes. The rest
-    is the planner's to write and everyone's to read.
-    """
-
-    tokens: array[int]
-    namespace: bytes = b""
-    reuse: bool = True
-    num_computed: int = 0  # committed length: K/V is there for so many tokens
-    num_planned: int = 0  # of them new in the plan that is not committed yet
-    num_read: int = 0  # tokens found computed when first planned
-    num_shared: int = 0  # tokens attached to while another sequence computed them
-    row: int | None = None
-    lease: Lease | None = None
-    private: list[int] = field(default_factory=list)  # pages after the lease's
-    released: bool = False
-    order: int = 0  # when it was planned; a leader comes before its followers
-
-    def __post_init__(self) -> None:
-        given: object = self.tokens
-        if isinstance(given, Iterable) and not isinstance(given, array):
-            self.tokens = array("i", given)
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens whose K/V is still to be computed (before the first plan: all of them)."""
-        return len(self.tokens) - self.num_computed
-
-    def key(self, num_tokens: int) -> CacheKey:
-        """The cache key of the first `num_tokens` tokens."""
-        return CacheKey(self.tokens[:num_tokens], self.namespace)
+__all__ = ["RadixAttentionPlanner", "RadixSequence"]
 
 
 class RadixAttentionPlanner:
@@ -101,44 +66,52 @@ class RadixAttentionPlanner:
         Raises:
             CacheError: a sequence was released, is in a plan already, is named twice, has
                 nothing to compute, or does not fit in a row of the block table.
+            InvalidKeyError: a token is negative, or media segments overlap or leave the prompt.
             OutOfPagesError: the batch does not fit; nothing was evicted or changed.
 
-        An interrupt half-way puts the sequences of the batch back as `abandon` does.
+        Whatever else is raised half-way, an interrupt too, all sequences are as before.
         """
         limits = [one.num_uncomputed for one in sequences] if num_new is None else list(num_new)
         self._validate(sequences, limits)
+        keys = [self._key(one, limit) for one, limit in zip(sequences, limits, strict=True)]
         fresh = [one for one in sequences if one.lease is None]
+        begun: list[tuple[RadixSequence, int, int]] = []
+        spare: list[Lease] = []  # first ones of fresh sequences that have a second one
         try:
-            for one in fresh:
-                self._attach(one)
-            asked = self._demand(sequences, limits)
+            for one, key in zip(sequences, keys, strict=True):
+                if one.lease is None:
+                    self._attach(one, key)
+            asked = self._demand(sequences, limits, keys)
             if asked > self.cache.num_available:
                 stats = self.cache.stats()
                 raise OutOfPagesError(
                     asked, stats.free_pages, stats.evictable_pages, stats.num_pages
                 )
-        except BaseException:
-            for one in fresh:
-                if one.lease is not None:
-                    self._detach(one)
-            raise
-        begun: list[RadixSequence] = []
-        try:
-            for one, limit in zip(sequences, limits, strict=True):
-                begun.append(one)
-                self._begin(one, limit)
+            for one, limit, key in zip(sequences, limits, keys, strict=True):
+                assert one.lease is not None
+                begun.append((one, one.lease.num_tokens, len(one.private)))
+                self._begin(one, limit, key, spare)
             extends = [
                 Extend(one.order, self._row(one), one.num_computed, one.num_planned)
                 for one in sequences
             ]
             leases = [one.lease for one in sequences if one.lease is not None]
-            return AttentionBatch.build(extends, self.table, self.cache.sharing(leases))
+            batch = AttentionBatch.build(extends, self.table, self.cache.sharing(leases))
+            while spare:
+                self.cache.cancel(spare[-1])
+                spare.pop()
         except BaseException:
-            self.abandon(begun)
+            for one, num_tokens, num_private in reversed(begun):  # followers before leaders
+                self._undo(one, num_tokens, num_private)
+                if one in fresh:
+                    self._detach(one)
             for one in fresh:
                 if one.lease is not None:
                     self._detach(one)
+            for lease in spare:
+                self.cache.cancel(lease)
             raise
+        return batch
 
     def _validate(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> None:
         if len(set(map(id, sequences))) != len(sequences):
@@ -171,18 +144,37 @@ class RadixAttentionPlanner:
                 "table; release some, or build it with more rows"
             )
 
-    def _demand(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> int:
+    def _key(self, one: RadixSequence, limit: int) -> CacheKey | None:
+        """What a sequence attaches by, announces and is compared by; None if it does none of that.
+
+        Made before anything else happens, for its errors.
+        """
+        if not self.share:
+            return None
+        if one.lease is not None and limit == 1:
+            done = one.num_computed
+            if all(each.start + each.length <= done for each in one.media):
+                pack(one.tokens[done : done + 1])
+                return None
+        return one.key(len(one.tokens))
+
+    def _demand(
+        self,
+        sequences: Sequence[RadixSequence],
+        limits: Sequence[int],
+        keys: Sequence[CacheKey | None],
+    ) -> int:
         """Pages that `_begin` will reserve in all, sharing inside the batch included."""
         page_size, page_bytes = self.page_size, self.page_size * ATOM_BYTES
         leaders: dict[tuple[bytes, bytes], list[bytes]] = {}
         total = 0
-        for one, limit in zip(sequences, limits, strict=True):
+        for one, limit, key in zip(sequences, limits, keys, strict=True):
             assert one.lease is not None
             begin, first = one.num_computed, len(one.lease.pages)
             held = first + len(one.private)
             follows = one.row is None and self.share and one.reuse
-            if follows or (self.share and limit > 1):
-                atoms = one.tokens.tobytes()
+            if key is not None:
+                atoms = key.atoms
                 start = first * page_bytes
                 group = leaders.setdefault((one.namespace, atoms[: start + page_bytes]), [])
                 if follows and group:
@@ -198,26 +190,32 @@ class RadixAttentionPlanner:
             total += max(0, -(-end // page_size) - held)
         return total
 
-    def _attach(self, one: RadixSequence) -> None:
-        key = CacheKey(one.tokens if self.share and one.reuse else b"", one.namespace)
-        one.lease = self.cache.attach(key)
+    def _attach(self, one: RadixSequence, key: CacheKey | None) -> None:
+        known = key if key is not None and one.reuse else CacheKey(b"", one.namespace)
+        one.lease = self.cache.attach(known)
         one.num_computed = one.lease.num_tokens
 
     def _detach(self, one: RadixSequence) -> None:
         assert one.lease is not None
         self.cache.cancel(one.lease)
-        one.lease, one.num_computed = None, 0
+        self._holders.pop(one.lease.id, None)
+        if one.row is not None:
+            self.table.release(one.row)
+        one.lease, one.row = None, None
+        one.num_computed = one.num_read = one.num_shared = 0
 
-    def _begin(self, one: RadixSequence, limit: int) -> None:
+    def _begin(
+        self, one: RadixSequence, limit: int, key: CacheKey | None, spare: list[Lease]
+    ) -> None:
         """Pages, row and announcement of one sequence; capacity is known to suffice."""
         one.order = next(self._order)
         if one.row is None:
             first = one.lease
-            self._attach(one)  # again: earlier sequences of this batch have announced pages
+            self._attach(one, key)  # again: earlier sequences of this batch have announced pages
             assert first is not None
             assert one.lease is not None
+            spare.append(first)
             self._holders[one.lease.id] = one
-            self.cache.cancel(first)
             one.num_shared = one.lease.num_pending * self.page_size
             one.num_read = one.num_computed - one.num_shared
             one.row = self.table.allocate()
@@ -229,20 +227,30 @@ class RadixAttentionPlanner:
         pages = self.cache.reserve(max(0, -(-end // self.page_size) - held))
         one.private.extend(pages)
         self.table.append(one.row, pages)
-        if self.share and one.num_planned > 1:
-            self._move(one, self.cache.announce(one.lease, one.key(end), one.private))
+        if key is not None and one.num_planned > 1:
+            self._move(one, self.cache.announce(one.lease, key.prefix(end), one.private))
+
+    def _undo(self, one: RadixSequence, num_tokens: int, num_private: int) -> None:
+        """Put a sequence back whose `_begin` was carried out or broke off."""
+        assert one.lease is not None
+        self._retract(one, num_tokens)
+        self.cache.give_back(one.private[num_private:])
+        del one.private[num_private:]
+        one.num_planned = 0
+        if one.row is not None:
+            held = len(one.lease.pages) + num_private
+            self.table.truncate(one.row, min(held, self.table.num_pages(one.row)))
 
     def _move(self, one: RadixSequence, lease: Lease) -> None:
         """Adopt a newer lease: the pages that it took are the tree's from now on."""
-        old = one.lease
+        old, one.lease = one.lease, lease
         assert old is not None
         if lease is old:
             return
         start = len(old.pages)
-        self.table.rewrite(self._row(one), start, lease.pages[start:])
-        del one.private[: len(lease.pages) - start]
-        one.lease = lease
         self._holders[lease.id] = self._holders.pop(old.id)
+        del one.private[: len(lease.pages) - start]
+        self.table.rewrite(self._row(one), start, lease.pages[start:])
 
     @staticmethod
     def _row(one: RadixSequence) -> int:
@@ -279,7 +287,7 @@ class RadixAttentionPlanner:
         for one, num_kept in zip(sequences, counts, strict=True):
             one.num_computed += num_kept
             one.num_planned = 0
-            self._retract(one)
+            self._retract(one, one.num_computed)
         both = {id(one): one for one in (*self._deferred, *sequences)}
         waiting = sorted(both.values(), key=lambda one: one.order)
         before = len(waiting) + 1
@@ -287,12 +295,12 @@ class RadixAttentionPlanner:
             before = len(waiting)
             waiting = self._deferred = [one for one in waiting if not self._publish(one)]
 
-    def _retract(self, one: RadixSequence) -> None:
+    def _retract(self, one: RadixSequence, num_tokens: int) -> None:
         """Take back what was announced and not kept: drafts that were rejected."""
         old = one.lease
         assert old is not None
-        if one.num_computed < old.num_tokens:
-            lease, pages = self.cache.retract(old, one.num_computed)
+        if num_tokens < old.num_tokens:
+            lease, pages = self.cache.retract(old, num_tokens)
             one.lease, one.private = lease, [*pages, *one.private]
             self._holders[lease.id] = self._holders.pop(old.id)
 
@@ -332,13 +340,16 @@ class RadixAttentionPlanner:
         longer = []
         for i, one in enumerate(sequences):
             unlike = array("i", [2**31 - 1 - i]) * num_tokens  # no two share them, nor does a text
-            longer.append(RadixSequence(one.tokens + unlike, one.namespace, one.reuse))
+            longer.append(
+                RadixSequence(one.tokens + unlike, one.namespace, one.reuse, media=one.media)
+            )
         limits = [len(one.tokens) for one in longer]
         try:
             self._validate(longer, limits)
-            for one in longer:
-                self._attach(one)
-            return self.cache.can_reserve(self._demand(longer, limits))
+            keys = [self._key(one, limit) for one, limit in zip(longer, limits, strict=True)]
+            for one, key in zip(longer, keys, strict=True):
+                self._attach(one, key)
+            return self.cache.can_reserve(self._demand(longer, limits, keys))
         except CacheError:
             return False
         finally:
@@ -368,8 +379,8 @@ class RadixAttentionPlanner:
             raise CacheError("no free row in the block table; release a sequence first")
         num_copied = max(0, -(-one.num_computed // self.page_size) - len(one.lease.pages))
         pages = self.cache.reserve(num_copied)
-        twin = RadixSequence(one.tokens[:], one.namespace, one.reuse, one.num_computed)
-        twin.num_read = twin.num_computed
+        twin = RadixSequence(one.tokens[:], one.namespace, one.reuse, media=one.media)
+        twin.num_computed = twin.num_read = one.num_computed
         twin.lease, twin.private = self.cache.fork(one.lease), list(pages)
         twin.order, twin.row = next(self._order), self.table.allocate()
         self.table.append(twin.row, [*twin.lease.pages, *pages])

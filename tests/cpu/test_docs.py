@@ -1,0 +1,43 @@
+"""The page about building blocks says what is so: its code runs, and prints what it shows."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from ramify.attention import RadixAttentionWithPagedKVCache
+from tests.pure.test_docs import blocks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "building-blocks.md").read_text(encoding="utf-8")
+
+
+def test_every_block_of_code_runs() -> None:
+    """One after the other, in one namespace, with the assertions in them; nothing is left held."""
+    names: dict[str, Any] = {}
+    printed = io.StringIO()
+
+    with contextlib.redirect_stdout(printed):
+        for number, code in enumerate(blocks(PAGE, "python")):
+            exec(compile(code, f"building-blocks, block {number}", "exec"), names)
+
+    assert printed.getvalue() == blocks(PAGE, "text")[0]
+    names["cache"].check()
+    assert names["cache"].stats().num_leases == names["cache"].stats().private_pages == 0
+
+
+def test_the_table_has_every_call_of_the_paged_cache() -> None:
+    """All that is public, and nothing that is gone."""
+    rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+
+    assert told == {name for name in vars(RadixAttentionWithPagedKVCache) if name[0] != "_"}
+
+
+def test_links_lead_somewhere() -> None:
+    """To files that are there."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", PAGE)
+
+    assert len(targets) > 3
+    assert [target for target in targets if not (DOCS / target).exists()] == []

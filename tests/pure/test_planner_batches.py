@@ -1,0 +1,102 @@
+"""What may stand side by side in one batch: everything."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from tests.pure.planner_bench import Bench, pages_of, sequence
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
+def test_first_chunks_later_chunks_decode_and_drafts_are_one_batch(
+    page_size: int, num_drafts: int
+) -> None:
+    """Every row has its own number of cached and new tokens; nothing cached stands beside a lot."""
+    bench = Bench(num_pages=300, page_size=page_size)
+    bench.warm(range(100, 140))
+    later, decode, draft = sequence(range(50)), sequence(range(60, 90)), sequence(range(200, 221))
+    bench.run(later, decode, draft, num_new=[17, 30, 21])
+    cold, warm = sequence(range(300, 333)), sequence([*range(100, 140), *range(400, 420)])
+    decode.tokens.append(7)
+    draft.tokens.extend(range(500, 500 + num_drafts))
+    batch = [cold, later, decode, warm, draft]
+    limits = [10, 20, 1, 13, num_drafts]
+    read = 40 // page_size * page_size
+
+    arrays = bench.plan(*batch, num_new=limits)
+
+    assert arrays.num_cached.tolist() == [0, 17, 30, read, 21]
+    assert np.diff(arrays.cu_seqlens_q).tolist() == limits
+    assert arrays.seq_lens_kv.tolist() == [10, 37, 31, read + 13, 21 + num_drafts]
+    assert arrays.positions.tolist() == [
+        at
+        for cached, new in zip(arrays.num_cached.tolist(), limits, strict=True)
+        for at in range(cached, cached + new)
+    ]
+    assert arrays.has_cached
+    assert (arrays.max_q_len, arrays.total_kv) == (max(limits), int(arrays.seq_lens_kv.sum()))
+    for one, pages in zip(batch, arrays.block_table, strict=True):
+        held = pages_of(bench, one)
+        assert pages[: len(held)].tolist() == held
+        assert (pages[len(held) :] == -1).all()
+    assert len(set(arrays.slot_mapping.tolist())) == sum(limits)
+    bench.execute(arrays, *batch)
+    kept = [10, 20, 1, 13, num_drafts - 1]  # a draft is refused
+    bench.planner.commit(batch, kept)
+    del draft.tokens[20 + num_drafts :]
+    draft.tokens.append(8)
+    bench.run(*[one for one in batch if one.num_uncomputed])
+    bench.planner.release(batch)
+    bench.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
+def test_what_extends_a_cached_prefix_is_published(page_size: int) -> None:
+    """A prompt that was read in part leaves its own tokens in the cache, step by step."""
+    bench = Bench(num_pages=100, page_size=page_size)
+    bench.warm(range(40))
+    one = sequence(range(60))
+
+    bench.run(one, num_new=[5])
+    bench.run(one)
+    one.tokens.extend(range(60, 80))
+    bench.run(one)
+    bench.planner.release([one])
+
+    whole = 80 // page_size * page_size
+    assert one.released
+    assert bench.cache.match(sequence(range(81)).key(81)).num_tokens == whole
+    assert bench.cache.stats().cached_pages == whole // page_size
+    reader = sequence(range(90))
+    bench.run(reader)
+    assert reader.num_read == whole
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("together", [True, False])
+def test_nested_and_identical_prompts_commit_in_every_order(page_size: int, together: bool) -> None:
+    """Twice A, A+B, twice A+B+C: all 120 orders leave every page once, and nobody a wrong page."""
+    for order in permutations(range(5)):
+        bench = Bench(num_pages=60, page_size=page_size)
+        lengths = (5, 5, 9, 13, 13)
+        batch = [sequence(range(length)) for length in lengths]
+        bench.execute(bench.plan(*batch), *batch)
+
+        if together:
+            bench.planner.commit([batch[at] for at in order])
+        else:
+            for at in order:
+                bench.planner.commit([batch[at]])
+
+        bench.cache.check()
+        assert bench.cache.stats().cached_pages == 13 // page_size
+        canonical = pages_of(bench, batch[3])
+        for one, length in zip(batch, lengths, strict=True):
+            whole = length // page_size
+            assert pages_of(bench, one)[:whole] == canonical[:whole]
+            one.tokens.append(90)
+        bench.run(*batch)
+        bench.planner.release(batch)
+        bench.assert_nothing_leaked()
