@@ -1,0 +1,258 @@
+"""One layer of attention on CPU: what sharing a read gains, beside torch's own kernels.
+
+    python benchmarks/attention.py                       the table, about three minutes
+    python benchmarks/attention.py --quick               one run each
+    python benchmarks/attention.py --json out.json --dtypes bfloat16
+
+The layer is that of a 0.35 B Llama: 16 heads, 8 K/V heads, 64 elements, pages of 16 tokens in random
+order. Ramify's backends attend over the pages; the peers gather them into kept buffers first:
+`folded sdpa` is scaled_dot_product_attention with the heads of a group as rows, `folded matmul` two
+batched products and a softmax, `causal sdpa` a whole prompt without a cache. All take turns within
+each round. `exact` says whether a row's bits are the same however it is batched.
+
+The limit is the larger of bytes read once over the bandwidth of a sum, and multiplications over the
+speed of a large product, both measured here in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ramify.attention.backend import AttentionSpec, backend_class
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.kv.block_table import PagedBlockTable
+
+HEADS, KV_HEADS, DIM, PAGE_SIZE = 16, 8, 64, 16
+GROUP = HEADS // KV_HEADS
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests of the same size, `shared` tokens of which lie in the same pages."""
+
+    name: str
+    num_seqs: int
+    kv_len: int
+    q_len: int
+    shared: int
+    reference: str  # the peer that the goal refers to
+    goal: float  # times as fast as it
+
+    @property
+    def multiply_adds(self) -> float:
+        seen = self.kv_len - (self.q_len - 1) / 2  # keys that a row sees, on average
+        return 2.0 * self.num_seqs * self.q_len * HEADS * DIM * seen
+
+    def num_bytes(self, dtype: torch.dtype) -> float:
+        tokens = self.shared + self.num_seqs * (self.kv_len - self.shared)
+        return 2.0 * tokens * KV_HEADS * DIM * dtype.itemsize
+
+
+WORKS = (
+    Work("decode, 32 requests share 4,096 tokens", 32, 4096 + 32, 1, 4096, "folded matmul", 3.0),
+    Work("decode, 1 request of 1,056 tokens", 1, 1056, 1, 0, "folded sdpa", 1.0),
+    Work("decode, 32 requests of 1,056 tokens", 32, 1056, 1, 0, "folded sdpa", 2.0),
+    Work("prefill, 2,048 tokens", 1, 2048, 2048, 0, "causal sdpa", 0.9),
+    Work("prefill, 8,192 tokens", 1, 8192, 8192, 0, "causal sdpa", 0.9),
+)
+
+
+class Case:
+    """Pages, tables and queries of one piece of work, and everybody's way of doing it."""
+
+    def __init__(self, work: Work, dtype: torch.dtype) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.work, self.dtype = work, dtype
+        common, per_seq = work.shared // PAGE_SIZE, -(-work.kv_len // PAGE_SIZE)
+        num_pages = common + work.num_seqs * (per_seq - common)
+        pages = torch.randperm(num_pages, generator=draw).tolist()
+        shared = pages[:common]
+        rows = []
+        for i in range(work.num_seqs):
+            first = common + i * (per_seq - common)
+            rows.append(shared + pages[first : first + per_seq - common])
+        shape = (num_pages, PAGE_SIZE, KV_HEADS, DIM)
+        self.planes = {name: torch.randn(shape, generator=draw).to(dtype) for name in ("k", "v")}
+        num_tokens = work.num_seqs * work.q_len
+        self.q = torch.randn(num_tokens, HEADS, DIM, generator=draw).to(dtype)
+        table = PagedBlockTable.of(rows, PAGE_SIZE)
+        extends = [Extend(i, i, work.kv_len - work.q_len, work.q_len) for i in range(work.num_seqs)]
+        alone = [(-1, 0)] * work.num_seqs
+        sharing = [(-1, 0), *[(0, work.shared)] * (work.num_seqs - 1)] if common else alone
+        self.batch = AttentionBatch.build(extends, table, sharing)
+        slots = np.concatenate([self.batch.kv_slots(i) for i in range(work.num_seqs)])
+        self._slots = torch.from_numpy(slots)
+        self._kept = [torch.empty(len(slots), KV_HEADS, DIM, dtype=dtype) for _ in "kv"]
+
+    def ramify(self, name: str, exact: bool) -> Run:
+        spec = AttentionSpec(
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            page_size=PAGE_SIZE,
+            dtype=self.dtype,
+            windows=(None,),
+            scale=DIM**-0.5,
+            exact=exact,
+        )
+        backend = backend_class(name)(spec, CPU)
+        plan = backend.plan(self.batch)  # once per step, not per layer
+        return lambda: backend.run(plan, 0, self.q, self.planes)
+
+    def _gathered(self) -> list[Tensor]:
+        shape = (self.work.num_seqs, self.work.kv_len, KV_HEADS, DIM)
+        return [
+            torch.index_select(self.planes[name].flatten(0, 1), 0, self._slots, out=kept)
+            .view(shape)
+            .transpose(1, 2)
+            for name, kept in zip("kv", self._kept, strict=True)
+        ]
+
+    def _folded(self) -> Tensor:
+        shape = (self.work.num_seqs, KV_HEADS, GROUP, DIM)
+        return self.q.view(shape)
+
+    def folded_sdpa(self) -> Tensor:
+        keys, values = self._gathered()
+        return scaled_dot_product_attention(self._folded(), keys, values)
+
+    def folded_matmul(self) -> Tensor:
+        keys, values = self._gathered()
+        scores = torch.matmul(self._folded() * DIM**-0.5, keys.transpose(2, 3))
+        return torch.matmul(scores.softmax(-1), values)
+
+    def causal_sdpa(self) -> Tensor:
+        keys, values = self._gathered()
+        q = self.q.view(self.work.num_seqs, self.work.q_len, HEADS, DIM).transpose(1, 2)
+        found = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    def ways(self) -> dict[str, tuple[Run, bool]]:
+        """Name → (what to run, exact)."""
+        found = {
+            "Ramify tree": (self.ramify("tree", True), True),
+            "Ramify blocked (torch alone)": (self.ramify("blocked", True), True),
+        }
+        if self.work.q_len == 1:
+            found["folded sdpa"] = (self.folded_sdpa, False)
+            found["folded matmul"] = (self.folded_matmul, False)
+        else:
+            found["causal sdpa"] = (self.causal_sdpa, False)
+        return found
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def machine_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes a second of a sum over 256 MB, multiply-adds a second of a large product in `dtype`."""
+    big = torch.ones(1 << 26)
+    square = torch.randn(2048, 2048).to(dtype)
+    read = min(seconds(big.sum) for _ in range(5))
+    product = min(seconds(lambda: square @ square) for _ in range(3))
+    return big.numel() * 4 / read, 2048.0**3 / product
+
+
+def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:
+    """Every way of doing it, in turns, between two looks at what the machine can do."""
+    case = Case(work, dtype)
+    ways = case.ways()
+    limits = [machine_limits(dtype)]
+    expected = None
+    for run, _ in ways.values():  # also warms up
+        found = run().float().reshape(-1, DIM)
+        assert expected is None or torch.allclose(found, expected, atol=3e-2)
+        expected = found
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, (run, _) in ways.items():
+            times[name].append(seconds(run))
+    limits.append(machine_limits(dtype))
+    bandwidth, peak = (max(some) for some in zip(*limits, strict=True))
+    return {
+        "work": work.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "times": times,
+        "exact": {name: exact for name, (_, exact) in ways.items()},
+        "reference": work.reference,
+        "goal": work.goal,
+        "limit_s": max(work.num_bytes(dtype) / bandwidth, work.multiply_adds / peak),
+        "bandwidth_gb_s": bandwidth / 1e9,
+        "peak_gflop_s": 2 * peak / 1e9,
+    }
+
+
+def table(found: list[dict[str, object]]) -> str:
+    """Markdown: medians, ratios per round with their spread, share of the limit."""
+    lines = [
+        "| work | dtype | way | exact | ms, median (min–max) | × Ramify tree | goal | limit / time |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for one in found:
+        times: dict[str, list[float]] = one["times"]  # type: ignore[assignment]
+        ours = times["Ramify tree"]
+        for name, own in times.items():
+            ratios = [a / b for a, b in zip(own, ours, strict=True)]
+            goal = f"≥ {one['goal']}" if name == one["reference"] else ""
+            exact = "yes" if one["exact"][name] else "no"  # type: ignore[index]
+            share = float(one["limit_s"]) / statistics.median(own)  # type: ignore[arg-type]
+            lines.append(
+                f"| {one['work']} | {one['dtype']} | {name} | {exact} | "
+                f"{_spread([1e3 * t for t in own])} | {_spread(ratios)} | {goal} | {share:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one round, no prefill of 8,192")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+         if line.startswith("model name")), platform.machine(),
+    )  # fmt: skip
+    setting = (
+        f"commit {commit}, {model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    print(setting + "\n", flush=True)
+    found = []
+    for work in WORKS[:-1] if args.quick else WORKS:
+        for dtype in args.dtypes.split(","):
+            found.append(measure(work, DTYPES[dtype], 1 if args.quick else args.rounds))
+            print(f"  {work.name}, {dtype}: done", flush=True)
+    print("\n" + table(found))
+    if args.json:
+        args.json.write_text(json.dumps({"setting": setting, "found": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
