@@ -180,7 +180,7 @@ def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
     assert told["attention backends"]["tree"].startswith("chosen: the first of tree")
     assert "exact" in told["attention backends"]["sdpa"]
     assert told["exactness"]["exact"] is True
-    assert any(name.startswith("attention products") for name in told["exactness"])
+    assert any(name.startswith("attention ") for name in told["exactness"])
     assert {"weights", "K/V per token", "K/V pool"} <= set(told["memory"])
 
 
