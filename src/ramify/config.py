@@ -53,6 +53,7 @@ class AttentionSection:
 
     attention_backend: str = "auto"  # the first of the table that supports the model
     exact: bool = True  # an answer that a cache hit can change is not worth having on CPU
+    verify_sample: float = 0.0  # share of the hits to compute again while idle: costs idle time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,14 @@ class EngineConfig:
         ):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")
+        share = self.attention.verify_sample
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f"verify_sample={share!r} but it must be a share of 0 to 1")
+        if share and not self.attention.exact:
+            raise ConfigError(
+                f"verify_sample={share} with exact=False: without exactness hits may differ in "
+                "rounding, and nothing could be told from it"
+            )
         if self.model.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
         if not isinstance(self.attention.attention_backend, str):

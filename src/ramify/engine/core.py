@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 import time
 from array import array
@@ -16,6 +17,7 @@ import numpy as np
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
 from ramify.engine.step import Draw, Executor, Score, StepPlan, StepResult
@@ -96,6 +98,8 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
         )
+        self.rechecks = Rechecks(config.asked.attention.verify_sample)
+        self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
         self.num_steps = 0
         self.num_computed_tokens = 0  # query rows of all steps so far
         self._text_decoder, self._clock = text_decoder, clock
@@ -134,11 +138,41 @@ class EngineCore:
             arrival_s=self._clock(),
             sequence=sequence,
         )
-        self._requests[request_id] = request
+        request.recheck = self._draw.random() < self.rechecks.share
         if self._text_decoder is not None:
             self._decoders[request_id] = self._text_decoder()
-        self.scheduler.add(request)
+        self._queue(request)
         return request_id
+
+    def _queue(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+
+    def recheck(self) -> bool:
+        """Queue a sampled hit to be computed again, cold; whether there was one. When idle.
+
+        Nobody hears of it but `rechecks`.
+        """
+        if not self.rechecks.pending or self.has_unfinished:
+            return False
+        hit = self.rechecks.pending.popleft()
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
+        request = Request(
+            id=next(self._ids),
+            prompt=None,
+            prompt_ids=ids,
+            params=params,
+            max_len=len(ids) + 1,
+            stop_ids=frozenset(),
+            seed=0,
+            namespace=hit.namespace,
+            arrival_s=self._clock(),
+            sequence=Request.new_sequence(ids[:], hit.namespace, params),
+        )
+        self.rechecks.running[request.id] = hit
+        self._queue(request)
+        return True
 
     def abort(self, request_id: int) -> RequestOutput:
         """End a live request now; what it computed stays warm.
@@ -216,7 +250,10 @@ class EngineCore:
             if request.id in result.scored:
                 request.prompt_logprobs.extend(result.scored[request.id])
             if sequence.num_uncomputed == 0:
-                outputs.append(self._advance(request, result))
+                hidden = request.id in self.rechecks.running
+                output = self._advance(request, result)
+                if not hidden:
+                    outputs.append(output)
         return outputs
 
     def _step_plan(self, scheduled: Scheduled) -> StepPlan:
@@ -238,7 +275,7 @@ class EngineCore:
                         params.temperature,
                         params.top_k,
                         params.top_p,
-                        params.logprobs,
+                        0 if params.logprobs is None and request.recheck else params.logprobs,
                     )
                 )
             if params.prompt_logprobs is not None:
@@ -306,6 +343,10 @@ class EngineCore:
                 reason = FinishReason.STOP  # the stop text was in what the decoder held back
         del self._requests[request.id]
         request.finish_reason, request.end_s = reason, self._clock()
+        if request.id in self.rechecks.running:
+            self.rechecks.settle(request.id, request.prompt_logprobs)
+        elif request.recheck:
+            self.rechecks.note(request)
         return request.output(cache_on=self.planner.share)
 
     # -- when a step fails -------------------------------------------------------------------
@@ -322,7 +363,10 @@ class EngineCore:
                     f"{MAX_FAILURES}; the last one failed with {type(error).__name__}: {error}"
                 )
                 request.error.__cause__ = error
-                outputs.append(StepOutput(request.id, (), self._end(request, FinishReason.ERROR)))
+                hidden = request.id in self.rechecks.running
+                output = StepOutput(request.id, (), self._end(request, FinishReason.ERROR))
+                if not hidden:
+                    outputs.append(output)
         return outputs
 
     def _put_back(self, scheduled: Scheduled) -> None:

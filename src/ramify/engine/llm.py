@@ -29,6 +29,7 @@ from ramify.config import (
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.executors import LocalExecutor
 from ramify.engine.memory import free_memory
+from ramify.engine.recheck import Rechecks
 from ramify.engine.runner import ModelRunner
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import (
@@ -167,6 +168,21 @@ class LLM:
     def exactness(self) -> list[Exactness]:
         """How each operation of the model and its attention is computed, and why."""
         return [*self.decoder.exactness(), *self.attention.backend.exactness()]
+
+    @property
+    def rechecks(self) -> Rechecks:
+        """What came of the hits that were computed again; see `verify_sample` and `recheck`."""
+        return self.core.rechecks
+
+    def recheck(self) -> Rechecks:
+        """Compute the sampled hits again that wait for it: for moments in which nothing else runs.
+
+        Does nothing while requests are live.
+        """
+        while self.core.recheck():
+            while self.core.has_unfinished:
+                self.core.step()
+        return self.core.rechecks
 
     # -- whole answers -----------------------------------------------------------------------
 

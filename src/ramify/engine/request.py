@@ -50,6 +50,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
+    recheck: bool = False  # keeps log probabilities, to be compared with those of a cold run
 
     @classmethod
     def new_sequence(

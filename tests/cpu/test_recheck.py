@@ -1,0 +1,96 @@
+"""Hits computed again while idle: sound ones agree to the bit, a spoilt page is found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ramify import LLM, SamplingParams
+from ramify.cache import CacheKey
+from ramify.errors import ConfigError
+from ramify.testing import write_tiny_checkpoint
+
+STEM = list(range(3, 60))
+PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("recheck"), "llama")
+
+
+def served(checkpoint: Path, **options: object) -> LLM:
+    return LLM(checkpoint, kv_cache_tokens=2048, page_size=4, verify_sample=1.0, **options)  # type: ignore[arg-type]
+
+
+def test_sound_hits_agree(checkpoint: Path) -> None:
+    """Every hit of the sample is computed again, and nobody but `rechecks` hears of it."""
+    llm = served(checkpoint)
+    llm.generate([[*STEM, 70]], PARAMS)
+    outputs = llm.generate([[*STEM, 71], [*STEM, 72, 73]], PARAMS)
+    assert all(one.cache.read_tokens for one in outputs)
+    assert all(one.completions[0].logprobs is None for one in outputs)
+
+    found = llm.recheck()
+
+    assert (found.num_checked, found.num_mismatches) == (2, 0)
+    assert not llm.has_unfinished()
+    assert llm.recheck().num_checked == 2  # nothing is left
+
+
+def test_sampled_answers_are_compared_too(checkpoint: Path) -> None:
+    """The log probability of a token does not depend on how it was chosen."""
+    llm = served(checkpoint)
+    params = SamplingParams(max_tokens=7, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    llm.generate([STEM], params)
+    [output] = llm.generate([STEM], params)
+    assert output.completions[0].logprobs
+
+    assert (llm.recheck().num_checked, llm.rechecks.num_mismatches) == (1, 0)
+
+
+def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """K/V that changed in the cache gives other numbers than a cold run."""
+    llm = served(checkpoint)
+    llm.generate([STEM], PARAMS)
+    executor: Any = llm.core.executor
+    plane = executor.runner.pool.planes(0)["k"]
+    lease = llm.cache.acquire(CacheKey(STEM, llm.core.namespace))
+    with torch.inference_mode():
+        plane[lease.pages[2]] += 0.5
+    llm.cache.release(lease)
+
+    llm.generate([[*STEM, 70]], PARAMS)
+    found = llm.recheck()
+
+    assert found.num_checked == found.num_mismatches == 1
+    assert found.mismatches[0].position == len(STEM) + 1
+    assert "a cache hit changed an answer" in caplog.text
+
+
+def test_requests_that_arrive_meanwhile_are_served(checkpoint: Path) -> None:
+    """A recheck is a request like any other: it does not stop the engine."""
+    llm = served(checkpoint, max_batch_tokens=8)
+    llm.generate([STEM], PARAMS)
+    llm.generate([STEM], PARAMS)
+    assert llm.core.recheck()
+    llm.core.step()
+
+    [output] = llm.generate([[5, 6, 7]], PARAMS)
+
+    assert len(output.token_ids) == 5
+    assert llm.rechecks.num_checked == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"verify_sample": 1.5}, "verify_sample=1.5"),
+        ({"verify_sample": True}, "verify_sample=True"),
+        ({"verify_sample": 0.1, "exact": False}, "exact=False"),
+    ],
+)
+def test_a_share_that_makes_no_sense_is_refused(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("ramify-tiny", **options)
