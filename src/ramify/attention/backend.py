@@ -20,6 +20,10 @@ BACKENDS: dict[str, str] = {
     "tree": "ramify.attention.tree:TreeBackend",
     "blocked": "ramify.attention.blocked:BlockedBackend",
     "sdpa": "ramify.attention.sdpa:SdpaBackend",
+    "triton": "ramify.attention.triton:TritonBackend",
+    "flashinfer": "ramify.attention.flashinfer:FlashInferBackend",
+    "varlen": "ramify.attention.varlen:VarlenBackend",
+    "flex": "ramify.attention.flex:FlexBackend",
 }
 
 
@@ -191,4 +195,6 @@ def select_backend(asked: str, spec: AttentionSpec, device: torch.device) -> Cho
 def _preference(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return ("tree", "sdpa", "blocked", "eager")
+    if device.type == "cuda":
+        return ("triton", "flashinfer", "varlen", "flex", "sdpa", "eager")
     return ("sdpa", "eager")

@@ -75,7 +75,7 @@ class SdpaBackend:
         out = torch.zeros_like(q)
         for span, mask in zip(plan.spans, plan.masks[spec.windows[layer]], strict=True):
             keys, values = (
-                planes[name].flatten(0, 1).index_select(0, span.slots).transpose(0, 1)[None]
+                planes[name].flatten(0, 1)[span.slots].to(q.dtype).transpose(0, 1)[None]
                 for name in ("k", "v")
             )
             rows = q[span.start : span.stop].unflatten(1, (spec.num_kv_heads, spec.group))
