@@ -1,6 +1,6 @@
 """Every backend against the reference over every feature; what is skipped says why.
 
-`python tests/cpu/test_parity_grid.py` prints the table.
+`python -m tests.cpu.test_parity_grid`, from the root, prints the table.
 """
 
 import os
