@@ -52,7 +52,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-core soak-core cover-core native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-core soak-core cover-core gpu-check native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -94,6 +94,16 @@ cover-core: $(DEV)  ## branch coverage of the cache core by its tests; below 100
 	@$(BIN)/python -m coverage report --show-missing --fail-under=100
 
 # Built in a copy: compiled modules beside the sources would be imported instead of them.
+gpu-check: $(DEV)  ## the GPU tier and its figures; without a GPU, its kernels in an interpreter
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/python -m pytest tests/gpu && \
+	  PYTHONPATH=src $(BIN)/python benchmarks/gpu_attention.py --json gpu-attention.json $(ARGS); \
+	else \
+	  echo "no CUDA device: the kernels run in Triton's interpreter instead"; \
+	  $(BIN)/python -m pytest tests/pure/test_tiles.py tests/cpu/test_triton.py tests/cpu/test_parity_grid.py \
+	    tests/cpu/test_triton_compiles.py; \
+	fi
+
 native: $(RUN)  ## a wheel in dist/ whose cache core is compiled with mypyc (minutes; C compiler)
 	@rm -rf build/native && mkdir -p build/native dist
 	@cp -r src pyproject.toml README.md LICENSE build/native/
