@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ from ramify.kv.block_table import PagedBlockTable
 
 CHUNK_KEYS = 512  # at fixed positions; 128 heads of 128 + 128 are 67 MB of float32
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
-TRIAL_ROWS, TRIAL_KEYS = 32, 512
+TRIAL_ROWS, TRIAL_KEYS = (8, 64), 256
 FLOOR = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
 
 Path = Literal["auto", "absorbed", "expanded"]
@@ -68,14 +69,16 @@ class Costs:
     """Measured seconds of either path, per unit of what it is proportional to."""
 
     absorbed_row: float
+    absorbed_key: float  # a backend that copies keys pays for that
     absorbed_pair: float  # of a query row and a key
     expanded_key: float
     expanded_pair: float
 
     def expanded_is_cheaper(self, q_len: int, kv_len: int) -> bool:
         """For one request in one layer."""
-        absorbed = q_len * self.absorbed_row + q_len * kv_len * self.absorbed_pair
-        return kv_len * self.expanded_key + q_len * kv_len * self.expanded_pair < absorbed
+        absorbed = kv_len * (self.absorbed_key + q_len * self.absorbed_pair)
+        expanded = kv_len * (self.expanded_key + q_len * self.expanded_pair)
+        return expanded < absorbed + q_len * self.absorbed_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ class MlaAttention:
         if self._path != "auto":
             return self._path == "expanded"
         q_len = int(batch.cu_seqlens_q[seq + 1] - batch.cu_seqlens_q[seq])
-        # a decode step never gains: it would expand every key for one row
+        # decoding is absorbed: expanding every key for one row is what the latent is there to avoid
         return q_len > 1 and self.costs.expanded_is_cheaper(q_len, int(batch.seq_lens_kv[seq]))
 
     def _absorbed(
@@ -223,9 +226,8 @@ class MlaAttention:
         return out.transpose(0, 1)
 
     def _measure(self) -> Costs:
-        spec, rows, keys = self.spec, TRIAL_ROWS, TRIAL_KEYS
+        spec, keys = self.spec, TRIAL_KEYS
         latent = spec.out_dim
-        rope = spec.head_dim - latent
         draw = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -241,28 +243,32 @@ class MlaAttention:
         )
         num_pages = -(-keys // spec.page_size)
         planes = {
-            "latent": random(num_pages + 1, spec.page_size, latent),
-            "rope": random(num_pages + 1, spec.page_size, rope),
+            "latent": random(num_pages, spec.page_size, latent),
+            "rope": random(num_pages, spec.page_size, spec.head_dim - latent),
         }
         table = PagedBlockTable.of([list(range(num_pages))], spec.page_size)
-        batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
-        query = MlaQuery(
-            random(rows, spec.num_heads, self._nope_dim), random(rows, spec.num_heads, rope), up
-        )
-        plan = MlaPlan(self.backend.plan(batch), None, [], None)
-        span = spans_of(batch, torch.device("cpu"))[0]
-        latents = read_plane(planes, "latent", span.slots)
-
-        whole = _seconds(lambda: self._absorbed(plan, 0, query, planes, None))
-        ends = _seconds(lambda: up.lift(up.absorb(query.nope)))
-        expanded = _seconds(lambda: self._expanded(span, query, planes))
-        opening = _seconds(lambda: up.expand(latents))
-        pairs = rows * keys
+        absorbed: list[float] = []
+        expanded: list[float] = []
+        nope = random(0, spec.num_heads, self._nope_dim)
+        for rows in TRIAL_ROWS:
+            batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
+            [span] = spans_of(batch, torch.device("cpu"))
+            nope = random(rows, spec.num_heads, self._nope_dim)
+            query = MlaQuery(nope, random(rows, spec.num_heads, spec.head_dim - latent), up)
+            plan = self.backend.plan(batch)
+            q = torch.cat((up.absorb(nope), query.rope), -1)
+            absorbed.append(_seconds(partial(self.backend.run, plan, 0, q, planes)))
+            expanded.append(_seconds(partial(self._expanded, span, query, planes)))
+        ends = _seconds(lambda: up.lift(up.absorb(nope)))
+        # the slope between the two counts of rows is the price of a pair, what is left the keys'
+        few, many = TRIAL_ROWS
+        pairs = [max(b - a, 0.0) / (many - few) / keys for a, b in (absorbed, expanded)]
         return Costs(
-            absorbed_row=ends / rows,
-            absorbed_pair=max(whole - ends, 0.0) / pairs,
-            expanded_key=opening / keys,
-            expanded_pair=max(expanded - opening, 0.0) / pairs,
+            absorbed_row=ends / many,
+            absorbed_key=max(absorbed[0] / keys - few * pairs[0], 0.0),
+            absorbed_pair=pairs[0],
+            expanded_key=max(expanded[0] / keys - few * pairs[1], 0.0),
+            expanded_pair=pairs[1],
         )
 
 
@@ -330,10 +336,10 @@ def part_of(batch: AttentionBatch, seqs: list[int]) -> AttentionBatch:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The shortest of three, after one that does not count."""
+    """The shorter of two, after one that does not count."""
     call()
     found = []
-    for _ in range(3):
+    for _ in range(2):
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)

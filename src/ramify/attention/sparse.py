@@ -90,7 +90,6 @@ class SparseIndex:
                 f"top_k={top_k}, num_heads={num_heads}, head_dim={head_dim}: each must be >= 1"
             )
         self.top_k, self.device = top_k, device
-        self._scale = head_dim**-0.5 * num_heads**-0.5
         shape = (num_heads, head_dim)
         if not exact:
             self._verdict = Exactness("index scores", shape, "float32", TOGETHER, "exact=False")
@@ -172,7 +171,7 @@ class SparseIndex:
         rows = q.new_zeros(padded, num_heads, dim, dtype=torch.float32)
         rows[:num_rows] = q
         rows = rows.flatten(0, 1)
-        shares = (weights * self._scale).unbind(1)
+        shares = weights.unbind(1)  # the published scales are positive and change no order
         scores = rows.new_empty(num_rows, len(keys))
         for at in range(0, len(keys), KEY_TILE):
             tile = keys[at : at + KEY_TILE].T
