@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ramify.attention.backend import AttentionBackend
 from ramify.attention.eager import EagerBackend
 from ramify.attention.exact import ProbeStore
+from ramify.attention.tree import TreeBackend
 from ramify.engine.llm import LLM
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.latent import MoeConfig
@@ -121,17 +123,20 @@ def test_the_sparse_index_matters_and_is_obeyed(tmp_path: Path) -> None:
 # -- the same bits ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(TreeBackend, "float32"), (TreeBackend, "bfloat16"), (EagerBackend, "float32")],
+)
 @pytest.mark.parametrize("name", ["v2", "v3", "v32"])
 def test_bits_depend_on_nothing_but_the_prompt(
-    oracle_of: Callable[[str], Oracle], name: str, dtype: str
+    oracle_of: Callable[[str], Oracle], name: str, backend: type[AttentionBackend], dtype: str
 ) -> None:
     """Cold, warm, chunked, batched, preempted: the logits and latents of each prompt alone.
 
     Free pages hold NaN. The K/V that decoding wrote equals what prefill writes.
     """
     decoder = load_model(oracle_of(name).path, dtype=dtype)
-    model = Model(name, decoder, backend=EagerBackend)
+    model = Model(name, decoder, backend=backend)
     mixed = [tuple(prompt) for prompt in prompts()], [3, 1, 2, 5, 3, 2, 4]
     growing = [tuple(prompt[:5]) for prompt in prompts()[2:]], [14] * 5
     usual = Sizes(page_size=4, num_pages=400)

@@ -311,7 +311,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def part_of(batch: AttentionBatch, seqs: list[int]) -> AttentionBatch:
-    """The batch of some of its requests, in the order given; nothing is said to be shared."""
+    """The batch of some of its requests, in ascending order; they share what they shared."""
+    assert seqs == sorted(seqs)
+    places = np.full(batch.num_seqs + 1, -1, np.int32)  # the last is for -1
+    places[seqs] = np.arange(len(seqs))
+    shared_with = places[batch.shared_with[seqs]]
     lens = np.diff(batch.cu_seqlens_q)[seqs]
     begins = batch.cu_seqlens_q[:-1][seqs]
     cu_q = np.zeros(len(seqs) + 1, np.int32)
@@ -325,8 +329,8 @@ def part_of(batch: AttentionBatch, seqs: list[int]) -> AttentionBatch:
         block_table=batch.block_table[seqs],
         positions=batch.positions[rows],
         slot_mapping=batch.slot_mapping[rows],
-        shared_with=np.full(len(seqs), -1, np.int32),
-        shared_len=np.zeros(len(seqs), np.int32),
+        shared_with=shared_with,
+        shared_len=np.where(shared_with < 0, 0, batch.shared_len[seqs]),
         page_size=batch.page_size,
         max_q_len=int(lens.max(initial=0)),
         max_kv_len=int(kv.max(initial=0)),
