@@ -31,8 +31,8 @@ from ramify.models.deepseek import per_head
 CPU = torch.device("cpu")
 # (cached, new): first chunks, later chunks, decode, across and at the borders of chunks of 16
 SHARES = ((0, 5), (37, 1), (16, 16), (15, 2), (40, 9), (0, 33), (1, 1), (31, 1))
-SPREADING = Costs(0.0, 0.0, 1.0, 0.0, 0.0)  # expanding is always cheaper
-KEEPING = Costs(0.0, 0.0, 0.0, 1.0, 1.0)
+SPREADING = Costs(0.0, 1.0, 0.0, 0.0)  # expanding is always cheaper
+KEEPING = Costs(0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,6 @@ def test_costs_choose_the_path_of_each_request() -> None:
     """Expanding pays where many queries share the price of the keys, and never for one query."""
     costs = Costs(
         absorbed_row=0.0,
-        absorbed_key=0.0,
         absorbed_pair=3.0,
         expanded_key=31.0,
         expanded_pair=1.0,
@@ -255,7 +254,7 @@ def test_costs_choose_the_path_of_each_request() -> None:
 
 
 def test_costs_are_measured_when_asked_for_and_once() -> None:
-    """Five figures of seconds; a step of decoding alone asks for none."""
+    """Four figures of seconds; a step of decoding alone asks for none."""
     case = case_of(shares=((10, 1), (3, 1)))
     attention = attention_of(case)
     attention.plan(case.batch)

@@ -5,12 +5,13 @@ all heads: any backend can do it. Expanded: the latents of a request are read ch
 and values of every head computed from them, and the chunks' results merged by their log-sum-exp.
 Per query and key absorbed costs `2 * latent + rope` multiply-adds a head and expanded
 `nope + rope + value`, but expanded first pays for every key: long prefills gain. The bits differ,
-so `exact` is absorbed throughout; otherwise a request takes what is cheaper by a time model whose
-coefficients are measured once per shape.
+so `exact` is absorbed throughout; otherwise a request takes what is cheaper by a count of the
+multiply-adds of either path, at a speed of each that is measured once per model.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from ramify.kv.block_table import PagedBlockTable
 
 CHUNK_KEYS = 512  # at fixed positions; 128 heads of 128 + 128 are 67 MB of float32
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
-TRIAL_ROWS, TRIAL_KEYS = (8, 64), 256
+TRIAL_ROWS, TRIAL_KEYS, TRIALS = 64, 256, 5
 FLOOR = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
 
 Path = Literal["auto", "absorbed", "expanded"]
@@ -66,19 +67,17 @@ class MlaQuery:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured seconds of either path, per unit of what it is proportional to."""
+    """Seconds of either path per unit of what it is proportional to."""
 
     absorbed_row: float
-    absorbed_key: float  # a backend that copies keys pays for that
     absorbed_pair: float  # of a query row and a key
     expanded_key: float
     expanded_pair: float
 
     def expanded_is_cheaper(self, q_len: int, kv_len: int) -> bool:
         """For one request in one layer."""
-        absorbed = kv_len * (self.absorbed_key + q_len * self.absorbed_pair)
-        expanded = kv_len * (self.expanded_key + q_len * self.expanded_pair)
-        return expanded < absorbed + q_len * self.absorbed_row
+        absorbed = q_len * (self.absorbed_row + kv_len * self.absorbed_pair)
+        return kv_len * (self.expanded_key + q_len * self.expanded_pair) < absorbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class MlaAttention:
 
     @property
     def costs(self) -> Costs:
-        """Measured on first use; a few calls of either path on random values."""
+        """Measured on first use: a few calls of either path on random values."""
         if self._costs is None:
             self._costs = self._measure()
         return self._costs
@@ -203,24 +202,25 @@ class MlaAttention:
 
     def _expanded(self, span: Span, query: MlaQuery, planes: Mapping[str, Tensor]) -> Tensor:
         """[q_len, num_heads, value_dim] float32, chunk by chunk from position 0."""
-        nope, rope = (
-            part[span.start : span.stop].transpose(0, 1).float()
-            for part in (query.nope, query.rope)
-        )
-        num_heads, q_len = nope.shape[:2]
-        out = nope.new_zeros(num_heads, q_len, self._value_dim)
-        lse = nope.new_full((num_heads, q_len, 1), -torch.inf)
+        q = torch.cat((query.nope, query.rope), -1)[span.start : span.stop].float()
+        q = q.mul_(self.spec.scale).transpose(0, 1).contiguous()
+        num_heads, q_len = q.shape[:2]
+        first = len(span.slots) - q_len  # position of the first query
+        out = q.new_zeros(num_heads, q_len, self._value_dim)
+        lse = q.new_full((num_heads, q_len, 1), -torch.inf)
         for begin in range(0, len(span.slots), self._chunk_keys):
             slots = span.slots[begin : begin + self._chunk_keys]
+            end = begin + len(slots)
             keys, values = query.up.expand(read_plane(planes, "latent", slots))
-            shared = read_plane(planes, "rope", slots)
-            places = span.key_positions[begin : begin + self._chunk_keys]
+            shared = read_plane(planes, "rope", slots).expand(num_heads, -1, -1)
+            keys = torch.cat((keys, shared), -1).transpose(1, 2)
             step = max(1, MAX_SCORES // (num_heads * len(slots)))
-            for start in range(0, q_len, step):
+            for start in range(max(0, begin - first), q_len, step):  # earlier rows see nothing
                 rows = slice(start, start + step)
-                scores = nope[:, rows] @ keys.transpose(1, 2) + rope[:, rows] @ shared.T
-                unseen = places > span.query_positions[rows, None]
-                scores = scores.mul_(self.spec.scale).masked_fill_(unseen, -torch.inf)
+                scores = q[:, rows] @ keys
+                if end - 1 > first + start:
+                    unseen = span.key_positions[begin:end] > span.query_positions[rows, None]
+                    scores.masked_fill_(unseen, -torch.inf)
                 found, its_lse = attend_block(scores, values)
                 out[:, rows], lse[:, rows] = merge(out[:, rows], lse[:, rows], found, its_lse)
         return out.transpose(0, 1)
@@ -233,8 +233,9 @@ class MlaAttention:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw).to(spec.dtype)
 
-        up_keys = random(spec.num_heads, self._nope_dim, latent)
-        up_values = random(spec.num_heads, latent, self._value_dim)
+        # wild scores would make weights denormal, and denormals are slow
+        up_keys = random(spec.num_heads, self._nope_dim, latent) * latent**-0.5
+        up_values = random(spec.num_heads, latent, self._value_dim) * latent**-0.5
         up = UpProjection(
             up_keys,
             up_values,
@@ -247,28 +248,30 @@ class MlaAttention:
             "rope": random(num_pages, spec.page_size, spec.head_dim - latent),
         }
         table = PagedBlockTable.of([list(range(num_pages))], spec.page_size)
-        absorbed: list[float] = []
-        expanded: list[float] = []
-        nope = random(0, spec.num_heads, self._nope_dim)
-        for rows in TRIAL_ROWS:
-            batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
-            [span] = spans_of(batch, torch.device("cpu"))
-            nope = random(rows, spec.num_heads, self._nope_dim)
-            query = MlaQuery(nope, random(rows, spec.num_heads, spec.head_dim - latent), up)
-            plan = self.backend.plan(batch)
-            q = torch.cat((up.absorb(nope), query.rope), -1)
-            absorbed.append(_seconds(partial(self.backend.run, plan, 0, q, planes)))
-            expanded.append(_seconds(partial(self._expanded, span, query, planes)))
-        ends = _seconds(lambda: up.lift(up.absorb(nope)))
-        # the slope between the two counts of rows is the price of a pair, what is left the keys'
-        few, many = TRIAL_ROWS
-        pairs = [max(b - a, 0.0) / (many - few) / keys for a, b in (absorbed, expanded)]
+        rows = TRIAL_ROWS
+        batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
+        [span] = spans_of(batch, torch.device("cpu"))
+        query = MlaQuery(
+            random(rows, spec.num_heads, self._nope_dim),
+            random(rows, spec.num_heads, spec.head_dim - latent),
+            up,
+        )
+        plan = MlaPlan(self.backend.plan(batch), None, [], None)
+        absorbed, expanded = _seconds(
+            partial(self._absorbed, plan, 0, query, planes, None),
+            partial(self._expanded, span, query, planes),
+        )
+        # multiply-adds: of one row or one key in the up projection, of one pair in attention
+        up_count = spec.num_heads * latent * (self._nope_dim + self._value_dim)
+        latent_pair = spec.num_heads * (spec.head_dim + latent)
+        head_pair = spec.num_heads * (self._nope_dim + spec.head_dim - latent + self._value_dim)
+        absorbed /= rows * up_count + rows * keys * latent_pair
+        expanded /= keys * up_count + rows * keys * head_pair
         return Costs(
-            absorbed_row=ends / many,
-            absorbed_key=max(absorbed[0] / keys - few * pairs[0], 0.0),
-            absorbed_pair=pairs[0],
-            expanded_key=max(expanded[0] / keys - few * pairs[1], 0.0),
-            expanded_pair=pairs[1],
+            absorbed_row=absorbed * up_count,
+            absorbed_pair=absorbed * latent_pair,
+            expanded_key=expanded * up_count,
+            expanded_pair=expanded * head_pair,
         )
 
 
@@ -339,12 +342,13 @@ def part_of(batch: AttentionBatch, seqs: list[int]) -> AttentionBatch:
     )
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """The shorter of two, after one that does not count."""
-    call()
-    found = []
-    for _ in range(2):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+def _seconds(*calls: Callable[[], object]) -> list[float]:
+    """The shortest of `TRIALS` of each, in turns, after one that does not count."""
+    best = [math.inf] * len(calls)
+    for trial in range(TRIALS + 1):
+        for number, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if trial:
+                best[number] = min(best[number], time.perf_counter() - start)
+    return best
