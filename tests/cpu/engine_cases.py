@@ -18,8 +18,9 @@ from ramify.engine.executors import LocalExecutor
 from ramify.engine.llm import LLM
 from ramify.engine.runner import ROW_MULTIPLE, ModelRunner
 from ramify.engine.step import StepPlan, StepResult
-from ramify.kv.pool import KVLayout, KVPool
-from ramify.models.dense import DenseDecoder
+from ramify.kv.pool import KVPool
+from ramify.models.loader import Decoder
+from ramify.models.needs import attention_of, attention_spec, kv_layout
 from ramify.params import RequestOutput, SamplingParams
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ class Model:
     """A decoder and how it attends; mutants replace the last two."""
 
     name: str
-    decoder: DenseDecoder
+    decoder: Decoder
     backend: type[AttentionBackend] = TreeBackend
     row_multiple: int = ROW_MULTIPLE
 
@@ -78,7 +79,7 @@ class RecordingRunner(ModelRunner):
     """Keeps the logits of the last step."""
 
     def __init__(self, model: Model, pool: KVPool, spec: AttentionSpec) -> None:
-        backend = model.backend(spec, CPU)
+        backend = attention_of(model.decoder.config, spec, model.backend(spec, CPU))
         super().__init__(model.decoder, pool, backend, row_multiple=model.row_multiple)
         self.last: list[Tensor] = []
 
@@ -129,7 +130,7 @@ class Engine:
 
     def __init__(self, model: Model, sizes: Sizes) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype
-        layout = KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
+        layout = kv_layout(config)
         asked = EngineConfig.of(
             page_size=sizes.page_size,
             kv_cache_tokens=sizes.num_pages * sizes.page_size,
@@ -143,15 +144,7 @@ class Engine:
             token_bytes=layout.token_bytes(dtype),
             free_memory=0,
         )
-        spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=sizes.page_size,
-            dtype=dtype,
-            windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
-            scale=config.head_dim**-0.5,
-        )
+        spec = attention_spec(config, page_size=sizes.page_size, dtype=dtype, exact=True)
         pool = KVPool(layout, resolved.num_pages, sizes.page_size, dtype=dtype)
         self.executor = RecordingExecutor(RecordingRunner(model, pool, spec))
         self.core = EngineCore(resolved, self.executor, vocab_size=config.vocab_size)
@@ -178,17 +171,17 @@ class Engine:
         return [(outputs[one], self.executor.rows.pop(one)) for one in ids]
 
     def cached_kv(self, tokens: Prompt) -> Tensor:
-        """Bits of the cached K/V of the longest prefix, [layers * 2, num_tokens, heads, dim]."""
+        """Bits of all that is cached of the longest prefix, [num_tokens, layers * widths]."""
         cache, pool = self.core.cache, self.executor.runner.pool
         lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespace))
         pages = torch.tensor(lease.pages, dtype=torch.int64)
         planes = [
-            pool.planes(layer)[name][pages].flatten(0, 1)
+            plane[pages].flatten(0, 1).flatten(1)
             for layer in range(pool.layout.num_layers)
-            for name in ("k", "v")
+            for plane in pool.planes(layer).values()
         ]
         cache.release(lease)
-        return torch.stack(planes).view(BITS[pool.dtype])
+        return torch.cat(planes, 1).view(BITS[pool.dtype])
 
 
 def reference(model: Model, prompt: Prompt, num_new: int) -> Reference:

@@ -164,12 +164,12 @@ def compare(model: Model, scenario: Scenario) -> Outcome:
             if wrong:
                 outcome.differences.append(f"{where}: logits of token {min(wrong)}")
             # from the first wrong logits on the tokens may be others, and their K/V too
-            kv = engine.cached_kv(prompt + output.token_ids)[:, : min(wrong, default=None)]
-            same = (kv == alone.kv[:, : kv.shape[1]]).flatten(2).all(2).all(0)
+            kv = engine.cached_kv(prompt + output.token_ids)[: min(wrong, default=None)]
+            same = (kv == alone.kv[: len(kv)]).all(1)
             if not bool(same.all()):
                 outcome.differences.append(f"{where}: K/V of token {int(same.int().argmin())}")
             assert wrong or output.token_ids == alone.answer, where
-            outcome.num_kv_tokens += kv.shape[1]
+            outcome.num_kv_tokens += len(kv)
             outcome.num_rows += count
             outcome.read_tokens += output.cache.read_tokens
             outcome.shared_tokens += output.cache.shared_tokens

@@ -22,7 +22,6 @@ from ramify.attention.exact import (
     rowwise,
 )
 from ramify.errors import ConfigError
-from ramify.models.dense import DenseDecoder
 from ramify.models.layers import (
     LINEAR_STRATEGIES,
     Linear,
@@ -33,7 +32,7 @@ from ramify.models.layers import (
     silu_mul,
     why_not_packed,
 )
-from ramify.models.loader import load_model
+from ramify.models.loader import Decoder, load_model
 from ramify.testing import write_tiny_checkpoint
 
 SHAPES = [(100, 64), (64, 100), (45, 67), (300, 64), (1, 33), (513, 130)]
@@ -144,7 +143,7 @@ def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q + k.repeat_interleave(2, 1) * 0.5 + v.repeat_interleave(2, 1)
 
 
-def run_in_steps(model: DenseDecoder, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def run_in_steps(model: Decoder, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """Hidden rows and logits of all tokens, `step` rows at a time."""
     hidden, logits = [], []
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ramify.attention.backend import AttentionSpec, Choice, select_backend
+from ramify.attention.backend import Choice, select_backend
 from ramify.attention.exact import Exactness
 from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
@@ -40,9 +40,10 @@ from ramify.errors import (
     RequestError,
     UnknownRequestError,
 )
-from ramify.kv.pool import KVLayout, KVPool
+from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
 from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
+from ramify.models.needs import attention_of, attention_spec, kv_layout
 from ramify.params import (
     CacheReport,
     Completion,
@@ -110,22 +111,15 @@ class LLM:
         self.model_config: ModelConfig = read_config(self.path)
         config, exact = self.model_config, asked.attention.exact
         kv_dtype = resolve_dtype(asked.model.dtype, config)
-        layout = KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
+        layout = kv_layout(config)
         self.config: ResolvedConfig = resolve(
             asked,
             model_max_len=config.max_model_len,
             token_bytes=layout.token_bytes(kv_dtype),
             free_memory=free_memory(),
         )
-        self.attention_spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=self.config.page_size,
-            dtype=kv_dtype,
-            windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
-            scale=config.head_dim**-0.5,
-            exact=exact,
+        self.attention_spec = attention_spec(
+            config, page_size=self.config.page_size, dtype=kv_dtype, exact=exact
         )
         self.attention: Choice = select_backend(
             asked.attention.attention_backend, self.attention_spec, torch.device("cpu")
@@ -134,9 +128,8 @@ class LLM:
         weights = load_model(self.path, dtype=asked.model.dtype, exact=exact, progress=progress)
         self.decoder = weights
         pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
-        runner = ModelRunner(
-            weights, pool, self.attention.backend, **({} if exact else {"row_multiple": 1})
-        )
+        self._attend = attention_of(config, self.attention_spec, self.attention.backend)
+        runner = ModelRunner(weights, pool, self._attend, **({} if exact else {"row_multiple": 1}))
         tokenizer = self.tokenizer
         decoder: Callable[[], Detokenizer] | None = None
         if tokenizer is not None:
@@ -167,7 +160,7 @@ class LLM:
 
     def exactness(self) -> list[Exactness]:
         """How each operation of the model and its attention is computed, and why."""
-        return [*self.decoder.exactness(), *self.attention.backend.exactness()]
+        return [*self.decoder.exactness(), *self._attend.exactness()]
 
     @property
     def rechecks(self) -> Rechecks:

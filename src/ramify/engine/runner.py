@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
+from ramify.attention.mla import MlaAttention
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
-from ramify.models.dense import DenseDecoder
+from ramify.models.loader import Decoder
 
 ROW_MULTIPLE = 8  # float32 rows are independent of each other in multiples of 8
 
@@ -25,14 +27,15 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DenseDecoder,
+        model: Decoder,
         pool: KVPool,
-        backend: AttentionBackend,
+        backend: AttentionBackend | MlaAttention,
         *,
         row_multiple: int = ROW_MULTIPLE,
     ) -> None:
         self.model, self.pool, self.backend = model, pool, backend
         self._row_multiple = row_multiple
+        self._planes = [plane.name for plane in pool.layout.planes]
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
@@ -46,8 +49,8 @@ class ModelRunner:
         slots = torch.from_numpy(np.concatenate([batch.slot_mapping, spare]))
         attention = self.backend.plan(batch)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.pool.write_kv(layer, slots, k=k, v=v)
+        def attend(layer: int, q: Any, *new: Tensor) -> Tensor:
+            self.pool.write_kv(layer, slots, **dict(zip(self._planes, new, strict=True)))
             return self.backend.run(attention, layer, q, self.pool.planes(layer))
 
         hidden = self.model.forward(token_ids, positions, attend)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ramify.errors import CheckpointError, UnsupportedModelError
+from ramify.models.fields import Fields
+from ramify.models.latent import MlaConfig, MoeConfig, rope_settings, yarn_attention_factor
 
-RopeScaling = Literal["default", "linear", "llama3", "dynamic"]
+RopeScaling = Literal["default", "linear", "llama3", "dynamic", "yarn"]
+DENSE_ROPE_SCALINGS = ("default", "linear", "llama3", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -22,6 +25,7 @@ class _Family:
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    is_latent: bool = False  # DeepSeek: latent attention, experts
 
 
 FAMILIES: dict[str, _Family] = {
@@ -31,6 +35,11 @@ FAMILIES: dict[str, _Family] = {
     ),
     "Qwen2ForCausalLM": _Family("qwen2", num_kv_heads=32, sliding_window=4096),
     "Qwen3ForCausalLM": _Family("qwen3", num_kv_heads=32, head_dim=128, sliding_window=4096),
+    "DeepseekV2ForCausalLM": _Family("deepseek_v2", bos_token_id=1, eos_token_id=2, is_latent=True),
+    "DeepseekV3ForCausalLM": _Family("deepseek_v3", bos_token_id=0, eos_token_id=1, is_latent=True),
+    "DeepseekV32ForCausalLM": _Family(
+        "deepseek_v32", bos_token_id=0, eos_token_id=1, is_latent=True
+    ),
 }
 
 
@@ -49,11 +58,17 @@ class RopeConfig:
     low_freq_factor: float = 1.0  # llama3 only, as are the next two
     high_freq_factor: float = 1.0
     original_max_len: int = 0
+    beta_fast: float = 32.0  # yarn only, as are the next two: turns within original_max_len
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # of cosines and sines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One dense decoder: sizes, and which of the variants it uses."""
+    """One decoder: sizes, and which of the variants it uses.
+
+    With `mla`, `head_dim` is the width of a query head, and there are no K/V heads to speak of.
+    """
 
     architecture: str
     vocab_size: int
@@ -76,6 +91,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     torch_dtype: str = "float32"
+    mla: MlaConfig | None = None
+    moe: MoeConfig | None = None
 
     def window_of(self, layer: int) -> int | None:
         """Keys that a query of this layer sees, its own included; None means all before it."""
@@ -83,32 +100,56 @@ class ModelConfig:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint of this model: Hugging Face name -> shape, in file order."""
-        width, inner = self.hidden_size, self.intermediate_size
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linears = (
-            ("self_attn.q_proj", q_width, width, self.attention_bias),
-            ("self_attn.k_proj", kv_width, width, self.attention_bias),
-            ("self_attn.v_proj", kv_width, width, self.attention_bias),
-            ("self_attn.o_proj", width, q_width, self.o_bias),
-            ("mlp.gate_proj", inner, width, self.mlp_bias),
-            ("mlp.up_proj", inner, width, self.mlp_bias),
-            ("mlp.down_proj", width, inner, self.mlp_bias),
-        )
+        width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            for name, rows, columns, bias in linears:
-                shapes[f"{prefix}{name}.weight"] = (rows, columns)
-                if bias:
-                    shapes[f"{prefix}{name}.bias"] = (rows,)
-            if self.qk_norm:
-                shapes[f"{prefix}self_attn.q_norm.weight"] = (self.head_dim,)
-                shapes[f"{prefix}self_attn.k_norm.weight"] = (self.head_dim,)
+            for name, shape in (self._attention_shapes() | self._mlp_shapes(layer)).items():
+                shapes[prefix + name] = shape
             shapes[f"{prefix}input_layernorm.weight"] = (width,)
             shapes[f"{prefix}post_attention_layernorm.weight"] = (width,)
         shapes["model.norm.weight"] = (width,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, width)
+        return shapes
+
+    def is_float32(self, name: str) -> bool:
+        """Whether this tensor stays float32 whatever the others are."""
+        return name.endswith((".e_score_correction_bias", ".indexer.weights_proj.weight"))
+
+    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.hidden_size
+        if self.mla is not None:
+            return self.mla.tensor_shapes(width, self.num_heads, bias=self.attention_bias)
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", q_width, width, self.attention_bias),
+            ("self_attn.k_proj", kv_width, width, self.attention_bias),
+            ("self_attn.v_proj", kv_width, width, self.attention_bias),
+            ("self_attn.o_proj", width, q_width, self.o_bias),
+        ):
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        return shapes
+
+    def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        width, inner = self.hidden_size, self.intermediate_size
+        if self.moe is not None and layer not in self.moe.dense_layers:
+            return self.moe.tensor_shapes(width)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, rows, columns in (
+            ("mlp.gate_proj", inner, width),
+            ("mlp.up_proj", inner, width),
+            ("mlp.down_proj", width, inner),
+        ):
+            shapes[f"{name}.weight"] = (rows, columns)
+            if self.mlp_bias:
+                shapes[f"{name}.bias"] = (rows,)
         return shapes
 
     @classmethod
@@ -124,7 +165,7 @@ class ModelConfig:
             UnsupportedModelError: an architecture, or a setting of it, that is not built here.
             CheckpointError: a value is missing or contradicts another.
         """
-        fields = _Fields(config, source)
+        fields = Fields(config, source)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
         is_llama, is_qwen3 = family.model_type == "llama", family.model_type == "qwen3"
@@ -144,17 +185,29 @@ class ModelConfig:
         num_kv_heads = fields.count("num_key_value_heads", family.num_kv_heads or num_heads)
         if config.get("num_key_value_heads", 0) is None:
             num_kv_heads = num_heads
-        head_dim = fields.count("head_dim", family.head_dim or hidden_size // num_heads)
+        mla = MlaConfig.from_hf(fields, family.model_type) if family.is_latent else None
+        moe = MoeConfig.from_hf(fields, family.model_type, num_layers) if mla else None
+        if mla is not None:
+            head_dim = mla.nope_dim + mla.rope_dim
+        else:
+            head_dim = fields.count("head_dim", family.head_dim or hidden_size // num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"{source}: num_attention_heads {num_heads} is no multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
-        if head_dim % 2:
+        if mla is not None and num_kv_heads != num_heads:
+            raise UnsupportedModelError(
+                f"{source}: num_key_value_heads {num_kv_heads} beside {num_heads} query heads; "
+                "with latent attention every head has its own"
+            )
+        if mla is None and head_dim % 2:
             raise CheckpointError(f"{source}: head_dim {head_dim} is odd; rotary needs pairs")
         max_model_len = fields.count("max_position_embeddings")
         window, full_layers = _windows(fields, family, num_layers)
-        bias = bool(config.get("attention_bias", False)) and (is_llama or is_qwen3)
+        bias = bool(config.get("attention_bias", False)) and (
+            is_llama or is_qwen3 or mla is not None
+        )
         return cls(
             architecture=architecture,
             vocab_size=fields.count("vocab_size"),
@@ -166,7 +219,7 @@ class ModelConfig:
             intermediate_size=fields.count("intermediate_size"),
             max_model_len=max_model_len,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(fields, max_model_len),
+            rope=_rope(fields, max_model_len, yarn=mla is not None),
             attention_bias=bias or family.model_type == "qwen2",
             o_bias=bias,
             mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
@@ -177,6 +230,8 @@ class ModelConfig:
             bos_token_id=fields.token("bos_token_id", family.bos_token_id),
             eos_token_ids=token_ids(config.get("eos_token_id", family.eos_token_id), source),
             torch_dtype=_dtype(fields),
+            mla=mla,
+            moe=moe,
         )
 
 
@@ -193,40 +248,7 @@ def token_ids(value: object, source: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """Typed reads of a parsed file; every complaint names the file and the field."""
-
-    config: Mapping[str, Any]
-    source: str
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; null counts as absent."""
-        value = self.config.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise CheckpointError(f"{self.source}: {name} {found}; it must be an integer >= 1")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number; null counts as absent."""
-        value = self.config.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise CheckpointError(f"{self.source}: {name} {found}; it must be a number > 0")
-        return float(value)
-
-    def token(self, name: str, default: int | None) -> int | None:
-        """A token id or None; here null is a value of its own."""
-        value = self.config.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise CheckpointError(f"{self.source}: {name} {value!r} is not a token id")
-        return value
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: Fields) -> str:
     """The first architecture named, or the one that `model_type` implies."""
     named = fields.config.get("architectures") or []
     if isinstance(named, list | tuple) and named:
@@ -244,15 +266,10 @@ def _architecture(fields: _Fields) -> str:
     )
 
 
-def _rope(fields: _Fields, max_model_len: int) -> RopeConfig:
+def _rope(fields: Fields, max_model_len: int, *, yarn: bool) -> RopeConfig:
     """Rotary settings from either generation of configuration files."""
     config, source = fields.config, fields.source
-    settings: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):  # the newer one wins
-        value = config.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise CheckpointError(f"{source}: {name} is {value!r}; it must be an object or null")
-        settings |= value
+    settings = rope_settings(fields)
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise UnsupportedModelError(f"{source}: rotary settings per layer type are not supported")
     for name in ("rope_theta", "partial_rotary_factor"):
@@ -264,12 +281,14 @@ def _rope(fields: _Fields, max_model_len: int) -> RopeConfig:
             "supported"
         )
     kind: Any = settings.get("rope_type", settings.get("type", "default")) or "default"
-    if kind not in get_args(RopeScaling):
+    known = get_args(RopeScaling) if yarn else DENSE_ROPE_SCALINGS
+    if kind not in known:
         raise UnsupportedModelError(
-            f"{source}: rope scaling {kind!r} is not supported; supported are "
-            f"{', '.join(get_args(RopeScaling))}"
+            f"{source}: rope scaling {kind!r} is not supported; supported are {', '.join(known)}"
         )
-    rope = _Fields(settings, f"{source} (rope)")
+    if kind == "yarn" and not settings.get("truncate", True):
+        raise UnsupportedModelError(f"{source}: yarn without truncate is not supported")
+    rope = Fields(settings, f"{source} (rope)")
     llama3 = kind == "llama3"
     return RopeConfig(
         theta=rope.number("rope_theta", 10000.0),
@@ -278,12 +297,13 @@ def _rope(fields: _Fields, max_model_len: int) -> RopeConfig:
         low_freq_factor=rope.number("low_freq_factor") if llama3 else 1.0,
         high_freq_factor=rope.number("high_freq_factor") if llama3 else 1.0,
         original_max_len=rope.count("original_max_position_embeddings", max_model_len),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=yarn_attention_factor(rope) if kind == "yarn" else 1.0,
     )
 
 
-def _windows(
-    fields: _Fields, family: _Family, num_layers: int
-) -> tuple[int | None, frozenset[int]]:
+def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, frozenset[int]]:
     """The sliding window, and the layers that see everything nevertheless."""
     config = fields.config
     if family.sliding_window is None:
@@ -316,7 +336,7 @@ def _windows(
     return window, frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     """The dtype that the weights are stored in, as far as the configuration says."""
     value = fields.config.get("dtype") or fields.config.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")

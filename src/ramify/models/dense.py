@@ -10,27 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exact import Exactness, ProbeStore
+from ramify.models.builder import GatedMlp, LayerBuilder, Norm
 from ramify.models.config import ModelConfig
-from ramify.models.layers import (
-    Linear,
-    RMSNorm,
-    Rotary,
-    choose_linear,
-    choose_rows,
-    rotate,
-    sample_rows,
-    silu_mul,
-)
+from ramify.models.layers import Linear, RMSNorm, Rotary, rotate, sample_rows
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
 # callee stores k and v and attends with scale head_dim ** -0.5.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One decoder layer; `qkv` and `gate_up` are one matrix each, or one per part."""
+    """One decoder layer; `qkv` is one matrix, or one per part."""
 
     attention_norm: Norm
     qkv: tuple[Linear, ...]
@@ -38,8 +29,7 @@ class _Layer:
     k_norm: Norm | None
     output: Linear
     mlp_norm: Norm
-    gate_up: tuple[Linear, ...]
-    down: Linear
+    mlp: GatedMlp
 
 
 class DenseDecoder:
@@ -73,15 +63,13 @@ class DenseDecoder:
         others stay views of the memory-mapped file.
         """
         self.config, self.dtype, self.exact = config, dtype, exact
-        self._weights, self._strategy = weights, linear_strategy
-        self._joins = dtype == torch.float32  # q, k, v are then strided views of one matrix's rows
-        self._store = ProbeStore.default() if store is None else store
-        self._verdicts: dict[tuple[str, tuple[int, ...]], Exactness] = {}
+        self._build = LayerBuilder(
+            weights, dtype=dtype, exact=exact, store=store, linear_strategy=linear_strategy
+        )
         self._rotary = Rotary(
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=dtype
         )
         self._rotate = self._choose_rotate()
-        self._silu_mul = self._choose_silu_mul()
         self._embedding = weights["model.embed_tokens.weight"]
         self._layers: list[_Layer] = []
         for layer in range(config.num_layers):
@@ -90,12 +78,12 @@ class DenseDecoder:
                 on_layer()
         self._norm = self._rms_norm("model.norm.weight")
         tied = config.tie_word_embeddings
-        self._head = self._linear("model.embed_tokens" if tied else "lm_head")
-        del self._weights  # packed copies replace most of them
+        self._head = self._build.linear("model.embed_tokens" if tied else "lm_head")
+        self._build.forget_weights()
 
     def exactness(self) -> list[Exactness]:
         """How each distinct operation, shape and dtype is computed, and why."""
-        return list(self._verdicts.values())
+        return self._build.verdicts()
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden rows before the final norm; `logits` applies it.
@@ -114,8 +102,7 @@ class DenseDecoder:
             q, k, v = self._qkv(layer, layer.attention_norm(hidden))
             q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
             hidden = hidden + layer.output(attend(number, q, k, v).flatten(1))
-            gate, up = _parts(layer.gate_up, layer.mlp_norm(hidden))
-            hidden = hidden + layer.down(self._silu_mul(gate, up))
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -136,57 +123,32 @@ class DenseDecoder:
         return q, k, v
 
     def _build_layer(self, prefix: str) -> _Layer:
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
         num_q, num_kv = self.config.num_heads, self.config.num_kv_heads
         qk_norm = self.config.qk_norm
         return _Layer(
             attention_norm=self._rms_norm(f"{prefix}input_layernorm.weight"),
-            qkv=self._joined(*(f"{attention}{part}_proj" for part in "qkv")),
+            qkv=self._build.joined(*(f"{attention}{part}_proj" for part in "qkv")),
             q_norm=self._head_norm(f"{attention}q_norm.weight", num_q) if qk_norm else None,
             k_norm=self._head_norm(f"{attention}k_norm.weight", num_kv) if qk_norm else None,
-            output=self._linear(f"{attention}o_proj"),
+            output=self._build.linear(f"{attention}o_proj"),
             mlp_norm=self._rms_norm(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._joined(f"{mlp}gate_proj", f"{mlp}up_proj"),
-            down=self._linear(f"{mlp}down_proj"),
+            mlp=self._build.mlp(f"{prefix}mlp."),
         )
 
-    def _joined(self, *names: str) -> tuple[Linear, ...]:
-        """One matrix for projections of the same input in float32, else one each."""
-        if not self._joins:
-            return tuple(self._linear(name) for name in names)
-        weight = torch.cat([self._weights[f"{name}.weight"] for name in names])
-        biases = [self._weights.get(f"{name}.bias") for name in names]
-        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        return (self._matrix(weight, bias),)
-
-    def _linear(self, name: str) -> Linear:
-        return self._matrix(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
-
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self._strategy is not None:
-            shape, dtype = (weight.shape[0], weight.shape[1]), str(weight.dtype)
-            name = dtype.removeprefix("torch.")
-            self._record(Exactness("linear", shape, name, self._strategy, "forced"))
-            return Linear(weight, bias, strategy=self._strategy)
-        linear, verdict = choose_linear(weight, bias, exact=self.exact, store=self._store)
-        self._record(verdict)
-        return linear
-
     def _rms_norm(self, name: str) -> Norm:
-        norm = RMSNorm(self._weights[name], self.config.rms_norm_eps)
-        width, dtype = self.config.hidden_size, self.dtype
-        return self._rows("rms_norm", norm, (width,), lambda: (sample_rows(width, dtype=dtype),))
+        return self._build.rms_norm(name, self.config.rms_norm_eps)
 
     def _head_norm(self, name: str, num_heads: int) -> Norm:
-        norm = RMSNorm(self._weights[name], self.config.rms_norm_eps)
+        norm = RMSNorm(self._build.weight(name), self.config.rms_norm_eps)
         num_joined = self.config.num_heads + 2 * self.config.num_kv_heads
         shape = (num_heads, self.config.head_dim)
 
         def samples() -> tuple[Tensor, ...]:
             heads = sample_rows(num_joined, shape[1], dtype=self.dtype)[:, :num_heads]
-            return (heads if self._joins else heads.contiguous(),)
+            return (heads if self._build.joins else heads.contiguous(),)
 
-        return self._rows("rms_norm of heads", norm, shape, samples)
+        return self._build.rows("rms_norm of heads", norm, shape, samples)
 
     def _choose_rotate(self) -> Callable[..., Tensor]:
         shape = (self.config.num_heads, self.config.head_dim)
@@ -196,37 +158,4 @@ class DenseDecoder:
             positions = torch.arange(heads.shape[0]) % self.config.max_model_len
             return (heads, *self._rotary.at(positions))
 
-        return self._rows("rotary", rotate, shape, samples)
-
-    def _choose_silu_mul(self) -> Callable[..., Tensor]:
-        inner = self.config.intermediate_size
-
-        def samples() -> tuple[Tensor, ...]:
-            gate, up = sample_rows(2 * inner, dtype=self.dtype).chunk(2, -1)
-            return (gate, up) if self._joins else (gate.contiguous(), up.contiguous())
-
-        return self._rows("silu_mul", silu_mul, (inner,), samples)
-
-    def _rows(
-        self,
-        operation: str,
-        op: Callable[..., Tensor],
-        shape: tuple[int, ...],
-        samples: Callable[[], tuple[Tensor, ...]],
-    ) -> Callable[..., Tensor]:
-        chosen, verdict = choose_rows(
-            operation, op, shape, self.dtype, samples, exact=self.exact, store=self._store
-        )
-        self._record(verdict)
-        return chosen
-
-    def _record(self, verdict: Exactness) -> None:
-        self._verdicts[(verdict.operation, verdict.shape)] = verdict
-
-
-def _parts(linears: tuple[Linear, ...], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up, [T, intermediate_size] each, from one matrix or from two."""
-    if len(linears) == 1:
-        gate, up = linears[0](x).chunk(2, -1)
-        return gate, up
-    return linears[0](x), linears[1](x)
+        return self._build.rows("rotary", rotate, shape, samples)

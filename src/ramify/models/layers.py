@@ -277,11 +277,14 @@ class Rotary:
     def __init__(
         self, rope: RopeConfig, *, head_dim: int, max_len: int, dtype: torch.dtype
     ) -> None:
-        """Tables for positions 0..max_len - 1, computed in float32 and rounded to `dtype`."""
+        """Tables for positions 0..max_len - 1, computed in float32 and rounded to `dtype`.
+
+        They are [max_len, head_dim / 2].
+        """
         positions = torch.arange(max_len, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-        self._cos = angles.cos().to(dtype)  # [max_len, head_dim / 2]
-        self._sin = angles.sin().to(dtype)
+        self._cos = (angles.cos() * rope.attention_factor).to(dtype)
+        self._sin = (angles.sin() * rope.attention_factor).to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin, [rows, 1, head_dim] each, for positions [rows] int64.
@@ -305,6 +308,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.scaling == "linear":
         return frequencies / rope.factor
+    if rope.scaling == "yarn":
+        return _yarn_frequencies(rope, frequencies, head_dim)
     if rope.scaling != "llama3":
         return frequencies
     # Llama 3: slow turns are stretched by `factor`, fast ones are kept, those between are mixed by
@@ -317,3 +322,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     mixed = (1 - share) * frequencies / rope.factor + share * frequencies
     stretched = torch.where(wavelengths > longest, frequencies / rope.factor, mixed)
     return torch.where(wavelengths < shortest, frequencies, stretched)
+
+
+def _yarn_frequencies(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
+    """YaRN (Peng et al., 2023): fast turns are kept, slow ones stretched by `factor`.
+
+    Between them is a ramp over the dimensions that make `beta_fast` to `beta_slow` turns within
+    the context of pre-training.
+    """
+
+    def dimension(turns: float) -> float:
+        wavelength = rope.original_max_len / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(dimension(rope.beta_fast)), 0)
+    last = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    places = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((places - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies / rope.factor * (1 - kept) + frequencies * kept

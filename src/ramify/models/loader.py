@@ -19,8 +19,10 @@ from torch import Tensor
 from ramify.attention.exact import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ramify.models.config import ModelConfig, token_ids
+from ramify.models.deepseek import DeepseekDecoder
 from ramify.models.dense import DenseDecoder
 
+Decoder = DenseDecoder | DeepseekDecoder
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -143,7 +145,8 @@ def load_weights(
                         if name in shapes:
                             shape = tuple(shard.get_slice(name).get_shape())
                             _check_shape(file, name, shapes[name], shape)
-                            weights[name] = _as(shard.get_tensor(name), dtype, file, name)
+                            wanted = torch.float32 if config.is_float32(name) else dtype
+                            weights[name] = _as(shard.get_tensor(name), wanted, file, name)
                             advance()
                         elif not _is_ignorable(name, config):
                             raise CheckpointError(
@@ -221,8 +224,11 @@ def _as(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that older tools wrote although they follow from the rest."""
+    """Tensors that older tools wrote although they follow from the rest, and drafting layers."""
     tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    if config.mla is not None and layer.isdecimal() and int(layer) >= config.num_layers:
+        return True  # DeepSeek's predictors of further tokens stand behind the last layer
     return tied_head or name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
 
 
@@ -234,7 +240,7 @@ def load_model(
     progress: bool = False,
     store: ProbeStore | None = None,
     linear_strategy: str | None = None,
-) -> DenseDecoder:
+) -> Decoder:
     """The decoder of a checkpoint directory, ready to run.
 
     Args:
@@ -250,7 +256,8 @@ def load_model(
     chosen = resolve_dtype(dtype, config)
     weights = load_weights(path, config, dtype=chosen, progress=progress)
     with _bar("preparing layers", config.num_layers, progress) as advance:
-        return DenseDecoder(
+        decoder = DenseDecoder if config.mla is None else DeepseekDecoder
+        return decoder(
             config,
             weights,
             dtype=chosen,

@@ -1,0 +1,240 @@
+"""DeepSeek-V2, V3 and V3.2: latent attention, a sparse index, a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ramify.attention.exact import Exactness, ProbeStore
+from ramify.attention.mla import MlaQuery, UpProjection
+from ramify.attention.sparse import IndexQuery
+from ramify.models.builder import GatedMlp, LayerBuilder, Norm
+from ramify.models.config import ModelConfig
+from ramify.models.latent import IndexConfig, MlaConfig
+from ramify.models.layers import PAD_ROWS, Linear, Rotary, rotate, sample_rows
+from ramify.models.moe import Experts
+
+# attend(layer, query, latent [T, latent_dim], rope [T, rope_dim][, index key [T, dim]]) ->
+# [T, num_heads, value_dim]. The callee stores what follows the query and attends.
+Attend = Callable[..., Tensor]
+RANK_EPS = 1e-6  # of the norms between low-rank projections, whatever rms_norm_eps says
+Rotate = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Projections of the sparse index of one layer."""
+
+    query: Linear
+    key: Linear
+    key_norm: Norm
+    weights: Linear  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: Norm
+    q_down: Linear | None
+    q_norm: Norm | None
+    q_up: Linear
+    kv_down: Linear
+    latent_norm: Norm
+    up: UpProjection
+    index: _Index | None
+    output: Linear
+    mlp_norm: Norm
+    mlp: GatedMlp | Experts
+
+
+class DeepseekDecoder:
+    """Tokens and positions in, hidden rows and logits out; the interface is `DenseDecoder`'s.
+
+    `attend` gets a `MlaQuery` and what a token leaves in the planes: `ramify.attention.mla` is
+    behind it. The caller runs it under `torch.inference_mode`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        exact: bool,
+        store: ProbeStore | None = None,
+        linear_strategy: str | None = None,
+        on_layer: Callable[[], None] | None = None,
+    ) -> None:
+        """Arrange the weights and choose how each operation is computed; see `DenseDecoder`."""
+        assert config.mla is not None
+        self.config, self.dtype, self.exact = config, dtype, exact
+        self._mla: MlaConfig = config.mla
+        self._build = LayerBuilder(
+            weights, dtype=dtype, exact=exact, store=store, linear_strategy=linear_strategy
+        )
+        rope_dim = self._mla.rope_dim
+        self._rotary = Rotary(
+            config.rope, head_dim=rope_dim, max_len=config.max_model_len, dtype=dtype
+        )
+        self._rotate_query = self._choose_rotate(config.num_heads)
+        self._rotate_key = self._choose_rotate(1)
+        index = self._mla.index
+        self._rotate_index = self._choose_rotate(index.num_heads) if index else rotate
+        self._embedding = weights["model.embed_tokens.weight"]
+        self._layers: list[_Layer] = []
+        for number in range(config.num_layers):
+            self._layers.append(self._layer(number))
+            if on_layer is not None:
+                on_layer()
+        self._norm = self._build.rms_norm("model.norm.weight", config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self._head = self._build.linear("model.embed_tokens" if tied else "lm_head")
+        self._build.forget_weights()
+
+    def exactness(self) -> list[Exactness]:
+        """How each distinct operation, shape and dtype is computed, and why."""
+        return self._build.verdicts()
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden rows before the final norm; see `DenseDecoder.forward`."""
+        hidden = F.embedding(token_ids, self._embedding)
+        cos, sin = self._rotary.at(positions)
+        for number, layer in enumerate(self._layers):
+            mixed = attend(number, *self._attention(layer, layer.attention_norm(hidden), cos, sin))
+            hidden = hidden + layer.output(mixed.flatten(1))
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] rows of `forward` -> [R, vocab_size] float32."""
+        return self._head(self._norm(hidden)).float()
+
+    def _attention(
+        self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[MlaQuery, Tensor, Tensor] | tuple[MlaQuery, Tensor, Tensor, Tensor]:
+        """What attention asks, and what it stores of each token."""
+        mla = self._mla
+        residual = x
+        if layer.q_down is not None and layer.q_norm is not None:
+            residual = layer.q_norm(layer.q_down(x))
+        heads = layer.q_up(residual).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        nope, rope = heads.split((mla.nope_dim, mla.rope_dim), -1)
+        latent, key = layer.kv_down(x).split((mla.latent_dim, mla.rope_dim), -1)
+        latent, key = layer.latent_norm(latent.contiguous()), key[:, None]
+        if mla.interleaved:
+            rope, key = paired(rope), paired(key)
+        rope = self._rotate_query(rope.contiguous(), cos, sin)
+        key = self._rotate_key(key.contiguous(), cos, sin)[:, 0]
+        if layer.index is None or mla.index is None:
+            return MlaQuery(nope, rope, layer.up), latent, key
+        own = layer.index
+        index_q = own.query(residual).unflatten(-1, (-1, mla.index.head_dim))
+        index_q = self._turn_first(self._rotate_index, index_q, cos, sin)
+        index_key = own.key_norm(own.key(x))[:, None]
+        index_key = self._turn_first(self._rotate_key, index_key, cos, sin)[:, 0]
+        index = IndexQuery(index_q, own.weights(x.float()))
+        return MlaQuery(nope, rope, layer.up, index), latent, key, index_key
+
+    def _turn_first(self, turn: Rotate, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Only the first `rope_dim` of each head carry position."""
+        dim = self._mla.rope_dim
+        return torch.cat((turn(heads[..., :dim].contiguous(), cos, sin), heads[..., dim:]), -1)
+
+    def _layer(self, number: int) -> _Layer:
+        config, build, mla = self.config, self._build, self._mla
+        prefix = f"model.layers.{number}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        low_rank = mla.q_lora_rank is not None
+        sparse_mlp = config.moe is not None and number not in config.moe.dense_layers
+        return _Layer(
+            attention_norm=build.rms_norm(f"{prefix}input_layernorm.weight", config.rms_norm_eps),
+            q_down=build.linear(f"{attention}q_a_proj") if low_rank else None,
+            q_norm=(
+                build.rms_norm(f"{attention}q_a_layernorm.weight", RANK_EPS) if low_rank else None
+            ),
+            q_up=build.linear(f"{attention}{'q_b_proj' if low_rank else 'q_proj'}"),
+            kv_down=build.linear(f"{attention}kv_a_proj_with_mqa"),
+            latent_norm=build.rms_norm(f"{attention}kv_a_layernorm.weight", RANK_EPS),
+            up=self._up_projection(f"{attention}kv_b_proj.weight"),
+            index=self._index(f"{attention}indexer.", mla.index) if mla.index else None,
+            output=build.linear(f"{attention}o_proj"),
+            mlp_norm=build.rms_norm(
+                f"{prefix}post_attention_layernorm.weight", config.rms_norm_eps
+            ),
+            mlp=(
+                Experts.build(config.moe, build, mlp)
+                if sparse_mlp and config.moe is not None
+                else build.mlp(mlp)
+            ),
+        )
+
+    def _up_projection(self, name: str) -> UpProjection:
+        mla, num_heads = self._mla, self.config.num_heads
+        matrix = self._build.weight(name).unflatten(0, (num_heads, -1))
+        keys, values = matrix.split((mla.nope_dim, mla.value_dim), 1)
+        values = values.transpose(1, 2)
+        return UpProjection(keys, values, self._per_head(keys), self._per_head(values))
+
+    def _per_head(self, matrices: Tensor) -> Callable[[Tensor], Tensor]:
+        num_heads, width, _ = matrices.shape
+        return self._build.rows(
+            "product per head",
+            partial(per_head, matrices=matrices),
+            tuple(matrices.shape),
+            lambda: (sample_rows(num_heads, width, dtype=self.dtype),),
+        )
+
+    def _index(self, prefix: str, index: IndexConfig) -> _Index:
+        build, dim = self._build, index.head_dim
+        weight, bias = build.weight(f"{prefix}k_norm.weight"), build.weight(f"{prefix}k_norm.bias")
+        return _Index(
+            query=build.linear(f"{prefix}wq_b"),
+            key=build.linear(f"{prefix}wk"),
+            key_norm=build.rows(
+                "layer_norm",
+                partial(layer_norm, weight=weight, bias=bias),
+                (dim,),
+                lambda: (sample_rows(dim, dtype=self.dtype),),
+            ),
+            weights=build.linear(f"{prefix}weights_proj"),
+        )
+
+    def _choose_rotate(self, num_heads: int) -> Rotate:
+        shape = (num_heads, self._mla.rope_dim)
+
+        def samples() -> tuple[Tensor, ...]:
+            heads = sample_rows(*shape, dtype=self.dtype)
+            positions = torch.arange(heads.shape[0]) % self.config.max_model_len
+            return (heads, *self._rotary.at(positions))
+
+        return self._build.rows("rotary", rotate, shape, samples)
+
+
+def paired(x: Tensor) -> Tensor:
+    """[..., dim] whose rotary pairs are neighbours, as halves: what `rotate` expects.
+
+    Queries and keys are rearranged alike, so that their products stay what they are.
+    """
+    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
+
+
+def per_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [T, heads, n] times a matrix per head [heads, n, m]: [T, heads, m].
+
+    Rows are filled up to a multiple of `PAD_ROWS`, as for `Linear`.
+    """
+    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % PAD_ROWS)).transpose(0, 1).contiguous()
+    return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension, in float32."""
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (wide * scale * weight.float() + bias.float()).to(x.dtype)
