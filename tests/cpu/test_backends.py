@@ -1,6 +1,8 @@
 """Every backend against dense attention in float64, written here and sharing nothing with them."""
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -319,6 +321,19 @@ def test_query_heads_must_divide_over_kv_heads() -> None:
     """The error names both numbers."""
     with pytest.raises(ConfigError, match=r"num_heads=5.*num_kv_heads=2"):
         spec_of(num_heads=5, num_kv_heads=2)
+
+
+def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
+    """The verdicts of probes and the promise of exactness hold for one number of threads."""
+    code = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from tests.cpu.test_backends import CPU, MIXED, case_of, run, spec_of\n"
+        "run('tree', case_of(spec_of(), MIXED)); print(torch.get_num_threads())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert found.stdout == "1\n", found.stderr
 
 
 # -- reading a shared prefix once ---------------------------------------------------------------

@@ -60,6 +60,7 @@ class TreeBackend:
         self._state = np.zeros((0, 0), np.float32)
         use_threads(self._num_workers)
         self._compile()
+        torch.set_num_threads(self._num_workers)  # Numba starts all there are, in torch's pool too
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
