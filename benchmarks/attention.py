@@ -164,12 +164,20 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def machine_limits(dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes a second of a sum over 256 MB, multiply-adds a second of a large product in `dtype`."""
+    """Bytes a second of a sum over 256 MB; multiply-adds a second of a large product.
+
+    The product is float32, or in `dtype` where that is faster: without instructions for bfloat16 it
+    is a hundred times slower, so it is tried on a small one first.
+    """
     big = torch.ones(1 << 26)
-    square = torch.randn(2048, 2048).to(dtype)
+    square = torch.randn(2048, 2048)
     read = min(seconds(big.sum) for _ in range(5))
-    product = min(seconds(lambda: square @ square) for _ in range(3))
-    return big.numel() * 4 / read, 2048.0**3 / product
+    product = min(seconds(lambda: square @ square) for _ in range(3)) / 2048.0**3
+    small = square[:256, :256].to(dtype)
+    if min(seconds(lambda: small @ small) for _ in range(3)) / 256.0**3 < product:
+        narrow = square.to(dtype)
+        product = min(seconds(lambda: narrow @ narrow) for _ in range(3)) / 2048.0**3
+    return big.numel() * 4 / read, 1 / product
 
 
 def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ from numbers import Integral
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "int8", "fp8")
 POLICIES = (
     "auto",
     "lru",
@@ -35,6 +36,7 @@ class CacheSection:
     page_size: int = 16  # short enough to share most of a prefix, long enough for cheap tables
     kv_cache_tokens: int | None = None  # rounds down to pages
     kv_cache_memory: int | None = None  # bytes; used when kv_cache_tokens is not given
+    kv_dtype: str = "auto"  # that of the model; int8 and fp8 hold more tokens, and round
     prefix_cache: bool = True  # never changes an answer, so there is no reason to start without
     policy: str = "auto"  # follows the traffic; the others are fixed rules
 
@@ -113,6 +115,8 @@ class EngineConfig:
             )
         if self.model.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
+        if self.cache.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype={self.cache.kv_dtype!r} but it must be one of {KV_DTYPES}")
         if not isinstance(self.attention.attention_backend, str):
             raise ConfigError(
                 f"attention_backend={self.attention.attention_backend!r} but it must be a name"

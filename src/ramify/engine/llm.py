@@ -43,7 +43,7 @@ from ramify.errors import (
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
 from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
-from ramify.models.needs import attention_of, attention_spec, kv_layout
+from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
 from ramify.params import (
     CacheReport,
     Completion,
@@ -110,7 +110,8 @@ class LLM:
         self.path = find_checkpoint(model)
         self.model_config: ModelConfig = read_config(self.path)
         config, exact = self.model_config, asked.attention.exact
-        kv_dtype = resolve_dtype(asked.model.dtype, config)
+        dtype = resolve_dtype(asked.model.dtype, config)
+        kv_dtype = plane_dtype(asked.cache.kv_dtype, dtype)
         layout = kv_layout(config)
         self.config: ResolvedConfig = resolve(
             asked,
@@ -119,7 +120,11 @@ class LLM:
             free_memory=free_memory(),
         )
         self.attention_spec = attention_spec(
-            config, page_size=self.config.page_size, dtype=kv_dtype, exact=exact
+            config,
+            page_size=self.config.page_size,
+            dtype=dtype,
+            exact=exact,
+            kv_dtype=kv_dtype,
         )
         self.attention: Choice = select_backend(
             asked.attention.attention_backend, self.attention_spec, torch.device("cpu")

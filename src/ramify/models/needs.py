@@ -20,8 +20,18 @@ def kv_layout(config: ModelConfig) -> KVLayout:
     return layout if mla.index is None else layout.with_index_key(mla.index.head_dim)
 
 
+def plane_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
+    """What K/V is stored in, for a `kv_dtype` as `ramify.config` has it and the model's dtype."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(asked, dtype)
+
+
 def attention_spec(
-    config: ModelConfig, *, page_size: int, dtype: torch.dtype, exact: bool
+    config: ModelConfig,
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    exact: bool,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
     """What a backend must be able to do for this model."""
     windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
@@ -36,6 +46,7 @@ def attention_spec(
             windows=windows,
             scale=config.head_dim**-0.5,
             exact=exact,
+            kv_dtype=kv_dtype,
         )
     return AttentionSpec(
         num_heads=config.num_heads,
@@ -47,6 +58,7 @@ def attention_spec(
         windows=windows,
         scale=mla.scale,
         exact=exact,
+        kv_dtype=kv_dtype,
         kind="mla",
         sparse=mla.index is not None,
     )
