@@ -31,6 +31,7 @@ from ramify.attention.simd import (
     element_at,
     exp_of,
     fold_row,
+    prefetch,
     put_float,
     soft_cap_row,
     softmax_row,
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_KEYS = 256
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
+_LINE = 64  # bytes of a cache line
 
 
 class Part(NamedTuple):
@@ -97,12 +99,28 @@ def _element(kind: int, address: int) -> Any:
 
 
 @_jit
-def _pack_keys(part: Part, source: int, offsets: Any, factors: Any, into: int, count: int) -> None:
-    """[width, BLOCK_KEYS] float32 from `count` keys, eight at a time."""
+def _fetch(part: Part, source: int, offsets: Any, j: int, count: int) -> None:
+    """Begin to fetch some rows of a plane that will be wanted soon; source 0: nothing.
+
+    Worth it where a task has several heads, whose rows are scattered over many pages.
+    """
+    for i in range(j, min(j + 8, count) if source else j):
+        at = source + offsets[i]
+        for line in range(0, part.width * SIZES[part.kind], _LINE):
+            prefetch(at + line)
+
+
+@_jit
+def _pack_keys(
+    part: Part, source: int, found: Any, ahead: int, next_found: Any, into: int, count: int
+) -> None:
+    """[width, BLOCK_KEYS] float32 from `count` keys, eight at a time; fetch those of `ahead`."""
+    offsets, factors = found
     at, by, rest = offsets.ctypes.data, factors.ctypes.data, part.width % 8
     whole = part.width - rest
     for j in range(0, count, 8):
         where, scale, to = at + 8 * j, by + 4 * j, into + 4 * j
+        _fetch(part, ahead, next_found[0], j, count)
         if part.kind == F32:
             transpose_keys(source, where, scale, to, _BLOCK, whole, 0)
         elif part.kind == BF16:
@@ -121,11 +139,15 @@ def _pack_keys(part: Part, source: int, offsets: Any, factors: Any, into: int, c
 
 @_jit
 def _pack_values(
-    part: Part, source: int, offsets: Any, factors: Any, into: int, stride: int, count: int
-) -> None:
-    """[count, stride] float32 from `count` values."""
+    part: Part, source: int, found: Any, ahead: int, next_found: Any, into: int, stride: int,
+    count: int,
+) -> None:  # fmt: skip
+    """[count, stride] float32 from `count` values; fetch those of `ahead`."""
+    offsets, factors = found
     whole = part.width - part.width % 8
     for j in range(count):
+        if j % 8 == 0:
+            _fetch(part, ahead, next_found[0], j, count)
         row, to = source + offsets[j], into + 4 * stride * j
         if part.kind == F32:
             widen_row(row, to, whole, factors[j], 0)
@@ -143,14 +165,32 @@ def _pack_values(
 
 
 @_jit
-def _locate(part: Part, slots: Any, count: int, num_heads: int, head: int, found: Any) -> None:
-    """Where a head's keys or values lie, in bytes, and what they are to be multiplied with."""
-    offsets, factors = found
-    for j in range(count):
-        offsets[j] = slots[j] * part.token
+def _find_slots(table: Any, seq: int, page_size: int, start: int, count: int, slots: Any) -> None:
+    """Slots of `count` keys from position `start` on, and the last again up to a multiple of 8."""
+    index = start // page_size
+    offset, j = start - index * page_size, 0
+    while j < count:
+        first = np.int64(table[seq, index]) * page_size + offset
+        stop = min(count, j + page_size - offset)
+        for i in range(j, stop):
+            slots[i] = first + i - j
+        j, offset, index = stop, 0, index + 1
+    for i in range(count, -(-count // 8) * 8):
+        slots[i] = slots[count - 1]
+
+
+@_jit
+def _scale(part: Part, slots: Any, count: int, num_heads: int, head: int, factors: Any) -> None:
+    """What the keys or values of a head are to be multiplied with, if their plane has scales."""
     if part.scales:
         for j in range(count):
             factors[j] = element_at(part.scales + 4 * (slots[j] * num_heads + head), 0)
+
+
+@_jit
+def _places() -> Any:
+    """For a block of a plane: byte offsets of its rows, and factors."""
+    return np.zeros(_BLOCK, np.int64), np.ones(_BLOCK, np.float32)
 
 
 @_jit
@@ -198,18 +238,18 @@ def _fold(state: Any, row: int, top: float, weight: float, partial: int, width: 
 
 @_jit
 def _attend_tile(
-    shape: Shape, queries: int, num_rows: int, first_row: int, group: int, seen: Any,
+    shape: Shape, queries: int, num_rows: int, first_row: int, seen: Any,
     packed: Any, scores: Any, tops: Any, state: Any, state_rows: Any,
 ) -> None:  # fmt: skip
     """Rows [first_row, first_row + num_rows) of a task against the block in `packed`.
 
-    `seen[token]` is how many of the block's keys a token sees, counted from the block's first, if
-    no window cuts off the beginning; it may be negative or beyond the block.
+    `seen[row]` is how many of the block's keys a row sees, counted from the block's first, if no
+    window cuts off the beginning; it may be negative or beyond the block.
     """
     keys, values, partial = packed
     low, high = _BLOCK, 0
     for r in range(first_row, first_row + num_rows):
-        end = seen[r // group]
+        end = seen[r]
         high = max(high, min(end, _BLOCK))
         low = min(low, max(0, end - shape.window) if shape.window else 0)
     if low >= high:
@@ -221,7 +261,7 @@ def _attend_tile(
     _product(num_rows, queries + 4 * depth * first_row, depth, keys + 4 * low, _BLOCK,
              into, _BLOCK, depth, width)  # fmt: skip
     for r in range(num_rows):
-        row, end = into + 4 * _BLOCK * r, seen[(first_row + r) // group] - low
+        row, end = into + 4 * _BLOCK * r, seen[first_row + r] - low
         if shape.soft_cap > 0:
             soft_cap_row(row, np.float32(shape.soft_cap), width)
         for j in range(max(0, end), width):
@@ -240,14 +280,16 @@ def _attend_tile(
 
 @_jit
 def _attend_task(
-    shape: Shape, latent: Part, rope: Part, value: Part, task: Any, tokens: Any, positions: Any, table: Any,
-    queries: int, state: Any, out: Any, scratch: Any,
+    shape: Shape, latent: Part, rope: Part, value: Part, task: Any, tokens: Any, positions: Any,
+    table: Any, queries: int, state: Any, out: Any, scratch: Any,
 ) -> None:  # fmt: skip
-    """All rows of a task against its blocks, in order; rows whose last block it has are written."""
+    """All rows of a task against its blocks, in order; rows whose last block it has are written.
+
+    While a block is laid out, what comes next is fetched: K/V of the next head, or block.
+    """
     seq, first, count, head0, head1, group0, group1, block0, block1 = task
     depth, stride, num_heads = shape.key_dim, shape.value_stride, shape.num_heads
-    whole_group = num_heads // shape.num_kv_heads
-    group = group1 - group0
+    heads, whole_group, group = shape.num_kv_heads, num_heads // shape.num_kv_heads, group1 - group0
     num_rows = count * group
     keys = scratch.ctypes.data
     values = keys + 4 * _BLOCK * depth
@@ -255,14 +297,16 @@ def _attend_task(
     scores = scratch[at : at + _ROWS * _BLOCK].reshape(_ROWS, _BLOCK)
     partial = keys + 4 * (at + _ROWS * _BLOCK)
     folded = partial + 4 * _ROWS * stride
-    slots, seen = np.empty(_BLOCK, np.int64), np.empty(count, np.int64)
+    slots, next_slots = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+    seen, row_positions = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     tops = np.empty((_ROWS, 2), np.float32)
-    found = np.empty(_BLOCK, np.int64), np.ones(_BLOCK, np.float32)
-    found_values = np.empty(_BLOCK, np.int64), np.ones(_BLOCK, np.float32)
+    in_keys, in_rope, in_values = _places(), _places(), _places()
+    next_keys, next_values = _places(), _places()
     state_rows = np.empty((head1 - head0, num_rows), np.int64)
     lowest, highest = positions[first], positions[first]
     for t in range(count):
         lowest, highest = min(lowest, positions[first + t]), max(highest, positions[first + t])
+        row_positions[t * group : (t + 1) * group] = positions[first + t]
         for h in range(head0, head1):
             for g in range(group):
                 row = tokens[first + t] * num_heads + h * whole_group + group0 + g
@@ -272,37 +316,52 @@ def _attend_task(
                 copy_row(to, queries + 4 * depth * row, depth)
                 if block0 == 0:
                     state[row, 1] = 0.0
+    if shape.window:  # before it, nobody sees anything
+        block0 = max(block0, (lowest + 1 - shape.window) // _BLOCK)
+    block1 = min(block1, highest // _BLOCK + 1)
+    if block0 < block1:
+        count_next = min(_BLOCK, highest + 1 - block0 * _BLOCK)
+        _find_slots(table, seq, shape.page_size, block0 * _BLOCK, count_next, next_slots)
     for block in range(block0, block1):
         start = block * _BLOCK
         num_keys = min(_BLOCK, highest + 1 - start)
-        if num_keys <= 0:
-            break
-        if shape.window and start + _BLOCK <= lowest + 1 - shape.window:
-            continue  # nobody sees any of it
-        for j in range(num_keys):
-            page = np.int64(table[seq, (start + j) // shape.page_size])
-            slots[j] = page * shape.page_size + (start + j) % shape.page_size
         padded = -(-num_keys // 8) * 8  # keys are packed by eight
-        slots[num_keys:padded] = slots[num_keys - 1]
-        for t in range(count):
-            seen[t] = positions[first + t] + 1 - start
+        slots[:padded] = next_slots[:padded]
+        if block + 1 < block1:
+            left = min(_BLOCK, highest + 1 - start - _BLOCK)
+            _find_slots(table, seq, shape.page_size, start + _BLOCK, left, next_slots)
+        for j in range(padded):
+            in_keys[0][j], in_values[0][j] = slots[j] * latent.token, slots[j] * value.token
+            in_rope[0][j] = slots[j] * rope.token
+            next_keys[0][j] = next_slots[j] * latent.token
+            next_values[0][j] = next_slots[j] * value.token
+        for r in range(num_rows):
+            seen[r] = row_positions[r] + 1 - start
         for h in range(head0, head1):
-            _locate(latent, slots, padded, shape.num_kv_heads, h, found)
-            _pack_keys(latent, latent.address + h * latent.head, found[0], found[1], keys, num_keys)
+            at_key, at_value = latent.address + h * latent.head, value.address + h * value.head
+            ahead_key, ahead_value, soon_keys, soon_values = 0, 0, in_keys, in_values
+            if h + 1 < head1:
+                ahead_key, ahead_value = at_key + latent.head, at_value + value.head
+            elif block + 1 < block1 and head1 > head0 + 1:
+                ahead_key = latent.address + head0 * latent.head
+                ahead_value = value.address + head0 * value.head
+                soon_keys, soon_values = next_keys, next_values
+            _scale(latent, slots, padded, heads, h, in_keys[1])
+            _pack_keys(latent, at_key, in_keys, ahead_key, soon_keys, keys, num_keys)
             if rope.width:
-                _locate(rope, slots, padded, shape.num_kv_heads, h, found)
-                _pack_keys(rope, rope.address + h * rope.head, found[0], found[1],
+                _scale(rope, slots, padded, heads, h, in_rope[1])
+                _pack_keys(rope, rope.address + h * rope.head, in_rope, 0, in_rope,
                            keys + 4 * _BLOCK * latent.width, num_keys)  # fmt: skip
-            _locate(value, slots, padded, shape.num_kv_heads, h, found_values)
-            _pack_values(value, value.address + h * value.head, found_values[0], found_values[1],
+            _scale(value, slots, padded, heads, h, in_values[1])
+            _pack_values(value, at_value, in_values, ahead_value, soon_values,
                          values, stride, num_keys)  # fmt: skip
             mine = folded + 4 * depth * (h - head0) * num_rows
             for r in range(0, num_rows, _ROWS):
-                _attend_tile(shape, mine, min(_ROWS, num_rows - r), r, group, seen,
+                _attend_tile(shape, mine, min(_ROWS, num_rows - r), r, seen,
                              (keys, values, partial), scores, tops, state,
                              state_rows[h - head0])  # fmt: skip
     for t in range(count):
-        if positions[first + t] < block1 * _BLOCK:
+        if positions[first + t] < task[8] * _BLOCK:
             for h in range(head1 - head0):
                 for g in range(group):
                     row = state_rows[h, t * group + g]

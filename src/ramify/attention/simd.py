@@ -366,6 +366,21 @@ def put_float(_: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def prefetch(_: Any, address: Any) -> Any:
+    """Begin to fetch the cache line of an address; any address will do."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, data = _i32(0), _i32(2), _i32(1)  # to read, into the second level, data
+        builder.call(fetch, [builder.inttoptr(args[0], pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(_int), code
+
+
+@intrinsic
 def take_next(_: Any, counter: Any) -> Any:
     """The int64 at an address, raised by one for whoever asks next; safe among threads."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,9 @@ class TreeBackend:
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
         self._counter = np.zeros(1, np.int64)
+        # by layer, for the very same planes: asking a tensor costs a microsecond
+        self._parts: dict[int, tuple[tuple[Tensor, ...], list[Any]]] = {}
+        self._shapes: dict[tuple[int, int], Any] = {}
         self._scratch = np.zeros((0, 0), np.float32)
         self._state = np.zeros((0, 0), np.float32)
         use_threads(self._num_workers)
@@ -158,25 +162,35 @@ class TreeBackend:
             plan = self._sparse(plan, selected)
         scaled = q.float().mul(spec.scale).contiguous()
         out = torch.empty(q.shape[0], spec.num_heads, spec.out_dim)
-        out[plan.num_tokens :] = 0
+        if plan.num_tokens < q.shape[0]:
+            out[plan.num_tokens :] = 0
         window = spec.windows[layer] if selected is None else None
-        self._launch(plan, scaled, planes, out, window or 0)
+        self._launch(plan, scaled, self._parts_of(layer, planes), out, window or 0)
         return out.to(q.dtype)
 
+    def _parts_of(self, layer: int, planes: Mapping[str, Tensor]) -> list[Any]:
+        tensors = tuple(planes.values())
+        known, parts = self._parts.get(layer, ((), []))
+        if len(known) != len(tensors) or any(map(is_not, known, tensors)):
+            parts = [self._kernels.Part(*part) for part in parts_of(planes)]
+            self._parts[layer] = tensors, parts
+        return parts
+
     def _launch(
-        self, plan: Tasks, scaled: Tensor, planes: Mapping[str, Tensor], out: Tensor, window: int
+        self, plan: Tasks, scaled: Tensor, parts: Sequence[Any], out: Tensor, window: int
     ) -> None:
-        spec, kernels = self.spec, self._kernels
-        shape = kernels.Shape(
-            plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
-            self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0),
-        )  # fmt: skip
+        spec = self.spec
+        shape = self._shapes.get((plan.page_size, window))
+        if shape is None:
+            shape = self._shapes[plan.page_size, window] = self._kernels.Shape(
+                plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
+                self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0),
+            )  # fmt: skip
         self._reserve(shape, plan)
         use_threads(self._num_workers)
-        parts = [kernels.Part(*part) for part in parts_of(planes)]
         flat = out.view(-1, spec.out_dim).numpy()
         for tasks in plan.phases:
-            kernels.attend(
+            self._kernels.attend(
                 shape, *parts, tasks, plan.tokens, plan.positions, plan.table,
                 scaled.data_ptr(), self._state, flat, self._scratch, self._counter,
             )  # fmt: skip
@@ -223,7 +237,8 @@ class TreeBackend:
             [np.zeros((0, 9), np.int64)], nothing, nothing, np.zeros((0, 1), np.int32), 1, 0, 0
         )
         out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
-        self._launch(plan, q, {"k": empty, "v": empty}, out, 0)
+        parts = [self._kernels.Part(*part) for part in parts_of({"k": empty, "v": empty})]
+        self._launch(plan, q, parts, out, 0)
 
 
 class _Rows:
