@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,14 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
 
 
+class KvDtype(str, Enum):
+    """Precision of K/V alone."""
+
+    auto = "auto"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
 
@@ -52,6 +61,7 @@ ModelOption = Annotated[
     str, typer.Option("--model", help="Checkpoint directory, cached hub id, or ramify-tiny.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto is the checkpoint's own.")]
+KvDtypeOption = Annotated[KvDtype, typer.Option(help="auto is the model's; int8, fp8 round.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per page, the unit of sharing.")]
 KvTokens = Annotated[int | None, typer.Option(help="Size of the K/V pool in tokens.")]
 KvMemory = Annotated[int | None, typer.Option(help="Size of the K/V pool in bytes.")]
@@ -341,6 +351,63 @@ def info(
         typer.echo(f"{section}:")
         for name, value in entries.items():
             typer.echo(f"  {name + ':':24} {value}")
+
+
+@app.command()
+def verify(
+    model: Model = _MODEL.model,
+    sample: Annotated[int, typer.Option(min=1, help="Made-up prompts to compute.")] = 8,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each.")] = 8,
+    dtype: DtypeOption = Dtype.auto,
+    kv_dtype: KvDtypeOption = KvDtype.auto,
+    page_size: PageSize = _CACHE.page_size,
+    attention_backend: Backend = _ATTENTION.attention_backend,
+    exact: Exact = _ATTENTION.exact,
+    as_json: AsJson = False,
+) -> None:
+    """Compute prompts cold, warm, chunked, batched and preempted, and compare every bit.
+
+    Exit code 0 means that nothing differs, 1 that something does.
+    """
+    with _told_errors():
+        from ramify.engine.llm import LLM
+        from ramify.engine.verify import Verifier, lines_of, made_up_prompts
+
+        llm = LLM(
+            model,
+            progress=True,
+            dtype=dtype.value,
+            kv_dtype=kv_dtype.value,
+            page_size=page_size,
+            attention_backend=attention_backend,
+            exact=exact,
+        )
+        vocab_size, limit = llm.model_config.vocab_size, llm.config.max_model_len
+        asked = (
+            made_up_prompts(sample, vocab_size, limit)
+            if prompts is None
+            else lines_of(llm, prompts)
+        )
+        if not as_json:
+            typer.echo(
+                f"{'way':24}{'answers':>9}{'logits':>9}{'K/V':>9}{'shared':>9}{'preempted':>11}  bits"
+            )
+        ways = []
+        for way in Verifier(llm, asked, new_tokens).ways():
+            ways.append(way)
+            if not as_json:
+                found = f"{len(way.differences)} differ" if way.differences else "the same"
+                typer.echo(
+                    f"{way.name:24}{way.num_answers:9}{way.num_logits:9}{way.num_kv:9}"
+                    f"{way.read_tokens:9}{way.preemptions:11}  {found}"
+                )
+    different = [one for way in ways for one in way.differences]
+    if as_json:
+        typer.echo(json.dumps([asdict(way) for way in ways], indent=2))
+    elif different:
+        typer.echo(f"first difference: {different[0]}")
+    raise typer.Exit(1 if different else 0)
 
 
 def _facts(llm: LLM) -> dict[str, dict[str, Any]]:

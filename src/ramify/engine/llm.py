@@ -134,14 +134,16 @@ class LLM:
         self.decoder = weights
         pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
         self._attend = attention_of(config, self.attention_spec, self.attention.backend)
-        runner = ModelRunner(weights, pool, self._attend, **({} if exact else {"row_multiple": 1}))
+        self.runner = ModelRunner(
+            weights, pool, self._attend, **({} if exact else {"row_multiple": 1})
+        )
         tokenizer = self.tokenizer
         decoder: Callable[[], Detokenizer] | None = None
         if tokenizer is not None:
             decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
         self.core = EngineCore(
             self.config,
-            LocalExecutor(runner),
+            LocalExecutor(self.runner),
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
             namespace=namespace_of(

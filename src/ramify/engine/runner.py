@@ -34,14 +34,14 @@ class ModelRunner:
         row_multiple: int = ROW_MULTIPLE,
     ) -> None:
         self.model, self.pool, self.backend = model, pool, backend
-        self._row_multiple = row_multiple
+        self.row_multiple = row_multiple
         self._planes = [plane.name for plane in pool.layout.planes]
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
         """Hidden rows [T, hidden] of the step; its K/V is in the pool afterwards."""
         batch = plan.batch
-        num_padding = -batch.num_tokens % self._row_multiple
+        num_padding = -batch.num_tokens % self.row_multiple
         page_size = self.pool.page_size
         spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
         token_ids = torch.from_numpy(np.pad(plan.token_ids, (0, num_padding)))

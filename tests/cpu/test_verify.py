@@ -1,0 +1,79 @@
+"""`ramify verify`: silent about what is exact, and loud about what is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ramify import LLM
+from ramify.cli import app
+from ramify.engine.verify import Verifier, lines_of, made_up_prompts
+from ramify.errors import ConfigError
+from ramify.testing import write_tiny_checkpoint
+from tests.cpu.attention_mutants import CutAtNodeBoundary
+from tests.cpu.engine_cases import CPU
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("verify"), "llama")
+
+
+def prompts_for(llm: LLM, num: int = 4) -> list[tuple[int, ...]]:
+    return made_up_prompts(num, llm.model_config.vocab_size, llm.config.max_model_len)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_every_way_of_computing_gives_the_same_bits(checkpoint: Path, kv_dtype: str) -> None:
+    """Whatever K/V is stored in; and each way did what it is there for."""
+    llm = LLM(checkpoint, kv_dtype=kv_dtype, kv_cache_tokens=2048)
+
+    ways = {way.name: way for way in Verifier(llm, prompts_for(llm), 4).ways()}
+
+    assert all(way.differences == [] for way in ways.values())
+    assert all(way.num_logits and way.num_kv for way in ways.values())
+    assert ways["warm"].read_tokens and ways["batched"].read_tokens
+    assert ways["preempted and resumed"].preemptions
+    assert llm.cache.stats().lookups == 0
+
+
+def test_a_backend_that_depends_on_the_cache_is_found(checkpoint: Path) -> None:
+    """With the layer and the position: K/V of layer 0 is never wrong, it precedes attention."""
+    llm = LLM(checkpoint, kv_cache_tokens=2048)
+    llm.runner.backend = CutAtNodeBoundary(llm.attention_spec, CPU)
+
+    found = [one for way in Verifier(llm, prompts_for(llm), 4).ways() for one in way.differences]
+
+    assert found
+    assert all(one.layer is None or one.layer > 0 for one in found)
+    assert any(f"layer {one.layer}, plane {one.plane}" in str(one) for one in found)
+
+
+def test_the_command_tells_and_its_exit_code_says(checkpoint: Path, tmp_path: Path) -> None:
+    """0 when nothing differs, 1 when something does, 2 for a mistake of the caller."""
+    run = CliRunner().invoke
+    told = run(app, ["verify", str(checkpoint), "--sample", "2", "--json"])
+    assert told.exit_code == 0
+    assert {way["name"] for way in json.loads(told.stdout)} >= {"warm", "chunked", "batched"}
+
+    inexact = ["--no-exact", "--attention-backend", "sdpa", "--sample", "4"]
+    told = run(app, ["verify", str(checkpoint), *inexact])
+    assert told.exit_code == 1
+    assert "first difference: " in told.stdout
+
+    empty = tmp_path / "none.txt"
+    empty.write_text("\n\n")
+    assert run(app, ["verify", str(checkpoint), "--prompts", str(empty)]).exit_code == 2
+
+
+def test_prompts_of_a_file_are_its_lines(checkpoint: Path, tmp_path: Path) -> None:
+    llm = LLM(checkpoint, kv_cache_tokens=2048)
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo and more\n")
+
+    assert [len(prompt) > 0 for prompt in lines_of(llm, path)] == [True, True]
+    with pytest.raises(ConfigError, match="cannot read"):
+        lines_of(llm, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="the limit is"):
+        Verifier(llm, [tuple([1] * llm.config.max_model_len)])
