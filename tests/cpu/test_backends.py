@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from ramify.attention.backend import (
     select_backend,
 )
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.sdpa import SdpaBackend
 from ramify.attention.tree import TreeBackend
 from ramify.errors import ConfigError, UnsupportedBackendError
 from ramify.kv.block_table import PagedBlockTable
@@ -323,6 +325,69 @@ def test_query_heads_must_divide_over_kv_heads() -> None:
         spec_of(num_heads=5, num_kv_heads=2)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("name", ["eager", "tree", "blocked"])
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_what_a_row_does_not_see_may_be_anything(
+    name: str, window: int | None, poison: float
+) -> None:
+    """K/V of a later token that is no number spoils no earlier row, nor those behind the window."""
+    spec = spec_of(windows=(window,), page_size=1)
+    case = case_of(spec, ((0, 300),))
+    place = 260
+    clean = run(name, case)
+    planes = {plane: values.clone() for plane, values in case.planes.items()}
+    for values in planes.values():
+        values[case.batch.block_table[0, place]] = poison
+
+    found = run(name, Case(spec, case.batch, case.q, planes, case.dense))
+
+    blind = [*range(place), *(range(place + window, 300) if window else ())]
+    assert torch.equal(found[blind].view(torch.int32), clean[blind].view(torch.int32))
+    assert not found[place].isfinite().all()
+
+
+def spoilt_inputs() -> dict[str, Callable[[Case], Case]]:
+    """Arguments whose shape or order in memory is not what the spec says."""
+
+    def planes(case: Case, change: Callable[[Tensor], Tensor]) -> Case:
+        changed = {name: change(plane) for name, plane in case.planes.items()}
+        return Case(case.spec, case.batch, case.q, changed, case.dense)
+
+    return {
+        "fewer rows": lambda c: Case(c.spec, c.batch, c.q[:-1], c.planes, c.dense),
+        "wider q": lambda c: Case(c.spec, c.batch, c.q.repeat(1, 1, 2), c.planes, c.dense),
+        "narrow planes": lambda c: planes(c, lambda p: p[..., :-1].contiguous()),
+        "strided planes": lambda c: planes(c, lambda p: torch.stack((p, p), 1)[:, 0]),
+        "other page size": lambda c: planes(c, lambda p: p.view(-1, 8, *p.shape[2:])),
+        "float64": lambda c: planes(c, Tensor.double),
+        "no planes": lambda c: Case(c.spec, c.batch, c.q, {}, c.dense),
+    }
+
+
+@pytest.mark.parametrize("what", spoilt_inputs())
+def test_the_kernels_are_told_no_address_that_does_not_fit(what: str) -> None:
+    """Compiled code checks nothing: a mistake of the caller is an error before it."""
+    with pytest.raises(ConfigError):
+        run("tree", spoilt_inputs()[what](case_of(spec_of(), MIXED)))
+
+
+def test_latents_and_rotary_parts_may_be_stored_in_two_dtypes() -> None:
+    """One of them with scales, the other without."""
+    spec = spec_of(num_kv_heads=1, head_dim=24, value_dim=16, kind="mla")
+    table = PagedBlockTable.of([list(range(20))], 16)
+    batch = AttentionBatch.build([Extend(0, 0, 290, 10)], table)
+    draw = torch.Generator().manual_seed(0)
+    planes = {
+        "latent": torch.randint(-127, 128, (20, 16, 16), generator=draw, dtype=torch.int8),
+        "latent_scale": torch.rand(20, 16, generator=draw) / 64,
+        "rope": torch.randn(20, 16, 8, generator=draw).bfloat16(),
+    }
+    case = Case(spec, batch, torch.randn(10, 6, 24, generator=draw), planes, [])
+
+    assert torch.allclose(run("tree", case), run("eager", case), atol=1e-5)
+
+
 def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
     """The verdicts of probes and the promise of exactness hold for one number of threads."""
     code = (
@@ -387,6 +452,24 @@ def test_who_shares_a_read_changes_no_bit(
         alone = AttentionBatch.build([extend], table)
         found = run("tree", Case(spec, alone, q[mine], planes, []))
         assert torch.equal(found.view(torch.int32), grouped[mine].view(torch.int32))
+
+
+def test_sdpa_reads_pages_that_follow_each_other_where_they_lie() -> None:
+    """No copy for them; for others one buffer that is kept from step to step."""
+    spec = spec_of()
+    backend = SdpaBackend(spec, CPU)
+    planes = {name: torch.randn(9, 16, 2, 16) for name in ("k", "v")}
+    found = []
+    for pages in ([3, 4, 5, 6], [3, 7, 1, 6], [1, 5, 3, 0]):
+        batch = AttentionBatch.build([Extend(0, 0, 59, 2)], PagedBlockTable.of([pages], 16))
+        q = torch.ones(2, 6, 16)
+        out = backend.run(backend.plan(batch), 0, q, planes)
+        eager = run("eager", Case(spec, batch, q, planes, []))
+        assert torch.allclose(out, eager, atol=1e-5)
+        found.append({name: kept.data_ptr() for name, kept in backend._kept.items()})
+
+    assert found[0] == {}
+    assert found[1] == found[2] != {}
 
 
 def test_requests_below_one_prefix_are_one_task() -> None:

@@ -31,6 +31,7 @@ from ramify.attention.simd import (
     element_at,
     exp_of,
     fold_row,
+    is_finite,
     prefetch,
     put_float,
     soft_cap_row,
@@ -162,6 +163,8 @@ def _pack_values(
         for d in range(whole, part.width):
             x = _element(part.kind, row + d * SIZES[part.kind])
             put_float(to + 4 * d, x * factors[j])
+        for d in range(part.width, stride):
+            put_float(to + 4 * d, np.float32(0.0))
 
 
 @_jit
@@ -273,6 +276,14 @@ def _attend_tile(
     _product(num_rows, into, _BLOCK, values + 4 * low * stride, stride,
              partial, stride, high - low, stride)  # fmt: skip
     for r in range(num_rows):
+        if not is_finite(partial + 4 * stride * r, stride):
+            # 0 times what a row does not see may be NaN: over its own keys alone
+            end = seen[first_row + r] - low
+            begin, end = max(0, end - shape.window) if shape.window else 0, min(end, high - low)
+            if begin < end:
+                _product(1, into + 4 * (_BLOCK * r + begin), _BLOCK,
+                         values + 4 * (low + begin) * stride, stride,
+                         partial + 4 * stride * r, stride, end - begin, stride)  # fmt: skip
         if tops[r, 0] != -np.inf:  # else the row sees nothing of this block
             _fold(state, state_rows[first_row + r], tops[r, 0], tops[r, 1],
                   partial + 4 * stride * r, stride)  # fmt: skip

@@ -228,7 +228,12 @@ class BlockedBackend:
             scores.masked_fill_(hidden[:, None], -torch.inf)
         peak = scores.amax(-1, keepdim=True).clamp_min(FLOOR)
         weights = scores.sub_(peak).exp_()
-        return peak, weights.sum(-1, keepdim=True), self._product(weights, v)
+        total = self._product(weights, v)
+        # 0 times what a row does not see may be NaN: such a row over its own keys alone
+        for row in (~total.isfinite().all(-1).flatten(0, -2).all(0)).nonzero()[:, 0].tolist():
+            own = v.masked_fill((weights[..., row, :] == 0)[..., None], 0.0)
+            total[..., row, :] = self._product(weights, own)[..., row, :]
+        return peak, weights.sum(-1, keepdim=True), total
 
     def _gather(
         self, name: str, plane: Tensor, slots: Tensor, shape: tuple[int, int, int, int, int]

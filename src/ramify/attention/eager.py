@@ -110,7 +110,12 @@ class EagerBackend:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
             scores[:, :num_rows].masked_fill_(~seen, -torch.inf)
             scores[:, num_rows:] = 0.0
-            mixed = torch.matmul(scores.softmax(-1), values)[:, :num_rows]
+            weights = scores.softmax(-1)
+            mixed = torch.matmul(weights, values)[:, :num_rows]
+            # 0 times what a row does not see may be NaN: such a row over its own keys alone
+            for row in (~mixed.isfinite().all(-1).all(0)).nonzero()[:, 0].tolist():
+                own = values.masked_fill(~seen[row, :, None], 0.0)
+                mixed[:, row] = torch.matmul(weights, own)[:, row]
             out[span.start : span.stop] = mixed.transpose(0, 1).to(q.dtype)
         return out
 

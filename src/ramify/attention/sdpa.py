@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,17 +22,20 @@ class SdpaPlan:
 
     spans: list[Span]
     masks: dict[int | None, list[Tensor | None]]  # [q_len * group, kv_len] bool
+    runs: list[int | None]  # the first slot, where a request's slots follow each other
 
 
 class SdpaBackend:
     """Gathers a request's K/V and folds the query heads of a group into query rows.
 
-    The mask is explicit: SDPA's own causal mask is aligned top-left, which is wrong when a
+    K/V go into buffers that are kept, a fresh result costs several times the copy; where the pages
+    follow each other they are read where they lie. The mask is explicit: SDPA's own causal mask is aligned top-left, which is wrong when a
     prefix is cached. Bits depend on the key length, so that decode differs from prefill.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
+        self._kept: dict[str, Tensor] = {}
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -58,7 +62,12 @@ class SdpaBackend:
                 else visible(span, window).repeat_interleave(group, 0)
                 for span in spans
             ]
-        return SdpaPlan(spans, masks)
+        runs: list[int | None] = []
+        for seq in range(batch.num_seqs):
+            slots = batch.kv_slots(seq)
+            follow = len(slots) > 0 and bool((np.diff(slots) == 1).all())
+            runs.append(int(slots[0]) if follow else None)
+        return SdpaPlan(spans, masks, runs)
 
     def run(
         self,
@@ -73,9 +82,12 @@ class SdpaBackend:
         assert selected is None
         spec = self.spec
         out = torch.zeros_like(q)
-        for span, mask in zip(plan.spans, plan.masks[spec.windows[layer]], strict=True):
+        masks = plan.masks[spec.windows[layer]]
+        for span, mask, first in zip(plan.spans, masks, plan.runs, strict=True):
             keys, values = (
-                planes[name].flatten(0, 1)[span.slots].to(q.dtype).transpose(0, 1)[None]
+                self._dense(name, planes[name].flatten(0, 1), span.slots, first)
+                .to(q.dtype)
+                .transpose(0, 1)[None]
                 for name in ("k", "v")
             )
             rows = q[span.start : span.stop].unflatten(1, (spec.num_kv_heads, spec.group))
@@ -87,3 +99,12 @@ class SdpaBackend:
                 mixed[0].unflatten(1, (-1, spec.group)).transpose(0, 1).flatten(1, 2)
             )
         return out
+
+    def _dense(self, name: str, plane: Tensor, slots: Tensor, first: int | None) -> Tensor:
+        """[kv_len, kv_heads, dim]: a view, or a copy in the buffer of that name."""
+        if first is not None:
+            return plane[first : first + len(slots)]
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < len(slots) or kept.dtype != plane.dtype:
+            kept = self._kept[name] = plane.new_empty(len(slots), *plane.shape[1:])
+        return torch.index_select(plane, 0, slots, out=kept[: len(slots)])

@@ -283,6 +283,25 @@ def fold_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: Any) -> A
 
 
 @intrinsic
+def is_finite(_: Any, row: Any, count: Any) -> Any:
+    """Whether none of `count` floats, a multiple of LANES, is infinite or NaN."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count = args
+        vec = _vec(LANES)
+        total = cgutils.alloca_once(builder, vec)
+        builder.store(_const(0.0, LANES), total)
+        with cgutils.for_range(builder, builder.udiv(count, _i64(LANES))) as loop:
+            x = _load(builder, _step(builder, row, loop.index, 4 * LANES), vec)
+            nothing = builder.fmul(x, _const(0.0, LANES))  # NaN for both
+            builder.store(builder.fadd(builder.load(total), nothing), total)
+        folded = _fold(builder, builder.load(total), builder.fadd)
+        return builder.fcmp_ordered("==", folded, _f32(0.0))
+
+    return types.boolean(_int, _int), code
+
+
+@intrinsic
 def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
     """Copy `count` floats."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ramify.attention.backend import AttentionSpec, told
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exact import Exactness
+from ramify.errors import ConfigError
 
 BLOCK_KEYS = 256  # as in block_kernels, which is imported on use: it loads Numba
 TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
@@ -75,6 +76,8 @@ class TreeBackend:
             return "Numba is not installed: pip install 'ramify[cpu]'"
         if spec.layout != "nhd":
             return f"layout={spec.layout}"
+        if spec.sparse and any(spec.windows):
+            return "sparse with a window: it reads what was selected, all of it"
         if spec.plane_dtype not in KINDS:
             return f"kv_dtype={spec.plane_dtype}: it reads {', '.join(map(str, KINDS))}"
         return None
@@ -107,7 +110,7 @@ class TreeBackend:
         return Tasks(
             arrays,
             *rows.arrays(),
-            table=batch.block_table,
+            table=frozen(batch.block_table),
             page_size=batch.page_size,
             num_tokens=batch.num_tokens,
             max_rows=max(most, default=0),
@@ -158,10 +161,17 @@ class TreeBackend:
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         spec = self.spec
-        if selected is not None:
-            plan = self._sparse(plan, selected)
+        wanted = spec.num_heads, spec.head_dim
+        if len(q) < plan.num_tokens or tuple(q.shape[1:]) != wanted:
+            raise ConfigError(
+                f"q has shape {tuple(q.shape)}; it must be {(plan.num_tokens, *wanted)}, with or "
+                "without more rows of padding"
+            )
         scaled = q.float().mul(spec.scale).contiguous()
         out = torch.empty(q.shape[0], spec.num_heads, spec.out_dim)
+        if selected is not None:
+            plan = self._sparse(plan, selected)
+            out.fill_(torch.nan)  # what sees nothing has no mean
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
         window = spec.windows[layer] if selected is None else None
@@ -170,8 +180,9 @@ class TreeBackend:
 
     def _parts_of(self, layer: int, planes: Mapping[str, Tensor]) -> list[Any]:
         tensors = tuple(planes.values())
-        known, parts = self._parts.get(layer, ((), []))
-        if len(known) != len(tensors) or any(map(is_not, known, tensors)):
+        known, parts = self._parts.get(layer, (None, []))
+        if known is None or len(known) != len(tensors) or any(map(is_not, known, tensors)):
+            check_planes(planes, self.spec)
             parts = [self._kernels.Part(*part) for part in parts_of(planes)]
             self._parts[layer] = tensors, parts
         return parts
@@ -226,16 +237,17 @@ class TreeBackend:
             self._cut(rows, phases, 0, token, np.array([token]), blocks)
         arrays = [np.array(phase, np.int64) for phase in phases if phase]
         group = self.spec.num_heads
-        return Tasks(arrays, *rows.arrays(), slots.astype(np.int32), 1, plan.num_tokens, group)
+        return Tasks(
+            arrays, *rows.arrays(), frozen(slots.astype(np.int32)), 1, plan.num_tokens, group
+        )
 
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""
         q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim)
         empty = torch.zeros(1, 1, 1, 8)
         nothing = np.zeros(0, np.int64)
-        plan = Tasks(
-            [np.zeros((0, 9), np.int64)], nothing, nothing, np.zeros((0, 1), np.int32), 1, 0, 0
-        )
+        table = frozen(np.zeros((0, 1), np.int32))
+        plan = Tasks([np.zeros((0, 9), np.int64)], nothing, nothing, table, 1, 0, 0)
         out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
         parts = [self._kernels.Part(*part) for part in parts_of({"k": empty, "v": empty})]
         self._launch(plan, q, parts, out, 0)
@@ -280,6 +292,35 @@ def shared_runs(batch: AttentionBatch) -> list[tuple[list[int], int]]:
     return runs
 
 
+def check_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
+    """The kernels are told addresses, so that whatever does not fit must be found before.
+
+    Raises:
+        ConfigError: a plane is missing, or has another shape, dtype or order in memory.
+    """
+    heads = spec.num_kv_heads
+    shapes: dict[str, tuple[int, ...]] = {"k": (heads, spec.head_dim), "v": (heads, spec.out_dim)}
+    if spec.kind == "mla":
+        shapes = {"latent": (spec.out_dim,), "rope": (spec.head_dim - spec.out_dim,)}
+    for name, shape in shapes.items():
+        for plane, wanted in ((name, shape), (f"{name}_scale", shape[:-1])):
+            found = planes.get(plane)
+            if found is None and plane.endswith("_scale"):
+                continue
+            if found is None:
+                raise ConfigError(f"plane {plane} is missing; there are {', '.join(planes)}")
+            if (
+                tuple(found.shape[1:]) != (spec.page_size, *wanted)
+                or not found.is_contiguous()
+                or (found.dtype not in KINDS if plane == name else found.dtype != torch.float32)
+            ):
+                raise ConfigError(
+                    f"plane {plane} is {found.dtype} {tuple(found.shape)} with strides "
+                    f"{found.stride()}; it must be contiguous, [pages, "
+                    f"{', '.join(map(str, (spec.page_size, *wanted)))}]"
+                )
+
+
 def parts_of(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
     """The planes as `block_kernels.Part`s: keys (or latents), rotary part or none, values."""
     if "latent" in planes:
@@ -306,6 +347,13 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 def _cost(task: Sequence[int]) -> int:
     _, _, count, head0, head1, group0, group1, block0, block1 = task
     return count * (head1 - head0) * (group1 - group0) * (block1 - block0)
+
+
+def frozen(array: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A read-only view in C order: for any other kind of array the kernel would be compiled anew."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
 
 
 def use_threads(count: int) -> None:
