@@ -55,7 +55,7 @@ class AttentionSection:
 
     attention_backend: str = "auto"  # the first of the table that supports the model
     exact: bool = True  # an answer that a cache hit can change is not worth having on CPU
-    verify_sample: float = 0.0  # share of the hits to compute again while idle: costs idle time
+    verify_sample: float = 0.0  # share of the requests whose hits `recheck` computes again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ def _widen(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
     if kind == INT8:
         return builder.sitofp(raw, floats)
     # float8 e4m3fn: exponent and mantissa in float32's place are the value times 2^-120, also of
-    # subnormals; the NaN of the format is not made by whoever writes K/V
+    # subnormals; its NaN becomes 480, and whoever writes one gives its row a scale of NaN
     wide = builder.zext(raw, ints)
     sign = builder.shl(builder.and_(wide, c(0x80)), c(24))
     body = builder.shl(builder.and_(wide, c(0x7F)), c(20))

@@ -151,10 +151,14 @@ class EngineCore:
     def recheck(self) -> bool:
         """Queue a sampled hit to be computed again, cold; whether there was one. When idle.
 
-        Nobody hears of it but `rechecks`.
+        For whoever drives `step`, when there is nothing else to do and free pages suffice: nothing
+        is evicted for it. Nobody hears of it but `rechecks`.
         """
         if not self.rechecks.pending or self.has_unfinished:
             return False
+        needed = -(-len(self.rechecks.pending[0].token_ids) // self.config.page_size)
+        if self.cache.stats().free_pages < needed:
+            return False  # it would evict what others may want
         hit = self.rechecks.pending.popleft()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])

@@ -201,11 +201,13 @@ class RadixAttentionWithPagedKVCache:
 
     def _rows(self, name: str, given: Tensor) -> Tensor:
         rows = given[0] if given.dim() == 4 and given.shape[0] == 1 else given
-        if rows.dim() != 3 or rows.shape[1:] != self._shape or rows.dtype != self.pool.dtype:
+        fits = rows.dtype == self.pool.dtype and rows.device.type == self.pool.device.type
+        if rows.dim() != 3 or rows.shape[1:] != self._shape or not fits:
             heads, width = self._shape
             raise ConfigError(
-                f"{name} {list(given.shape)} {given.dtype} must be [tokens, {heads}, {width}] or "
-                f"[1, tokens, {heads}, {width}] {self.pool.dtype}"
+                f"{name} {list(given.shape)} {given.dtype} on {given.device} must be [tokens, "
+                f"{heads}, {width}] or [1, tokens, {heads}, {width}] {self.pool.dtype} on "
+                f"{self.pool.device}"
             )
         return rows
 
