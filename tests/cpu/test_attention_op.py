@@ -43,7 +43,7 @@ def made(name: str) -> tuple[Block, Any, list[list[int]]]:
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex", "triton"])
 @torch.inference_mode()
-def test_a_decode_step_is_one_graph(name: str) -> None:
+def test_yb2_a_decode_step_is_one_graph(name: str) -> None:
     """No graph break, the bits of the plain call, and the next step runs the same graph."""
     torch._dynamo.reset()
     block, _, rows = made(name)

@@ -105,7 +105,7 @@ def test_ab12_pages_become_slots_once() -> None:
     assert int(found.max()) < 8 * 16
 
 
-def test_ab14_nothing_waits_for_the_device() -> None:
+def test_ab14_yb9_any_device_will_do_and_nothing_waits_for_it() -> None:
     """It runs on tensors without values, of which nothing could be read back."""
     table = torch.zeros(4, 9, dtype=torch.int32, device="meta")
     rows = torch.zeros(3, dtype=torch.int64, device="meta")
