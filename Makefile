@@ -52,11 +52,11 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-core soak-core cover-core gpu-check native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-attention bench-core soak-core cover-core gpu-check native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
-	  printf '  make %-10s %s\n' "$$name" "$$text"; done
+	  printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 venv: $(DEV)  ## .venv with everything for working on Ramify
 	@echo "$(VENV) is ready"
@@ -82,6 +82,9 @@ format: $(DEV)  ## rewrite what ruff can
 
 bench: $(DEV)  ## Ramify against Hugging Face generate on shared prefixes
 	@$(BIN)/python benchmarks/shared_prefix.py $(ARGS)
+
+bench-attention: $(DEV)  ## one layer of attention on CPU beside torch's own kernels
+	@$(BIN)/python benchmarks/attention.py $(ARGS)
 
 bench-core: $(PEERS) $(NATIVE)  ## the cache core against those of other engines
 	@PYTHONPATH=src $(PEERS_VENV)/bin/python benchmarks/cache_core.py $(ARGS)

@@ -1,8 +1,8 @@
 """One layer of attention on CPU: what sharing a read gains, beside torch's own kernels.
 
-    python benchmarks/attention.py                       the table, about three minutes
-    python benchmarks/attention.py --quick               one run each
-    python benchmarks/attention.py --json out.json --dtypes bfloat16
+    make bench-attention                                 the table, about six minutes
+    make bench-attention ARGS="--quick"                  one run each
+    make bench-attention ARGS="--json out.json --dtypes bfloat16"
 
 The layer is that of a 0.35 B Llama: 16 heads, 8 K/V heads, 64 elements, pages of 16 tokens in random
 order. Ramify's backends attend over the pages; the peers gather them into kept buffers first:
