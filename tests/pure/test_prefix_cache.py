@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from ramify.cache import CacheKey, Lease, Node, PrefixCache
+from ramify.cache import CacheKey, Lease, Node, PrefixCache, RadixTree
 from ramify.errors import ConfigError, LeaseError, OutOfPagesError
 
 
@@ -345,6 +345,11 @@ def test_ab1_what_is_said_to_be_available_can_be_had() -> None:
 def test_ab1_fewer_than_no_tokens_are_no_question() -> None:
     with pytest.raises(ConfigError, match="num_tokens=-100"):
         PrefixCache(num_pages=4, page_size=2).can_allocate(CacheKey([1, 2]), -100)
+
+
+def test_a_tree_of_empty_pages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="page_size=0"):
+        RadixTree(0)
 
 
 def test_pb19_prefixes_pinned_first_survive_each_others_reservations() -> None:
