@@ -1,11 +1,18 @@
 """Faults that make bits depend on the cache, each in a subclass: the comparison must find them all."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.attention import mla
+from ramify.attention.batch import AttentionBatch
 from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend, Lanes
+from ramify.attention.tree import Tasks, TreeBackend
+from ramify.kv.pool import KVPool
+from ramify.kv.quantise import dequantise
 
 Partial = tuple[Tensor, Tensor, Tensor]  # maximum, sum of weights, weighted sum
 
@@ -51,3 +58,69 @@ def merge(first: Partial, second: Partial) -> Partial:
     peak = torch.maximum(first[0], second[0])
     old, new = (first[0] - peak).exp(), (second[0] - peak).exp()
     return peak, first[1] * old + second[1] * new, first[2] * old + second[2] * new
+
+
+class CutTree(TreeBackend):
+    """What is cached and what is new are reduced apart and joined by their log-sum-exp."""
+
+    def plan(self, batch: AttentionBatch) -> Tasks:
+        cuts = np.repeat(batch.num_cached, np.diff(batch.cu_seqlens_q))
+        self._cut_at, self._last = torch.from_numpy(np.stack([cuts, batch.positions])[:, :, None])
+        return super().plan(batch)
+
+    def run(
+        self,
+        plan: Tasks,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        assert selected is None
+        assert self.spec.windows[layer] is None
+        cut, last = self._cut_at, self._last
+        keys = torch.arange(int(last.max()) + 1, dtype=torch.int32)
+        old = self._part(plan, layer, q, planes, torch.where(keys < cut, keys, -1))
+        new = self._part(plan, layer, q, planes, torch.where(cut + keys <= last, cut + keys, -1))
+        return mla.merge(*old, *new)[0].to(q.dtype)
+
+    def _part(
+        self, plan: Tasks, layer: int, q: Tensor, planes: Mapping[str, Tensor], selected: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over some keys, float32, and the log of its sum of exponentials."""
+        out = super().run(plan, layer, q.float(), planes, selected=selected)
+        top, weight = torch.from_numpy(self._state[: plan.num_tokens * q.shape[1], :2]).unbind(1)
+        seen = (selected >= 0).any(1)
+        lse = torch.zeros(*q.shape[:2], 1)
+        lse[: plan.num_tokens] = (top + weight.log()).view(-1, q.shape[1], 1)
+        lse[: plan.num_tokens][~seen] = -torch.inf
+        out[: plan.num_tokens][~seen] = 0
+        return out, lse
+
+
+class FreshKeys(KVPool):
+    """Attention gets the K/V of its own step as it was computed, not as it was stored."""
+
+    _fresh: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    def write_kv(self, layer: int, slots: Tensor, **values: Tensor) -> None:
+        super().write_kv(layer, slots, **values)
+        self._fresh = slots, values
+
+    def planes(self, layer: int) -> dict[str, Tensor]:
+        stored, fresh, self._fresh = super().planes(layer), self._fresh, None
+        if fresh is None:
+            return stored
+        slots, values = fresh
+        seen = {name: dequantise(stored[name], stored[f"{name}_scale"]) for name in values}
+        for name, new in values.items():
+            seen[name].flatten(0, 1)[slots] = new.float()
+        return seen
+
+
+class ForgottenCopies(KVPool):
+    """A fork gets pages of its own, and nothing in them."""
+
+    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
+        pass

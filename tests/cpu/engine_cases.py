@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.backend import AttentionBackend
 from ramify.attention.tree import TreeBackend
 from ramify.cache.key import CacheKey
 from ramify.cache.prefix_cache import PrefixCache
@@ -20,7 +20,7 @@ from ramify.engine.runner import ROW_MULTIPLE, ModelRunner
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.pool import KVPool
 from ramify.models.loader import Decoder
-from ramify.models.needs import attention_of, attention_spec, kv_layout
+from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
 from ramify.params import RequestOutput, SamplingParams
 
 CPU = torch.device("cpu")
@@ -31,7 +31,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 Prompt = tuple[int, ...]
 Logits = dict[int, Tensor]  # position of the token that is drawn → bits of its logits [vocab]
 
@@ -42,7 +41,7 @@ class Reference:
 
     answer: Prompt
     logits: Logits
-    kv: Tensor  # bits of the K/V of prompt and answer, all of it computed as one prompt
+    kv: Tensor  # of prompt and answer, all of it computed as one prompt: see `kv_bits`
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder and how it attends; mutants replace the last two."""
+    """A decoder, what its K/V is stored in and how it attends; mutants replace the last three."""
 
     name: str
     decoder: Decoder
+    kv_dtype: str = "auto"  # as in `ramify.config`
     backend: type[AttentionBackend] = TreeBackend
+    pool: type[KVPool] = KVPool
     row_multiple: int = ROW_MULTIPLE
 
     @cached_property
@@ -71,15 +72,19 @@ class Model:
         return {}
 
     def with_fault(self, **changes: object) -> "Model":
-        """The same model with another decoder, backend or row multiple."""
+        """The same model with another backend, pool or row multiple."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 class RecordingRunner(ModelRunner):
-    """Keeps the logits of the last step."""
+    """A model over a pool as `LLM` builds it; keeps the logits of the last step."""
 
-    def __init__(self, model: Model, pool: KVPool, spec: AttentionSpec) -> None:
-        backend = attention_of(model.decoder.config, spec, model.backend(spec, CPU))
+    def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
+        config, dtype = model.decoder.config, model.decoder.dtype
+        kept = plane_dtype(model.kv_dtype, dtype)
+        spec = attention_spec(config, page_size=page_size, dtype=dtype, exact=True, kv_dtype=kept)
+        pool = model.pool(kv_layout(config), num_pages, page_size, dtype=kept)
+        backend = attention_of(config, spec, model.backend(spec, CPU))
         super().__init__(model.decoder, pool, backend, row_multiple=model.row_multiple)
         self.last: list[Tensor] = []
 
@@ -102,7 +107,8 @@ class RecordingExecutor:
     rows: dict[int, Logits] = field(default_factory=dict)  # by request id
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.spoil_free_pages()
+        assert self.cache is not None
+        spoil_free_pages(self.runner.pool, self.cache)
         self.runner.last.clear()
         result = LocalExecutor(self.runner).execute(plan)
         for index, draw in enumerate(plan.draws):
@@ -114,15 +120,26 @@ class RecordingExecutor:
     def erase_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("a step failed")
 
-    def spoil_free_pages(self) -> None:
-        """NaN in every page that nobody owns, and in the padding page."""
-        assert self.cache is not None
-        pool = self.runner.pool
-        free = [page for page in range(pool.num_pages) if self.cache.is_free(page)]
-        index = torch.tensor([*free, pool.padding_page])
-        for layer in range(pool.layout.num_layers):
-            for plane in pool.planes(layer).values():
-                plane.index_fill_(0, index, torch.nan)
+
+def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:
+    """Ones in every bit of the pages that nobody owns, and of the padding page.
+
+    That is NaN in every float dtype; codes in int8 get scales that are NaN.
+    """
+    free = [page for page in range(pool.num_pages) if cache.is_free(page)]
+    index = torch.tensor([*free, pool.padding_page])
+    for layer in range(pool.layout.num_layers):
+        for plane in pool.planes(layer).values():
+            plane.view(torch.uint8).index_fill_(0, index, 0xFF)
+
+
+def kv_bits(pool: KVPool, slots: Tensor) -> Tensor:
+    """What is in these slots, in all planes of all layers, scales too: [slots, bytes] uint8."""
+    planes = [
+        plane for layer in range(pool.layout.num_layers) for plane in pool.planes(layer).values()
+    ]
+    num_slots = (pool.num_pages + 1) * pool.page_size
+    return torch.cat([one.view(num_slots, -1).view(torch.uint8)[slots] for one in planes], 1)
 
 
 class Engine:
@@ -130,23 +147,22 @@ class Engine:
 
     def __init__(self, model: Model, sizes: Sizes) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype
-        layout = kv_layout(config)
         asked = EngineConfig.of(
             page_size=sizes.page_size,
             kv_cache_tokens=sizes.num_pages * sizes.page_size,
             max_batch_tokens=sizes.max_batch_tokens,
             max_num_seqs=sizes.max_num_seqs,
             prefix_cache=sizes.prefix_cache,
+            kv_dtype=model.kv_dtype,
         )
         resolved = resolve(
             asked,
             model_max_len=config.max_model_len,
-            token_bytes=layout.token_bytes(dtype),
+            token_bytes=kv_layout(config).token_bytes(plane_dtype(model.kv_dtype, dtype)),
             free_memory=0,
         )
-        spec = attention_spec(config, page_size=sizes.page_size, dtype=dtype, exact=True)
-        pool = KVPool(layout, resolved.num_pages, sizes.page_size, dtype=dtype)
-        self.executor = RecordingExecutor(RecordingRunner(model, pool, spec))
+        runner = RecordingRunner(model, resolved.num_pages, sizes.page_size)
+        self.executor = RecordingExecutor(runner)
         self.core = EngineCore(resolved, self.executor, vocab_size=config.vocab_size)
         self.executor.cache = self.core.cache
 
@@ -171,17 +187,13 @@ class Engine:
         return [(outputs[one], self.executor.rows.pop(one)) for one in ids]
 
     def cached_kv(self, tokens: Prompt) -> Tensor:
-        """Bits of all that is cached of the longest prefix, [num_tokens, layers * widths]."""
+        """All that is cached of the longest prefix: see `kv_bits`."""
         cache, pool = self.core.cache, self.executor.runner.pool
         lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespace))
         pages = torch.tensor(lease.pages, dtype=torch.int64)
-        planes = [
-            plane[pages].flatten(0, 1).flatten(1)
-            for layer in range(pool.layout.num_layers)
-            for plane in pool.planes(layer).values()
-        ]
         cache.release(lease)
-        return torch.cat(planes, 1).view(BITS[pool.dtype])
+        slots = pages[:, None] * pool.page_size + torch.arange(pool.page_size)
+        return kv_bits(pool, slots.flatten())
 
 
 def reference(model: Model, prompt: Prompt, num_new: int) -> Reference:

@@ -1,0 +1,174 @@
+"""Faults that make bits depend on the cache: the comparison of `bit_scenarios` finds each of them."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import pytest
+import torch
+
+from ramify.attention.backend import AttentionSpec
+from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend
+from ramify.attention.exact import differing_row_counts
+from ramify.models.layers import Linear
+from tests.cpu.attention_mutants import (
+    CutAtNodeBoundary,
+    CutTree,
+    FreshKeys,
+    ShortenedLastBlock,
+    UnpaddedRows,
+)
+from tests.cpu.bit_scenarios import AGAIN, FIRST, Ask, Scenario, Turn, compare
+from tests.cpu.engine_cases import CPU, Model, Sizes
+
+ModelOf = Callable[[str, str], Model]
+
+
+def runs_with_faults() -> Iterator[Scenario]:
+    """Runs in which every fault must show, sooner or later.
+
+    One step per turn; chunks that end in the middle of pages and key blocks; then more and more
+    rows that decode beside longer and shorter ones. A fault in the last bit of a float32 sum
+    survives the rounding to bfloat16 in one element of some ten thousands.
+    """
+    yield Scenario(
+        Sizes(page_size=3, max_batch_tokens=37, num_pages=500), (Turn(FIRST), Turn(AGAIN))
+    )
+    yield Scenario(Sizes(max_batch_tokens=4096, num_pages=200), (Turn(FIRST), Turn(AGAIN)))
+    for seed in range(40, 140, 10):
+        mixed = tuple(Ask(seed + i, 10 + 35 * i, i, 1, 50) for i in range(8))
+        yield Scenario(Sizes(max_batch_tokens=23, num_pages=200), (Turn(mixed),))
+
+
+def find(model: Model, max_runs: int | None = None) -> list[str]:
+    """What differs in the first run in which anything does."""
+    for run in islice(runs_with_faults(), max_runs):
+        differences = compare(model, run).differences
+        if differences:
+            return differences
+    return []
+
+
+def assert_found(model: Model, still: Callable[[], bool], fault: str) -> None:
+    """The comparison finds the fault, unless it was measured to change no bit on this machine."""
+    found = find(model)
+
+    if not found and not still():
+        pytest.skip(f"{fault}: measured to change no bit on this machine")
+    assert found, f"{fault} changes bits on this machine, and nobody noticed"
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        ("llama", "float32"),
+        ("llama", "bfloat16"),
+        ("llama", "float32-int8"),
+        ("v2", "float32-int8"),
+    ],
+)
+def test_the_runs_that_catch_faults_are_clean_without_one(
+    family: str, variant: str, model_of: ModelOf
+) -> None:
+    """No difference without a fault: what the mutants show is theirs."""
+    assert find(model_of(family, variant), max_runs=3) == []
+
+
+def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:
+    """float32 rows that are not filled up to whole multiples of 8 change with their number."""
+    model = model_of("llama", "float32-unpadded").with_fault(row_multiple=1)
+
+    def still() -> bool:
+        draw = torch.Generator().manual_seed(0)
+        for shape in ((200, 76), (76, 120), (76, 100), (301, 76)):
+            weight = torch.randn(shape, generator=draw)
+            rows = torch.randn(600, shape[1], generator=draw)
+            if differing_row_counts(Linear(weight, strategy="unpadded"), rows):
+                return True
+        return False
+
+    assert_found(model, still, "padding of linears skipped")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_skipped_padding_of_attention_rows_is_found(dtype: str, model_of: ModelOf) -> None:
+    """The products inside attention are float32 whatever the model's dtype, and need whole rows."""
+    model = model_of("llama", dtype).with_fault(backend=UnpaddedRows)
+
+    assert_found(model, lambda: products_differ(range(1, 40)), "padding of query rows skipped")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shortened_last_block_is_found(dtype: str, model_of: ModelOf) -> None:
+    """A row's sums over a block depend on how many keys are in it, even if they weigh nothing."""
+    model = model_of("llama", dtype).with_fault(backend=ShortenedLastBlock)
+
+    assert_found(model, lambda: reductions_differ(ShortenedLastBlock), "last block shortened")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reduction_cut_at_a_node_boundary_is_found(dtype: str, model_of: ModelOf) -> None:
+    """A row's sums depend on where they are cut; the end of the cached prefix is no such place."""
+    model = model_of("llama", dtype).with_fault(backend=CutAtNodeBoundary)
+
+    assert_found(model, lambda: reductions_differ(CutAtNodeBoundary), "reduction cut at a node")
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"), [("llama", "float32"), ("llama", "bfloat16-int8"), ("v2", "float32")]
+)
+def test_a_tree_that_merges_at_node_borders_is_found(
+    family: str, variant: str, model_of: ModelOf
+) -> None:
+    """The kernels' sums have an order of their own; two of them joined have another."""
+    assert find(model_of(family, variant).with_fault(backend=CutTree))
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [("llama", "float32-int8"), ("mistral", "bfloat16-fp8"), ("v2", "float32-int8")],
+)
+def test_fresh_keys_instead_of_the_planes_are_found(
+    family: str, variant: str, model_of: ModelOf
+) -> None:
+    """A step that sees its own K/V unrounded sees other K/V than those who find it cached."""
+    assert find(model_of(family, variant).with_fault(pool=FreshKeys))
+
+
+def products_differ(row_counts: range) -> bool:
+    """Whether rows of attention's two products depend on how many there are."""
+    draw = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, BLOCK_KEYS, 20, generator=draw) for _ in "kv")
+    rows = torch.randn(2, 64, 20, generator=draw)
+    weights = torch.rand(2, 64, BLOCK_KEYS, generator=draw)
+    scores, sums = rows @ keys.transpose(1, 2), weights @ values
+    return any(
+        not torch.equal(rows[:, :n].contiguous() @ keys.transpose(1, 2), scores[:, :n])
+        or not torch.equal(weights[:, :n].contiguous() @ values, sums[:, :n])
+        for n in row_counts
+    )
+
+
+def reductions_differ(fault: type[BlockedBackend]) -> bool:
+    """Whether the faulty reduction of one block has other bits than the right one, ever."""
+    spec = AttentionSpec(
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=20,
+        page_size=16,
+        dtype=torch.float32,
+        windows=(None,),
+        scale=1.0,
+    )
+    draw = torch.Generator().manual_seed(0)
+    rows, k, v = (torch.randn(1, 2, 1, n, 20, generator=draw) for n in (8, *[BLOCK_KEYS] * 2))
+    right, wrong = BlockedBackend(spec, CPU), fault(spec, CPU)
+    for seen in range(1, BLOCK_KEYS):
+        hidden = (torch.arange(BLOCK_KEYS) >= seen).expand(1, 1, 8, BLOCK_KEYS)
+        if isinstance(wrong, CutAtNodeBoundary):
+            wrong._cut = seen // 2
+        pairs = zip(
+            right._reduce(rows, k, v, hidden), wrong._reduce(rows, k, v, hidden), strict=True
+        )
+        if not all(torch.equal(one, other) for one, other in pairs):
+            return True
+    return False

@@ -1,0 +1,101 @@
+"""Tiny models in every kind of attention, dtype and K/V dtype, each written and loaded once."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ramify.attention.blocked import BlockedBackend
+from ramify.attention.tree import TreeBackend
+from ramify.models.layers import LINEAR_STRATEGIES, why_not_packed
+from ramify.models.loader import Decoder, load_model
+from ramify.testing import TinyFamily, write_tiny_checkpoint
+from tests.cpu.engine_cases import LLAMA3_ROPE, Model
+
+# llama and mistral have no width that is a multiple of 32, qwen3 has no other
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 76,
+        "intermediate_size": 100,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "vocab_size": 301,
+        "rope_scaling": LLAMA3_ROPE,
+    },
+    "mistral": {
+        "hidden_size": 52,
+        "intermediate_size": 90,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 18,
+        "vocab_size": 299,
+        "sliding_window": 70,
+    },
+    "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 4, "vocab_size": 310},
+    "qwen3": {
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 320,
+    },
+}
+# latent attention over all keys, and over those that an index selects; written by transformers
+LATENT = ("v2", "v32")
+WORDS = {*LINEAR_STRATEGIES, "int8", "fp8", "blocked"}
+
+
+class TinyModels:
+    """Models by family and variant; `folder` takes their checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._decoders: dict[tuple[str, str, str | None], Decoder] = {}
+        self._models: dict[tuple[str, str], Model] = {}
+
+    def __call__(self, family: str, variant: str) -> Model:
+        """A model of two layers.
+
+        Args:
+            family: of `DENSE` or `LATENT`.
+            variant: a dtype, then any of: a strategy of linears (else what the probe chooses: what
+                everybody gets), `int8` or `fp8` for K/V, `blocked` for attention by torch alone, as
+                without Numba. `float32-packed-int8`.
+        """
+        if (family, variant) not in self._models:
+            dtype, *words = variant.split("-")
+            assert set(words) <= WORDS, f"{variant}: unknown"
+            strategy = next((word for word in words if word in LINEAR_STRATEGIES), None)
+            reason = why_not_packed(torch.zeros(8, 8)) if strategy == "packed" else None
+            if reason is not None:
+                pytest.skip(f"no packed linears: {reason}")
+            self._models[family, variant] = Model(
+                f"{family}-{variant}",
+                self._decoder(family, dtype, strategy),
+                kv_dtype=next((word for word in words if word in ("int8", "fp8")), "auto"),
+                backend=BlockedBackend if "blocked" in words else TreeBackend,
+            )
+        return self._models[family, variant]
+
+    def _decoder(self, family: str, dtype: str, strategy: str | None) -> Decoder:
+        place = (family, dtype, strategy)
+        if place not in self._decoders:
+            path = self._folder / family
+            if not path.exists():
+                _write(family, path)
+            self._decoders[place] = load_model(path, dtype=dtype, linear_strategy=strategy)
+        return self._decoders[place]
+
+
+def _write(family: str, path: Path) -> None:
+    if family in LATENT:
+        from tests.cpu.deepseek_cases import save_oracle  # skips where there is no transformers
+
+        save_oracle(family, path, num_hidden_layers=2, vocab_size=301)
+        return
+    write_tiny_checkpoint(
+        path, cast(TinyFamily, family), tokenizer=False, num_hidden_layers=2, **DENSE[family]
+    )
