@@ -1,14 +1,16 @@
 """Engines built piece by piece around a tiny model, and a record of every logit that they make."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
+from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.tree import TreeBackend
 from ramify.cache.key import CacheKey
 from ramify.cache.prefix_cache import PrefixCache
@@ -18,6 +20,7 @@ from ramify.engine.executors import LocalExecutor
 from ramify.engine.llm import LLM
 from ramify.engine.runner import ROW_MULTIPLE, ModelRunner
 from ramify.engine.step import StepPlan, StepResult
+from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
 from ramify.models.loader import Decoder
 from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
@@ -37,11 +40,10 @@ Logits = dict[int, Tensor]  # position of the token that is drawn → bits of it
 
 @dataclass(frozen=True)
 class Reference:
-    """What one prompt gives alone, cold, in one chunk and without a cache."""
+    """What some tokens give alone, cold, in one chunk and without a cache."""
 
-    answer: Prompt
-    logits: Logits
-    kv: Tensor  # of prompt and answer, all of it computed as one prompt: see `kv_bits`
+    logits: Tensor  # bits of the rows that were asked for, [rows, vocab] int32
+    kv: Tensor  # of all tokens: see `kv_bits`
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Model:
 
     @cached_property
     def references(self) -> dict[tuple[Prompt, int], Reference]:
-        """By prompt and number of new tokens; `reference` fills it."""
+        """By tokens and first row; `reference` fills it."""
         return {}
 
     def with_fault(self, **changes: object) -> "Model":
@@ -196,19 +198,41 @@ class Engine:
         return kv_bits(pool, slots.flatten())
 
 
-def reference(model: Model, prompt: Prompt, num_new: int) -> Reference:
-    """See `Reference`; every prompt is computed once per model."""
-    known = model.references.get((prompt, num_new))
+def reference(model: Model, tokens: Prompt, first_row: int) -> Reference:
+    """See `Reference`; logits from `first_row` on. Everything is computed once per model."""
+    known = model.references.get((tokens, first_row))
     if known is None:
-        sizes = Sizes(num_pages=-(-(len(prompt) + num_new) // 16), max_num_seqs=1)
-        engine = Engine(model, replace(sizes, prefix_cache=False))
-        [(output, logits)] = engine.generate([prompt], [num_new])
-        whole = prompt + output.token_ids
-        engine = Engine(model, Sizes(page_size=1, num_pages=len(whole) + 1))
-        engine.generate([whole], [1])
-        known = Reference(output.token_ids, logits, engine.cached_kv((*whole, 0)))
-        model.references[(prompt, num_new)] = known
+        known = model.references[tokens, first_row] = cold(model, tokens, first_row)
     return known
+
+
+def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
+    """See `reference`; nothing is kept."""
+    num_pages = -(-len(tokens) // 16)
+    runner = RecordingRunner(model, num_pages, 16)
+    table = PagedBlockTable.of([range(num_pages)], 16)
+    batch = AttentionBatch.build([Extend(0, 0, 0, len(tokens))], table)
+    hidden = runner.forward(StepPlan(batch, np.array(tokens, np.int64), (), ()))
+    logits = runner.logits(hidden, range(first_row, len(tokens)))
+    slots = torch.from_numpy(batch.kv_slots(0))
+    return Reference(logits.view(torch.int32), kv_bits(runner.pool, slots))
+
+
+def differences(
+    model: Model, prompt: Prompt, answer: Prompt, logits: Logits, kv: Tensor
+) -> Iterator[str]:
+    """How an answer, its logits and what is cached of it (`kv_bits`) differ from the reference."""
+    start = len(prompt)
+    assert sorted(logits) == list(range(start, start + len(answer)))
+    rows = torch.stack([logits[start + i] for i in range(len(answer))])
+    assert tuple(rows.view(torch.float32).argmax(-1).tolist()) == answer, "not the likeliest"
+    alone = reference(model, prompt + answer[:-1], start - 1)
+    for what, wrong, first in (
+        ("logits", (rows != alone.logits).any(1), start),
+        ("K/V", (kv != alone.kv[: len(kv)]).any(1), 0),
+    ):
+        if bool(wrong.any()):
+            yield f"{what} of token {first + int(wrong.int().argmax())}"
 
 
 def assert_idle(llm: LLM) -> None:

@@ -94,7 +94,8 @@ def _write(family: str, path: Path) -> None:
     if family in LATENT:
         from tests.cpu.deepseek_cases import save_oracle  # skips where there is no transformers
 
-        save_oracle(family, path, num_hidden_layers=2, vocab_size=301)
+        experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+        save_oracle(family, path, num_hidden_layers=2, vocab_size=301, **experts)
         return
     write_tiny_checkpoint(
         path, cast(TinyFamily, family), tokenizer=False, num_hidden_layers=2, **DENSE[family]
