@@ -29,8 +29,9 @@ class SdpaBackend:
     """Gathers a request's K/V and folds the query heads of a group into query rows.
 
     K/V go into buffers that are kept, a fresh result costs several times the copy; where the pages
-    follow each other they are read where they lie. The mask is explicit: SDPA's own causal mask is aligned top-left, which is wrong when a
-    prefix is cached. Bits depend on the key length, so that decode differs from prefill.
+    follow each other they are read where they lie. The mask is explicit: SDPA's own causal mask is
+    aligned top-left, which is wrong when a prefix is cached. Bits depend on the key length, so that
+    decode differs from prefill.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
