@@ -31,6 +31,7 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; None keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass; 1 keeps all.
         seed: draws depend on (seed, position) only; None draws a fresh seed per request.
+        n: answers to give; answer i draws as a request of its own with seed + i would.
         max_tokens: at most this many output tokens; None means up to the end of the context.
         stop: texts that end the output; a text that matches is not part of the output.
         stop_token_ids: token ids that end the output, beside the model's own.
@@ -46,6 +47,7 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float = 1.0
     seed: int | None = None
+    n: int = 1
     max_tokens: int | None = 128
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
@@ -68,6 +70,8 @@ class SamplingParams:
             raise InvalidParamsError("top_p", self.top_p, "a number in (0, 1]")
         if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
             raise InvalidParamsError("top_k", self.top_k, "None (keep all) or an integer >= 1")
+        if not _is_int(self.n) or not 1 <= self.n <= MAX_ANSWERS:
+            raise InvalidParamsError("n", self.n, f"an integer in 1..{MAX_ANSWERS}")
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise InvalidParamsError("max_tokens", self.max_tokens, "None or an integer >= 1")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
@@ -80,13 +84,14 @@ class SamplingParams:
 
     def _make_plain(self) -> None:
         """Numbers of other packages as Python's own."""
-        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
+        for name in ("n", "top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
         for name in ("temperature", "top_p"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
 
+MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
 
 
@@ -209,4 +214,5 @@ class RequestOutput:
     def usage(self) -> Usage:
         """Token counts; cached = read + shared."""
         cached = self.cache.read_tokens + self.cache.shared_tokens
-        return Usage(len(self.prompt_token_ids), len(self.token_ids), cached)
+        num_output = sum(len(one.token_ids) for one in self.completions)
+        return Usage(len(self.prompt_token_ids), num_output, cached)

@@ -111,18 +111,23 @@ class FakeExecutor:
         self.num_computed_tokens += batch.num_tokens
         drawn = {}
         for draw in plan.draws:
-            position = int(batch.positions[draw.row])
-            assert draw.position == position + 1, "a drawn token comes after its query row"
-            if self.next_token is None:
-                key = (draw.seed, draw.position) if draw.temperature else None
-                chain = int(self._chains[slots[draw.row]])
-                token = _answer(chain, self.vocab_size, key)
-            else:
-                token = self.next_token(seen[owners[draw.row]][: position + 1])
-            known = None
-            if draw.num_logprobs is not None:
-                known = self._logprob(int(slots[draw.row]), token, draw.num_logprobs)
-            drawn[draw.request_id] = Drawn(token, known)
+            chosen: list[int] = []
+            known: list[TokenLogprob] = []
+            for row in range(draw.row, draw.row + len(draw.draft) + 1):
+                position = int(batch.positions[row])
+                place = draw.position + len(chosen)
+                assert place == position + 1, "a drawn token comes after its query row"
+                if self.next_token is None:
+                    key = (draw.seed, place) if draw.params.temperature else None
+                    token = _answer(int(self._chains[slots[row]]), self.vocab_size, key)
+                else:
+                    token = self.next_token(seen[owners[row]][: position + 1])
+                if draw.num_logprobs is not None:
+                    known.append(self._logprob(int(slots[row]), token, draw.num_logprobs))
+                chosen.append(token)
+                if draw.draft[len(chosen) - 1 : len(chosen)] not in ((), (token,)):
+                    break
+            drawn[draw.request_id] = Drawn(tuple(chosen), tuple(known))
         scored = {
             score.request_id: tuple(
                 self._logprob(int(slots[score.first_row + place]), target, score.num_logprobs)
@@ -137,6 +142,15 @@ class FakeExecutor:
         self.num_erased_pages += len(pages)
         for page in pages:
             self._positions[page * self.page_size : (page + 1) * self.page_size] = _NEVER
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_pages`."""
+        width = self.page_size
+        for source, target in pairs:
+            for plane in (self._tokens, self._positions, self._chains):
+                plane[target * width : (target + 1) * width] = plane[
+                    source * width : (source + 1) * width
+                ]
 
     def read(self, slots: NDArray[np.int64]) -> list[int]:
         """The tokens in these slots, which hold one context from its first position on.

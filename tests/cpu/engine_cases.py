@@ -122,6 +122,9 @@ class RecordingExecutor:
     def erase_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("a step failed")
 
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        LocalExecutor(self.runner).copy_pages(pairs)
+
 
 def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:
     """Ones in every bit of the pages that nobody owns, and of the padding page.
@@ -212,7 +215,7 @@ def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
     runner = RecordingRunner(model, num_pages, 16)
     table = PagedBlockTable.of([range(num_pages)], 16)
     batch = AttentionBatch.build([Extend(0, 0, 0, len(tokens))], table)
-    hidden = runner.forward(StepPlan(batch, np.array(tokens, np.int64), (), ()))
+    hidden = runner.forward(StepPlan(batch, np.array(tokens, np.int64), (), (), (0,)))
     logits = runner.logits(hidden, range(first_row, len(tokens)))
     slots = torch.from_numpy(batch.kv_slots(0))
     return Reference(logits.view(torch.int32), kv_bits(runner.pool, slots))

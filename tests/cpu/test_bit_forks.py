@@ -111,7 +111,7 @@ class Branches:
         spans = [one.tokens[one.num_computed : end] for one, end in zip(going, ends, strict=True)]
         spoil_free_pages(self.runner.pool, self.cache)
         ids = np.array([token for span in spans for token in span], np.int64)
-        hidden = self.runner.forward(StepPlan(batch, ids, (), ()))
+        hidden = self.runner.forward(StepPlan(batch, ids, (), (), tuple(range(len(going)))))
         logits = self.runner.logits(hidden, range(len(ids))).view(torch.int32)
         for i, (one, end) in enumerate(zip(going, ends, strict=True)):
             rows = logits[batch.cu_seqlens_q[i] : batch.cu_seqlens_q[i + 1]]

@@ -6,7 +6,8 @@ from typing import Any
 
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.params import RequestOutput, SamplingParams
+from ramify.engine.speculative import Drafter
+from ramify.params import FinishReason, RequestOutput, SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
 
 VOCAB, EOS = 50, 0
@@ -40,7 +41,10 @@ class Bench:
     fail_at: Container[int] = ()
     error: BaseException | None = None
     next_token: Callable[[Sequence[int]], int] | None = None
+    drafter: Drafter | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    texts: dict[tuple[int, int], str] = field(default_factory=dict)
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,6 +71,7 @@ class Bench:
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             text_decoder=LetterDecoder,
+            drafter=self.drafter,
             clock=lambda: self.time,
         )
 
@@ -81,7 +86,13 @@ class Bench:
         events = self.core.step()
         for event in events:
             assert event.request_id not in self.outputs
-            self.tokens[event.request_id] += event.new_token_ids
+            answers = self.answers.setdefault(event.request_id, {})
+            answers.setdefault(event.index, []).extend(event.new_token_ids)
+            self.texts[event.request_id, event.index] = (
+                self.texts.get((event.request_id, event.index), "") + event.text
+            )
+            if event.index == 0:
+                self.tokens[event.request_id] += event.new_token_ids
             if event.output is not None:
                 self.end(event.output)
         self.check()
@@ -91,6 +102,14 @@ class Bench:
         assert output.request_id not in self.outputs
         self.outputs[output.request_id] = output
         assert list(output.token_ids) == self.tokens[output.request_id]
+        for index, completion in enumerate(output.completions):
+            told = self.answers.get(output.request_id, {}).get(index, [])
+            assert list(completion.token_ids) == told
+            text = self.texts.get((output.request_id, index), "")
+            if completion.finish_reason is FinishReason.ABORT:
+                assert completion.text.startswith(text)  # `output` tells the rest
+            else:
+                assert completion.text == text
         report = output.cache
         if output.metrics.ttft_s is not None:
             assert report.prompt_tokens == len(output.prompt_token_ids)
@@ -123,7 +142,6 @@ class Bench:
         assert (stats.num_leases, stats.private_pages) == (0, 0)
         assert stats.evictable_pages == stats.cached_pages
         assert not self.core._requests
-        assert not self.core._decoders
         return self.outputs
 
     def assert_nothing_leaked(self) -> None:

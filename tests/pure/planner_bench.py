@@ -12,6 +12,7 @@ from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import PrefixCache
 from ramify.engine.step import Draw, StepPlan
 from ramify.kv.block_table import PagedBlockTable
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
 
 VOCAB = 1000
@@ -64,11 +65,13 @@ class Bench:
             ids += one.tokens[one.num_computed : end]
             if end == len(one.tokens):
                 row = int(batch.cu_seqlens_q[at + 1]) - 1
-                draws.append(Draw(at, row, end, 0, 0.0, None, 1.0, None))
-        plan = StepPlan(batch, np.array(ids, np.int64), tuple(draws), ())
+                draws.append(Draw(at, row, end, SamplingParams(), 0, None))
+        plan = StepPlan(
+            batch, np.array(ids, np.int64), tuple(draws), (), tuple(range(batch.num_seqs))
+        )
         drawn = self.device.execute(plan).drawn
         self.cache.check()
-        return [drawn[at].token_id if at in drawn else None for at in range(len(sequences))]
+        return [drawn[at].token_ids[0] if at in drawn else None for at in range(len(sequences))]
 
     def run(self, *sequences: RadixSequence, num_new: Sequence[int] | None = None) -> list[Any]:
         """Plan, execute and commit; every answer must be that of the whole context."""

@@ -1,6 +1,7 @@
 """Steps that fail and requests that are withdrawn: callers are told, nothing leaks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,9 @@ class Refusing:
 
     def erase_pages(self, pages: Sequence[int]) -> None:
         self.inner.erase_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.inner.copy_pages(pairs)
 
 
 @pytest.mark.parametrize("pool_tokens", [4096, 40])
@@ -194,3 +198,53 @@ def test_what_an_aborted_request_computed_stays_warm() -> None:
     output = bench.run()[other]
 
     assert output.cache.read_tokens == 32
+
+
+class Tainting:
+    """An executor after whose steps the K/V of a request is not finite while a token is known."""
+
+    def __init__(self, inner: FakeExecutor, token: int, *, times: int) -> None:
+        self.inner, self.token, self.times = inner, token, times
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self.inner.execute(plan)
+        bounds = plan.batch.cu_seqlens_q
+        failed: dict[int, Exception] = {}
+        for index, name in enumerate(plan.request_ids):
+            ids = plan.token_ids[bounds[index] : bounds[index + 1]]
+            if self.times and self.token in ids:
+                self.times -= 1
+                failed[name] = FloatingPointError("not finite")
+                result.drawn.pop(name, None)
+        return replace(result, failed=failed)
+
+    def erase_pages(self, pages: Sequence[int]) -> None:
+        self.inner.erase_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.inner.copy_pages(pairs)
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_tainted_leader_fails_with_its_followers_and_nobody_else(times: int) -> None:
+    """Whoever attached to its pages computes them anew; the others keep what the step gave them."""
+    bench = Bench(next_token=never_49)
+    stem = [49, *range(1, 12)]
+    bench.core.executor = Tainting(bench.device, token=49, times=times)
+    leader = bench.add([*stem, 1], max_tokens=4, ignore_eos=True)
+    follower = bench.add([*stem, 2], max_tokens=4, ignore_eos=True)
+    other = bench.add([7] * 9, max_tokens=4, ignore_eos=True)
+
+    events = bench.step()
+    outputs = bench.run()
+
+    assert [event.request_id for event in events] == [other]
+    assert outputs[other].error is None
+    for name, last in ((leader, 1), (follower, 2)):
+        assert (outputs[name].error is None) == (times == 1)
+        context = [*stem, last]
+        for token in outputs[name].token_ids:
+            assert token == never_49(context)
+            context.append(token)
+    assert bench.device.num_erased_pages > 0
+    bench.assert_nothing_leaked()

@@ -224,6 +224,6 @@ def test_an_output_is_its_first_completion() -> None:
 
     assert (output.text, output.token_ids, output.logprobs) == ("a", (5,), known)
     assert output.finish_reason == "stop"
-    assert output.usage.total_tokens == 4
+    assert output.usage.total_tokens == 6
     assert output.usage.cached_tokens == 2
     assert output.cache.prompt_tokens == 3

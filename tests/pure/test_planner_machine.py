@@ -19,6 +19,7 @@ from ramify.cache import CacheKey, Pages, PrefixCache
 from ramify.engine.step import Draw, StepPlan
 from ramify.errors import OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
 
 VOCAB, MAX_LIVE, MAX_TOKENS = 40, 6, 60
@@ -131,11 +132,13 @@ class PlannerMachine(RuleBasedStateMachine):
             ids += one.tokens[one.num_computed : end]
             if end == len(one.tokens):
                 row = int(batch.cu_seqlens_q[at + 1]) - 1
-                draws.append(Draw(at, row, end, 0, 0.0, None, 1.0, None))
-        result = self.device.execute(StepPlan(batch, np.array(ids, np.int64), tuple(draws), ()))
+                draws.append(Draw(at, row, end, SamplingParams(), 0, None))
+        result = self.device.execute(
+            StepPlan(batch, np.array(ids, np.int64), tuple(draws), (), tuple(range(batch.num_seqs)))
+        )
         for draw in draws:
             wanted = fake_next_token(chosen[draw.request_id].tokens, VOCAB)
-            assert result.drawn[draw.request_id].token_id == wanted
+            assert result.drawn[draw.request_id].token_ids[0] == wanted
 
     @rule(mask=MASKS, turn=TURNS, drop=st.sampled_from([0, 0, 0, 1, 2]))
     def commit(self, mask: int, turn: int, drop: int) -> None:

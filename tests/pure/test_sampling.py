@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.sampler import Row, draw_token, log_softmax, token_logprob, uniform
 from ramify.engine.step import Draw
+from ramify.params import SamplingParams
 
 
 def draw(
@@ -21,7 +22,8 @@ def draw(
     seed: int = 0,
     position: int = 0,
 ) -> int:
-    return draw_token(logits, Draw(0, 0, position, seed, temperature, top_k, top_p, None))
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    return draw_token(logits, Draw(0, 0, position, params, seed, None), position)
 
 
 def row(*probabilities: float) -> Row:

@@ -151,10 +151,10 @@ class RadixAttentionPlanner:
         """
         if not self.share:
             return None
-        if one.lease is not None and limit == 1:
+        if one.lease is not None and limit - one.num_draft == 1:
             done = one.num_computed
             if all(each.start + each.length <= done for each in one.media):
-                pack(one.tokens[done : done + 1])
+                pack(one.tokens[done : done + limit])
                 return None
         return one.key(len(one.tokens))
 
@@ -182,9 +182,10 @@ class RadixAttentionPlanner:
                     shared = max(common_pages(usable, each, page_bytes, start) for each in group)
                     held, begin = held + shared, begin + shared * page_size
                 end = min(len(one.tokens), begin + limit)
-                announced = atoms[: end // page_size * page_bytes]
+                known = min(end, len(one.tokens) - one.num_draft)
+                announced = atoms[: known // page_size * page_bytes]
                 # not announced: single tokens, and what another announces below the same node
-                if end - begin > 1 and len(announced) > start and (follows or not group):
+                if known - begin > 1 and len(announced) > start and (follows or not group):
                     group.append(announced)
             end = min(len(one.tokens), begin + limit)
             total += max(0, -(-end // page_size) - held)
@@ -227,8 +228,9 @@ class RadixAttentionPlanner:
         pages = self.cache.reserve(max(0, -(-end // self.page_size) - held))
         one.private.extend(pages)
         self.table.append(one.row, pages)
-        if key is not None and one.num_planned > 1:
-            self._move(one, self.cache.announce(one.lease, key.prefix(end), one.private))
+        known = min(end, len(one.tokens) - one.num_draft)
+        if key is not None and known - one.num_computed > 1:
+            self._move(one, self.cache.announce(one.lease, key.prefix(known), one.private))
 
     def _undo(self, one: RadixSequence, num_tokens: int, num_private: int) -> None:
         """Put a sequence back whose `_begin` was carried out or broke off."""
@@ -286,7 +288,7 @@ class RadixAttentionPlanner:
                 )
         for one, num_kept in zip(sequences, counts, strict=True):
             one.num_computed += num_kept
-            one.num_planned = 0
+            one.num_planned = one.num_draft = 0
             self._retract(one, one.num_computed)
         both = {id(one): one for one in (*self._deferred, *sequences)}
         waiting = sorted(both.values(), key=lambda one: one.order)
@@ -454,4 +456,4 @@ class RadixAttentionPlanner:
             self._deferred.remove(one)
         one.lease, one.row = None, None
         one.private = []
-        one.num_computed = one.num_planned = one.num_read = one.num_shared = 0
+        one.num_computed = one.num_planned = one.num_read = one.num_shared = one.num_draft = 0

@@ -15,7 +15,7 @@ from ramify.cache.values import Lease
 class RadixSequence:
     """One request as the planner sees it.
 
-    The caller owns `tokens` and may append to it between steps; `namespace`, `reuse` and `media`
+    The caller owns `tokens` and may append to it between steps, and `num_draft` until `commit`; `namespace`, `reuse` and `media`
     are fixed. `reuse=False` reads nothing from the cache but publishes what it computes. The
     tokens of a segment of `media` are known by its content, whatever ids stand there. The rest is
     the planner's to write and everyone's to read.
@@ -34,6 +34,7 @@ class RadixSequence:
     released: bool = False
     order: int = 0  # when it was planned; a leader comes before its followers
     media: Sequence[Media] = field(default=(), kw_only=True)
+    num_draft: int = 0  # of `tokens`, at the end: guesses, which nobody else may attach to
 
     def __post_init__(self) -> None:
         given: object = self.tokens

@@ -8,55 +8,46 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 
 from ramify.attention.planner import RadixAttentionPlanner
+from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.advance import TextDecoder, advance, finish_text, take_text
+from ramify.engine.intake import checked_ids, max_len
 from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
+from ramify.engine.speculative import Drafter
 from ramify.engine.step import Draw, Executor, Score, StepPlan, StepResult
-from ramify.errors import (
-    EmptyPromptError,
-    InvalidParamsError,
-    PromptTooLongError,
-    RequestTooLargeError,
-    StepFailedError,
-    TokenOutOfRangeError,
-    UnknownRequestError,
-)
+from ramify.errors import CacheError, InvalidParamsError, StepFailedError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.params import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
 
 
-class TextDecoder(Protocol):
-    """Turns one request's tokens into text as they come."""
-
-    def step(self, token_id: int) -> str:
-        """The text that this token completes; it may be empty."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step did for one request; `output` is there when it has ended."""
+    """What one step did for one answer of a request.
+
+    `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
+    stop text comes later. `output` is there when all answers of the request have ended.
+    """
 
     request_id: int
     new_token_ids: tuple[int, ...]
-    output: RequestOutput | None
+    output: RequestOutput | None = None
+    index: int = 0  # of the answer
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None  # of this answer, when it has ended
 
 
 class EngineCore:
@@ -69,6 +60,7 @@ class EngineCore:
         eos_token_ids: the model's own ends of sequence.
         namespace: what the K/V depends on beside the tokens: model, weights, dtype.
         text_decoder: makes a decoder per request; None when the model has no tokenizer.
+        drafter: guesses tokens; None when nothing is guessed.
         clock: seconds; another one can be passed in tests.
     """
 
@@ -81,6 +73,7 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         namespace: bytes = b"",
         text_decoder: Callable[[], TextDecoder] | None = None,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.executor, self.vocab_size = config, executor, vocab_size
@@ -102,51 +95,85 @@ class EngineCore:
         self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
         self.num_steps = 0
         self.num_computed_tokens = 0  # query rows of all steps so far
-        self._text_decoder, self._clock = text_decoder, clock
-        self._decoders: dict[int, TextDecoder] = {}
+        self._text_decoder, self._drafter, self._clock = text_decoder, drafter, clock
         self._requests: dict[int, Request] = {}
+        self._outbox: list[StepOutput] = []  # not told yet: more than one step's after an interrupt
         self._ids = count()
 
     # -- requests ----------------------------------------------------------------------------
 
     def add_request(
-        self, token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
     ) -> int:
         """Queue a request; returns its id.
+
+        Args:
+            priority: requests with a larger one come first.
+            tenant: whose it is: tenants share the steps fairly, and never each other's prefixes.
+            salt: only requests with the same one share prefixes.
 
         Raises:
             RequestError: it can never be served. Nothing is queued, others are untouched.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams")
-        ids = self._checked_ids(token_ids)
-        max_len = self._max_len(len(ids), params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParamsError("priority", priority, "an integer")
+        for name, value in (("tenant", tenant), ("salt", salt)):
+            if not isinstance(value, str):
+                raise InvalidParamsError(name, value, "a text")
+        ids = checked_ids(token_ids, self.vocab_size)
+        longest = max_len(len(ids), params, self.config)
         if params.stop and self._text_decoder is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
-        request_id = next(self._ids)
+        namespace = self.namespace_for(tenant, salt)
+        request = self._new_request(ids, params, namespace, longest)
+        request.prompt, request.priority, request.tenant = prompt, priority, tenant
+        request.recheck = self._draw.random() < self.rechecks.share
+        for index in range(1, params.n):
+            branch = self._new_request(
+                ids, replace(params, prompt_logprobs=None), namespace, longest
+            )
+            branch.seed = request.seed + index
+            branch.priority, branch.tenant = priority, tenant
+            branch.index, branch.leader = index, request
+            request.branches.append(branch)
+        for one in (request, *request.branches):
+            self._requests[one.id] = one
+            if self._text_decoder is not None:
+                one.decoder = self._text_decoder()
+        self.scheduler.add(request)
+        return request.id
+
+    def namespace_for(self, tenant: str = "", salt: str = "") -> bytes:
+        """Where the prefixes of a tenant and salt are cached."""
+        if not tenant and not salt:
+            return self.namespace
+        return namespace_of(base=self.namespace, tenant=tenant, salt=salt)
+
+    def _new_request(
+        self, ids: array[int], params: SamplingParams, namespace: bytes, longest: int
+    ) -> Request:
         stop_ids = frozenset(params.stop_token_ids)
-        sequence = Request.new_sequence(array("i", ids), self.namespace, params)
-        request = Request(
-            id=request_id,
-            prompt=prompt,
+        return Request(
+            id=next(self._ids),
+            prompt=None,
             prompt_ids=ids,
             params=params,
-            max_len=max_len,
+            max_len=longest,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
             seed=secrets.randbits(62) if params.seed is None else params.seed,
-            namespace=self.namespace,
+            namespace=namespace,
             arrival_s=self._clock(),
-            sequence=sequence,
+            sequence=Request.new_sequence(ids[:], namespace, params),
         )
-        request.recheck = self._draw.random() < self.rechecks.share
-        if self._text_decoder is not None:
-            self._decoders[request_id] = self._text_decoder()
-        self._queue(request)
-        return request_id
-
-    def _queue(self, request: Request) -> None:
-        self._requests[request.id] = request
-        self.scheduler.add(request)
 
     def recheck(self) -> bool:
         """Queue a sampled hit to be computed again, cold; whether there was one. When idle.
@@ -160,22 +187,12 @@ class EngineCore:
         if self.cache.stats().free_pages < needed:
             return False  # it would evict what others may want
         hit = self.rechecks.pending.popleft()
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
-        request = Request(
-            id=next(self._ids),
-            prompt=None,
-            prompt_ids=ids,
-            params=params,
-            max_len=len(ids) + 1,
-            stop_ids=frozenset(),
-            seed=0,
-            namespace=hit.namespace,
-            arrival_s=self._clock(),
-            sequence=Request.new_sequence(ids[:], hit.namespace, params),
-        )
+        request = self._new_request(ids, params, hit.namespace, len(ids) + 1)
+        self._requests[request.id] = request
         self.rechecks.running[request.id] = hit
-        self._queue(request)
+        self.scheduler.add(request)
         return True
 
     def abort(self, request_id: int) -> RequestOutput:
@@ -185,103 +202,77 @@ class EngineCore:
             UnknownRequestError: no live request has this id.
         """
         request = self._requests.get(request_id) if isinstance(request_id, int) else None
-        if request is None:
+        if request is None or request.leader is not None or request.is_settled:
             raise UnknownRequestError(request_id)
-        return self._end(request, FinishReason.ABORT)
+        for one in (request, *request.branches):
+            if not one.is_finished:
+                self._end(one, FinishReason.ABORT)
+        return self._settle(request)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is live."""
-        return self.scheduler.has_unfinished
-
-    def _checked_ids(self, token_ids: Sequence[int]) -> array[int]:
-        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
-            raise InvalidParamsError("prompt", token_ids, "text or a sequence of token ids")
-        ids = list(token_ids)
-        if not ids:
-            raise EmptyPromptError
-        for kind in set(map(type, ids)):  # few, however long the prompt is
-            if kind is bool or not issubclass(kind, int | np.integer):
-                place = next(place for place, token in enumerate(ids) if type(token) is kind)
-                raise InvalidParamsError(f"prompt[{place}]", ids[place], "an integer token id")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            outside = (place for place, one in enumerate(ids) if not 0 <= one < self.vocab_size)
-            position = next(outside)
-            raise TokenOutOfRangeError(int(ids[position]), position, self.vocab_size)
-        return array("i", ids)
-
-    def _max_len(self, num_prompt: int, params: SamplingParams) -> int:
-        limit = self.config.max_model_len
-        if num_prompt >= limit:
-            raise PromptTooLongError(num_prompt, limit)
-        page_size, num_pages = self.config.page_size, self.config.num_pages
-        if params.max_tokens is None:  # as long as context and pool allow
-            asked = min(limit, max(num_prompt, num_pages * page_size) + 1)
-        else:
-            asked = min(limit, num_prompt + params.max_tokens)
-        pages = -(-(asked - 1) // page_size)  # the last token's K/V is never needed
-        if pages > num_pages:
-            raise RequestTooLargeError(num_prompt, asked - num_prompt, num_pages, page_size)
-        return asked
+        return self.scheduler.has_unfinished or bool(self._outbox)
 
     # -- a step ------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
         """schedule → plan → execute → commit → update; what it did, request by request."""
+        self._step()
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def _step(self) -> None:
+        if self._drafter is not None:
+            for request in self.scheduler.running:
+                one = request.sequence
+                if (
+                    one.num_uncomputed == 1
+                    and not request.failures
+                    and not request.waiting_branches
+                ):
+                    limit = request.max_len - len(one.tokens) - 1
+                    request.draft = self._drafter.propose(request, limit)
         scheduled = self.scheduler.schedule()
         if scheduled is None:
-            return []
+            return
         now = self._clock()
         for request in scheduled.requests:
             if request.first_step_s is None:
                 request.first_step_s = now
         try:
-            plan = self._step_plan(scheduled)
-            result = self.executor.execute(plan)
+            result = self.executor.execute(self._step_plan(scheduled))
         except Exception as error:  # noqa: BLE001 - contained here: the step's requests are told
-            return self._step_failed(scheduled, error)
+            self._step_failed(scheduled, error)
+            return
         except BaseException:  # an interrupt: the engine stays whole for whoever goes on
-            self._put_back(scheduled)
+            self._put_back(scheduled.requests)
             raise
-        starts = [request.sequence.num_computed for request in scheduled.requests]
-        self.planner.commit([request.sequence for request in scheduled.requests])
-        self.num_steps += 1
-        self.num_computed_tokens += plan.batch.num_tokens
-        outputs = []
-        for request, start in zip(scheduled.requests, starts, strict=True):
-            sequence = request.sequence
-            request.note_computed(start)
-            if request.id in result.scored:
-                request.prompt_logprobs.extend(result.scored[request.id])
-            if sequence.num_uncomputed == 0:
-                hidden = request.id in self.rechecks.running
-                output = self._advance(request, result)
-                if not hidden:
-                    outputs.append(output)
-        return outputs
+        try:
+            self._step_done(scheduled, result)
+        except BaseException:  # whoever was not served goes on from what it has; see `_outbox`
+            idle = [one for one in self.scheduler.running if not one.sequence.num_uncomputed]
+            self._put_back([*scheduled.requests, *idle])
+            raise
 
     def _step_plan(self, scheduled: Scheduled) -> StepPlan:
         batch = scheduled.batch
         ids = np.empty(batch.num_tokens, np.int64)
         draws, scores = [], []
+        bounds = batch.cu_seqlens_q.tolist()
         for index, request in enumerate(scheduled.requests):
             sequence, params = request.sequence, request.params
-            start, stop = int(batch.cu_seqlens_q[index]), int(batch.cu_seqlens_q[index + 1])
+            start, stop = bounds[index], bounds[index + 1]
             begin, end = sequence.num_computed, sequence.num_computed + stop - start
             ids[start:stop] = np.frombuffer(sequence.tokens[begin:end], np.int32)
             if end == len(sequence.tokens):
-                draws.append(
-                    Draw(
-                        request.id,
-                        stop - 1,
-                        end,
-                        request.seed,
-                        params.temperature,
-                        params.top_k,
-                        params.top_p,
-                        0 if params.logprobs is None and request.recheck else params.logprobs,
-                    )
-                )
+                num_draft = len(request.draft)
+                for one in (request, *request.waiting_branches):
+                    wanted = params.logprobs
+                    if wanted is None and one.recheck:
+                        wanted = 0
+                    at = (stop - 1 - num_draft, end - num_draft)
+                    draws.append(Draw(one.id, *at, params, one.seed, wanted, request.draft))
             if params.prompt_logprobs is not None:
                 first = max(begin, len(request.prompt_logprobs))
                 targets = request.prompt_ids[first + 1 : end + 1]
@@ -290,99 +281,156 @@ class EngineCore:
                         request.id, start + first - begin, tuple(targets), params.prompt_logprobs
                     )
                     scores.append(score)
-        return StepPlan(batch, ids, tuple(draws), tuple(scores))
+        names = tuple(request.id for request in scheduled.requests)
+        return StepPlan(batch, ids, tuple(draws), tuple(scores), names)
 
-    def _advance(self, request: Request, result: StepResult) -> StepOutput:
-        """One new token: append it, and end the request if it is the last."""
-        drawn = result.drawn[request.id]
-        token = drawn.token_id
+    def _step_done(self, scheduled: Scheduled, result: StepResult) -> None:
+        """Commit what was computed and hand out what was drawn."""
+        if result.failed:
+            self._some_failed(scheduled, result.failed)
+        served = [one for one in scheduled.requests if one.sequence.num_planned]
+        starts, kept, news = [], [], {}
+        for request in served:
+            sequence = request.sequence
+            num_planned = sequence.num_planned
+            starts.append(sequence.num_computed)
+            if request.id in result.drawn:
+                news[request.id] = advance(request, result.drawn[request.id])
+                num_planned -= len(request.draft) + 1 - news[request.id][0]
+            kept.append(num_planned)
+        self.planner.commit([request.sequence for request in served], kept)
+        self.num_steps += 1
+        self.num_computed_tokens += scheduled.batch.num_tokens
+        for request, start in zip(served, starts, strict=True):
+            request.note_computed(start)
+            request.prompt_logprobs.extend(result.scored.get(request.id, ()))
+            if request.id in news:
+                self._served(request, news[request.id], result)
+
+    def _served(
+        self, request: Request, new: tuple[int, FinishReason | None], result: StepResult
+    ) -> None:
+        """A request has new tokens, whose K/V but the last one's is committed."""
+        sequence = request.sequence
+        if request.draft:
+            del sequence.tokens[sequence.num_computed :]
+            request.draft = ()
+        branches = [
+            one for one in request.branches if one.id in result.drawn and not one.output_ids
+        ]
+        for one in branches:
+            self._branch_off(one, request)
+        self._go_on(request, *new)
+        for one in branches:
+            self._go_on(one, *advance(one, result.drawn[one.id]))
+
+    def _go_on(self, request: Request, num_new: int, reason: FinishReason | None) -> None:
+        """Tell the new tokens of a request, which ends for a reason, or is computed further."""
         if request.first_token_s is None:
             request.first_token_s = self._clock()
         request.failures = 0
-        request.output_ids.append(token)
-        if drawn.logprob is not None:
-            request.logprobs.append(drawn.logprob)
-        reason = None
-        if token in request.stop_ids:
-            reason, request.stop_reason = FinishReason.STOP, token
-        elif self._finds_stop_text(request, token):
-            reason = FinishReason.STOP
-        elif len(request.prompt_ids) + len(request.output_ids) >= request.max_len:
-            reason = FinishReason.LENGTH
         if reason is None:
-            request.sequence.tokens.append(token)
-            return StepOutput(request.id, (token,), None)
-        return StepOutput(request.id, (token,), self._end(request, reason))
+            request.sequence.tokens.append(request.output_ids[-1])
+        else:
+            self._end(request, reason)
+        self._tell(request, num_new)
 
-    def _finds_stop_text(self, request: Request, token: int) -> bool:
-        """Add the token's text; True when a stop text is complete, which is cut off."""
-        decoder = self._decoders.get(request.id)
-        if decoder is None:
-            return False
-        known = len(request.text)
-        request.text += decoder.step(token)
-        return self._cut_at_stop(request, known)
+    def _branch_off(self, branch: Request, leader: Request) -> None:
+        """Let a branch go on from its leader's prompt: with the same pages, or back in the queue."""
+        branch.first_step_s = leader.first_step_s
+        branch.max_computed = leader.max_computed
+        branch.report = leader.report
+        try:
+            twin, pairs = self.planner.fork(leader.sequence)
+        except CacheError:  # no row or no page: it is admitted like any other, its prompt is warm
+            self.scheduler.add(branch)
+            return
+        try:
+            if pairs:
+                self.executor.copy_pages(pairs)
+        except BaseException:
+            self.planner.release([twin])
+            raise
+        branch.sequence = twin
+        self.scheduler.join(branch)
 
-    @staticmethod
-    def _cut_at_stop(request: Request, known: int) -> bool:
-        found = [
-            (at, stop)
-            for stop in request.params.stop
-            if (at := request.text.find(stop, max(0, known - len(stop) + 1))) >= 0
-        ]
-        if not found:
-            return False
-        at, request.stop_reason = min(found)
-        request.text = request.text[:at]
-        return True
+    def _tell(self, request: Request, num_new: int) -> None:
+        leader = request.group
+        output = self._settle(leader) if leader.has_ended and not leader.is_settled else None
+        if leader.id not in self.rechecks.running:
+            asked = request.params.logprobs is not None
+            self._outbox.append(
+                StepOutput(
+                    leader.id,
+                    tuple(request.output_ids[len(request.output_ids) - num_new :]),
+                    output,
+                    request.index,
+                    take_text(request),
+                    tuple(request.logprobs[-num_new:]) if asked and num_new else (),
+                    request.finish_reason,
+                )
+            )
+        elif output is not None:
+            self.rechecks.settle(leader.id, leader.prompt_logprobs)
 
-    def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
-        """End a request, once: nothing of it stays but published pages."""
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request or branch, once: nothing of it stays but published pages."""
         self.scheduler.remove(request)
-        decoder = self._decoders.pop(request.id, None)
-        if decoder is not None and not isinstance(request.stop_reason, str):
-            known = len(request.text)
-            request.text += decoder.finish()
-            if self._cut_at_stop(request, known) and reason is FinishReason.LENGTH:
-                reason = FinishReason.STOP  # the stop text was in what the decoder held back
+        request.finish_reason, request.end_s = finish_text(request, reason), self._clock()
         del self._requests[request.id]
-        request.finish_reason, request.end_s = reason, self._clock()
-        if request.id in self.rechecks.running:
-            self.rechecks.settle(request.id, request.prompt_logprobs)
-        elif request.recheck:
+        if request.recheck:
             self.rechecks.note(request)
-        return request.output(cache_on=self.planner.share)
+
+    def _settle(self, leader: Request) -> RequestOutput:
+        """The output of a request that has ended, branches included; made once."""
+        leader.is_settled = True
+        return leader.output(cache_on=self.planner.share)
 
     # -- when a step fails -------------------------------------------------------------------
 
-    def _step_failed(self, scheduled: Scheduled, error: Exception) -> list[StepOutput]:
+    def _step_failed(self, scheduled: Scheduled, error: Exception) -> None:
         logger.warning("a step of %d requests failed: %s", len(scheduled.requests), error)
-        self._put_back(scheduled)
-        outputs = []
+        self._put_back(scheduled.requests)
         for request in scheduled.requests:
-            request.failures += 1
-            if request.failures >= MAX_FAILURES:
-                request.error = StepFailedError(
-                    f"request {request.id} was in {request.failures} failed steps, the limit is "
-                    f"{MAX_FAILURES}; the last one failed with {type(error).__name__}: {error}"
-                )
-                request.error.__cause__ = error
-                hidden = request.id in self.rechecks.running
-                output = StepOutput(request.id, (), self._end(request, FinishReason.ERROR))
-                if not hidden:
-                    outputs.append(output)
-        return outputs
+            self._blame(request, error)
 
-    def _put_back(self, scheduled: Scheduled) -> None:
-        """Nothing of the step counts: its pages are erased, its requests wait again."""
-        page_size = self.config.page_size
-        touched = []
+    def _some_failed(self, scheduled: Scheduled, errors: dict[int, Exception]) -> None:
+        """Some requests of a step failed: they and those that read their pages do not count."""
+        failed = {}
         for request in scheduled.requests:
-            sequence = request.sequence
-            assert sequence.row is not None
-            touched += self.table.pages(sequence.row)[sequence.num_computed // page_size :]
-        sequences = [request.sequence for request in scheduled.requests]
-        back = set(map(id, self.planner.abandon(sequences)))
-        self.executor.erase_pages(sorted(set(touched)))
-        running = self.scheduler.running
+            names = [one.id for one in (request, *request.waiting_branches) if one.id in errors]
+            if names:
+                failed[request] = errors[names[0]]
+        total = len(scheduled.requests)
+        first = next(iter(failed.values()))
+        logger.warning("%d of %d requests of a step failed: %s", len(failed), total, first)
+        self._put_back(list(failed))
+        for request, error in failed.items():
+            self._blame(request, error)
+
+    def _blame(self, request: Request, error: Exception) -> None:
+        """Count a failure; a request that failed too often ends, its waiting branches too."""
+        request.failures += 1
+        if request.failures < MAX_FAILURES:
+            return
+        for one in (request, *request.waiting_branches):
+            one.error = StepFailedError(
+                f"request {one.group.id} was in {request.failures} failed steps, the limit is "
+                f"{MAX_FAILURES}; the last one failed with {type(error).__name__}: {error}"
+            )
+            one.error.__cause__ = error
+            self._end(one, FinishReason.ERROR)
+            self._tell(one, 0)
+
+    def _put_back(self, requests: Sequence[Request]) -> None:
+        """Nothing of a step counts for these: its pages are erased, they wait again."""
+        page_size, running = self.config.page_size, self.scheduler.running
+        held = {}
+        for one in running:
+            if one.sequence.row is not None:
+                pages = self.table.pages(one.sequence.row)
+                held[id(one.sequence)] = pages[one.sequence.num_computed // page_size :]
+        planned = [one.sequence for one in requests if one.sequence.row is not None]
+        back = set(map(id, self.planner.abandon(planned)))
+        self.executor.erase_pages(sorted({page for key in back for page in held[key]}))
         self.scheduler.send_back([one for one in running if id(one.sequence) in back])

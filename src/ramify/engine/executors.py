@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ramify.engine.runner import ModelRunner
-from ramify.engine.sampler import draw_token, token_logprob
+from ramify.engine.sampler import draw_tokens, token_logprob
 from ramify.engine.step import Drawn, StepPlan, StepResult
 from ramify.params import TokenLogprob
 
@@ -23,26 +23,37 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`.
 
-        Raises:
-            FloatingPointError: the logits of a request are not numbers.
+        Requests with a hidden row that is not finite fail, and those whose logits are not.
         """
         hidden = self.runner.forward(plan)
+        failed: dict[int, Exception] = {}
+        for index in self.runner.broken_rows(hidden):
+            seq = int(np.searchsorted(plan.batch.cu_seqlens_q, index, side="right")) - 1
+            failed.setdefault(
+                plan.request_ids[seq],
+                FloatingPointError(
+                    f"the hidden state of request {plan.request_ids[seq]} at position "
+                    f"{plan.batch.positions[index]} is not finite; the weights or the K/V are "
+                    "damaged"
+                ),
+            )
         drawn: dict[int, Drawn] = {}
-        if plan.draws:
-            logits = self.runner.logits(hidden, [draw.row for draw in plan.draws]).numpy()
-            for draw, row in zip(plan.draws, logits, strict=True):
-                if not np.isfinite(row.max()):
-                    raise FloatingPointError(
-                        f"the logits of request {draw.request_id} at position {draw.position} "
-                        "are not finite; the weights or the K/V are damaged"
-                    )
-                token = draw_token(row, draw)
-                known = None
-                if draw.num_logprobs is not None:
-                    known = token_logprob(row, token, draw.num_logprobs)
-                drawn[draw.request_id] = Drawn(token, known)
+        draws = [draw for draw in plan.draws if draw.request_id not in failed]
+        if draws:
+            rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
+            logits = self.runner.logits(hidden, rows).numpy()
+            start = 0
+            for draw in draws:
+                end = start + len(draw.draft) + 1
+                try:
+                    drawn[draw.request_id] = draw_tokens(logits[start:end], draw)
+                except FloatingPointError as error:
+                    failed[draw.request_id] = error
+                start = end
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
         for score in plan.scores:
+            if score.request_id in failed:
+                continue
             found: list[TokenLogprob] = []
             for begin in range(0, len(score.targets), SCORED_ROWS):
                 targets = score.targets[begin : begin + SCORED_ROWS]
@@ -53,8 +64,12 @@ class LocalExecutor:
                     for row, target in zip(logits, targets, strict=True)
                 ]
             scored[score.request_id] = tuple(found)
-        return StepResult(drawn, scored)
+        return StepResult(drawn, scored, failed)
 
     def erase_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.erase_pages`."""
         self.runner.pool.zero_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.copy_pages`."""
+        self.runner.pool.copy_pages([page for page, _ in pairs], [page for _, page in pairs])

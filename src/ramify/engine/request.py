@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ramify.attention.planner import RadixSequence
 from ramify.params import (
@@ -16,13 +17,20 @@ from ramify.params import (
     TokenLogprob,
 )
 
+if TYPE_CHECKING:
+    from ramify.engine.advance import TextDecoder
+
 RECOMPUTED_FOR_LOGPROBS = "prompt_logprobs need the logits of every prompt token"
 CACHE_OFF = "prefix_cache=False"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Owned by the engine core; nobody else writes it. Times are seconds of one clock."""
+    """Owned by the engine core; nobody else writes it. Times are seconds of one clock.
+
+    A request for `n` answers is a leader and n - 1 branches, each a `Request` of its own: they
+    begin when the leader's prompt is computed.
+    """
 
     id: int
     prompt: str | None
@@ -34,8 +42,16 @@ class Request:
     namespace: bytes
     arrival_s: float
     sequence: RadixSequence
+    decoder: TextDecoder | None = None  # None when the model has no tokenizer
+    priority: int = 0  # larger ones first
+    tenant: str = ""  # tenants share the steps fairly
+    index: int = 0  # among the answers
+    leader: Request | None = None  # of a branch
+    branches: list[Request] = field(default_factory=list)  # of a leader, live or ended
+    draft: tuple[int, ...] = ()  # guesses for its next tokens, to be verified in this step
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
+    num_taken: int = 0  # characters of it that were told
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last_step: int = 0
@@ -50,6 +66,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
+    is_settled: bool = False  # its output was made
     recheck: bool = False  # keeps log probabilities, to be compared with those of a cold run
 
     @classmethod
@@ -58,6 +75,23 @@ class Request:
     ) -> RadixSequence:
         """A fresh planner state over `tokens`."""
         return RadixSequence(tokens, namespace, reuse=params.prompt_logprobs is None)
+
+    @property
+    def group(self) -> Request:
+        """The leader, whose id is the one that the caller knows."""
+        return self if self.leader is None else self.leader
+
+    @property
+    def waiting_branches(self) -> list[Request]:
+        """Branches that begin when the prompt is computed: all of them, or none any more."""
+        if not self.branches or self.output_ids:
+            return []
+        return [one for one in self.branches if not one.is_finished]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a leader and its branches have all ended."""
+        return self.is_finished and all(one.is_finished for one in self.branches)
 
     @property
     def is_finished(self) -> bool:
@@ -73,6 +107,7 @@ class Request:
         """Back to waiting: a fresh sequence over everything known so far."""
         tokens = array("i", self.prompt_ids)
         tokens.extend(self.output_ids)
+        self.draft = ()
         self.sequence = self.new_sequence(tokens, self.namespace, self.params)
         if self.params.prompt_logprobs is not None:
             done = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
@@ -88,10 +123,22 @@ class Request:
         self.recomputed += max(0, min(self.max_computed, end) - start)
         self.max_computed = max(self.max_computed, end)
 
-    def output(self, *, cache_on: bool) -> RequestOutput:
-        """The value that the caller gets; the request has ended."""
+    def completion(self) -> Completion:
+        """What this request or branch has produced; it has ended."""
         assert self.finish_reason is not None
-        assert self.end_s is not None
+        return Completion(
+            text=self.text,
+            token_ids=tuple(self.output_ids),
+            finish_reason=self.finish_reason,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            stop_reason=self.stop_reason,
+        )
+
+    def output(self, *, cache_on: bool) -> RequestOutput:
+        """The value that the caller of a leader gets; it and its branches have ended."""
+        members = (self, *self.branches)
+        ends = [one.end_s for one in members if one.end_s is not None]
+        end_s = max(ends)
         read, shared = self.report or (0, 0)
         num_prompt = len(self.prompt_ids)
         computed = min(num_prompt, self.max_computed) - read - shared
@@ -101,16 +148,10 @@ class Request:
         elif self.params.prompt_logprobs is not None:
             reason = RECOMPUTED_FOR_LOGPROBS
         decode = None
-        if self.first_token_s is not None and len(self.output_ids) > 1:
-            spent = self.end_s - self.first_token_s
-            decode = (len(self.output_ids) - 1) / spent if spent > 0 else None
-        completion = Completion(
-            text=self.text,
-            token_ids=tuple(self.output_ids),
-            finish_reason=self.finish_reason,
-            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
-            stop_reason=self.stop_reason,
-        )
+        num_later = sum(max(0, len(one.output_ids) - 1) for one in members)
+        if self.first_token_s is not None and num_later:
+            spent = end_s - self.first_token_s
+            decode = num_later / spent if spent > 0 else None
         scored: tuple[TokenLogprob | None, ...] | None = None
         if self.params.prompt_logprobs is not None:
             scored = (None, *self.prompt_logprobs)
@@ -118,16 +159,18 @@ class Request:
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=tuple(self.prompt_ids),
-            completions=(completion,),
+            completions=tuple(one.completion() for one in members),
             metrics=RequestMetrics(
-                queue_s=(self.end_s if self.first_step_s is None else self.first_step_s)
+                queue_s=(end_s if self.first_step_s is None else self.first_step_s)
                 - self.arrival_s,
                 ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
-                total_s=self.end_s - self.arrival_s,
+                total_s=end_s - self.arrival_s,
                 decode_tokens_per_s=decode,
-                preemptions=self.preemptions,
+                preemptions=sum(one.preemptions for one in members),
             ),
-            cache=CacheReport(read, shared, computed, self.recomputed, reason),
+            cache=CacheReport(
+                read, shared, computed, sum(one.recomputed for one in members), reason
+            ),
             prompt_logprobs=scored,
-            error=self.error,
+            error=next((one.error for one in members if one.error is not None), None),
         )

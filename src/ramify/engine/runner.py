@@ -60,3 +60,11 @@ class ModelRunner:
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits [len(rows), vocab_size] float32 of some rows of `forward`'s result."""
         return self.model.logits(hidden[torch.as_tensor(list(rows), dtype=torch.int64)])
+
+    @torch.inference_mode()
+    def broken_rows(self, hidden: Tensor) -> list[int]:
+        """Rows of `forward`'s result that are not finite, ascending."""
+        if torch.isfinite(hidden.sum(-1, dtype=torch.float32)).all():  # inf and NaN stay so
+            return []
+        found: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
+        return found

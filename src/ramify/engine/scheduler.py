@@ -64,11 +64,15 @@ class Scheduler:
         """Queue a new request."""
         self.waiting.append(request)
 
+    def join(self, request: Request) -> None:
+        """Take in a branch that holds its pages and a row already."""
+        self.running.append(request)
+
     def remove(self, request: Request) -> None:
         """Take an ended request out; its published pages stay warm."""
         if request in self.running:
             self.running.remove(request)
-        else:
+        elif request in self.waiting:  # not a branch whose prompt is still computed
             self.waiting.remove(request)
         self.send_back(self._requests_of(self.planner.release([request.sequence])))
 
@@ -97,12 +101,13 @@ class Scheduler:
             admitted = self._admit(work)
         while work or admitted:
             try:
-                batch = self.planner.plan(
-                    [one.sequence for one, _ in work + admitted],
-                    [num_new for _, num_new in work + admitted],
-                )
+                batch = self._plan(work + admitted)
             except OutOfPagesError as error:
-                if work and admitted:
+                if any(one.draft for one, _ in work):  # guesses are the first to go
+                    work = [(one, num_new - len(one.draft)) for one, num_new in work]
+                    for one, _ in work:
+                        one.draft = ()
+                elif work and admitted:
                     self._drop(admitted, error.asked - error.free - error.evictable, keep=0)
                 elif len(admitted) > 1:  # with nobody running, the first must go on
                     self._drop(admitted, error.asked - error.free - error.evictable, keep=1)
@@ -120,6 +125,21 @@ class Scheduler:
                 request.last_step = self._step
             return Scheduled(tuple(one for one, _ in work + admitted), batch)
         return None
+
+    def _plan(self, chosen: list[tuple[Request, int]]) -> AttentionBatch:
+        """`plan` with everybody's drafts behind the tokens that are known."""
+        for one, _ in chosen:
+            one.sequence.tokens.extend(one.draft)
+            one.sequence.num_draft = len(one.draft)
+        try:
+            return self.planner.plan(
+                [one.sequence for one, _ in chosen], [num_new for _, num_new in chosen]
+            )
+        except BaseException:
+            for one, _ in chosen:
+                del one.sequence.tokens[len(one.sequence.tokens) - len(one.draft) :]
+                one.sequence.num_draft = 0
+            raise
 
     # -- choosing ----------------------------------------------------------------------------
 
@@ -142,6 +162,8 @@ class Scheduler:
             if not budget:
                 break
             num_new = min(request.sequence.num_uncomputed, budget)
+            request.draft = request.draft[: budget - num_new]
+            num_new += len(request.draft)
             work.append((request, num_new))
             budget -= num_new
         return work

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.attention.batch import AttentionBatch
-from ramify.params import TokenLogprob
+from ramify.params import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Choose the next token of one request from the logits of one query row."""
+    """Choose the next tokens of one request: one, and one more for each draft that is right."""
 
     request_id: int
-    row: int  # of the step's query rows
-    position: int  # of the token that is drawn; with the seed it keys the generator
+    row: int  # of the step's query rows, whose logits give the first token; drafts are in the next
+    position: int  # of the first token that is drawn; with the seed it keys the generator
+    params: SamplingParams
     seed: int
-    temperature: float
-    top_k: int | None
-    top_p: float
     num_logprobs: int | None
+    draft: tuple[int, ...] = ()  # guesses for that token and those after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +44,24 @@ class StepPlan:
     token_ids: NDArray[np.int64]  # [T]
     draws: tuple[Draw, ...]
     scores: tuple[Score, ...]
+    request_ids: tuple[int, ...]  # in batch order
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token chosen for one request."""
+    """The tokens chosen for one request: the drafts that were right, and the one after them."""
 
-    token_id: int
-    logprob: TokenLogprob | None
+    token_ids: tuple[int, ...]  # at least 1, at most 1 more than there were drafts
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Answers to a plan's draws and scores, by request id."""
+    """Answers to a plan's draws and scores, by request id; whoever failed has neither."""
 
     drawn: dict[int, Drawn]
     scored: dict[int, tuple[TokenLogprob, ...]]
+    failed: dict[int, Exception] = field(default_factory=dict)  # their K/V must not be used
 
 
 class Executor(Protocol):
@@ -72,4 +73,8 @@ class Executor(Protocol):
 
     def erase_pages(self, pages: Sequence[int]) -> None:
         """Make the content of pages unreadable after a failed step."""
+        ...
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy all K/V of the first page of each pair to the second."""
         ...

@@ -1,0 +1,157 @@
+"""Several answers to one prompt, and steps that verify guesses."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.engine.request import Request
+from ramify.params import FinishReason
+from ramify.testing import fake_next_token
+from tests.pure.engine_bench import VOCAB, Bench, expected
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def drawn(prompt: list[int], seed: int, count: int) -> list[int]:
+    """What a request with a temperature answers alone."""
+    context = list(prompt)
+    while len(context) < len(prompt) + count:
+        context.append(fake_next_token(context, VOCAB, draw=(seed, len(context))))
+    return context[len(prompt) :]
+
+
+@dataclass
+class Guesser:
+    """Guesses some of the tokens right, as far as it goes."""
+
+    share: float
+    longest: int
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        context = request.sequence.tokens.tolist()
+        guesses: list[int] = []
+        for _ in range(min(limit, self.rng.randrange(self.longest + 1))):
+            right = self.rng.random() < self.share
+            draw = (request.seed, len(context)) if request.params.temperature else None
+            token = fake_next_token(context, VOCAB, draw=draw)
+            context.append(token if right else self.rng.randrange(VOCAB))
+            guesses.append(context[-1])
+        return tuple(guesses)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("pool_tokens", [4096, 64])
+def test_each_answer_is_that_of_a_request_with_its_own_seed(
+    page_size: int, pool_tokens: int
+) -> None:
+    """Also when pages or rows do not suffice for all of them at once."""
+    bench = Bench(pool_tokens, page_size, max_num_seqs=3)
+    first = bench.add(PROMPT, n=5, temperature=1.0, seed=40, max_tokens=9, ignore_eos=True)
+    other = bench.add(PROMPT[:7], max_tokens=9, ignore_eos=True)
+
+    outputs = bench.run()
+
+    found = [list(one.token_ids) for one in outputs[first].completions]
+    assert found == [drawn(PROMPT, 40 + index, 9) for index in range(5)]
+    assert outputs[first].usage.completion_tokens == 45
+    assert list(outputs[other].token_ids) == expected(PROMPT[:7], 9, ends=())
+    bench.assert_nothing_leaked()
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
+    """The last page, which nobody may share, is copied."""
+    bench = Bench(page_size=16)
+    bench.add(PROMPT, n=8, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
+
+    bench.run()
+
+    assert bench.core.num_computed_tokens == len(PROMPT) + 8 * 2
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+def test_an_abort_ends_all_answers(num_steps: int) -> None:
+    """Before the prompt is computed, part-way, and when some answers wait for a row."""
+    bench = Bench(max_num_seqs=2, max_batch_tokens=6)
+    request_id = bench.add(PROMPT, n=4, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True)
+    for _ in range(num_steps):
+        bench.step()
+
+    bench.abort(request_id)
+
+    reasons = {one.finish_reason for one in bench.outputs[request_id].completions}
+    assert reasons == {FinishReason.ABORT}
+    assert len(bench.outputs[request_id].completions) == 4
+    bench.assert_nothing_leaked()
+
+
+def test_all_answers_fail_with_a_prompt_that_does() -> None:
+    """The caller is told once."""
+    bench = Bench(fail_at=range(4))
+    request_id = bench.add(PROMPT, n=3, max_tokens=4)
+
+    outputs = bench.run()
+
+    assert [one.finish_reason for one in outputs[request_id].completions] == ["error"] * 3
+    assert "failed" in str(outputs[request_id].error)
+    bench.assert_nothing_leaked()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    share=st.sampled_from([0.0, 0.6, 1.0]),
+    longest=st.integers(1, 20),
+    pool_tokens=st.sampled_from([96, 4096]),
+    budget=st.sampled_from([5, 512]),
+    seed=st.integers(0, 99),
+)
+def test_guesses_change_no_token(
+    page_size: int, share: float, longest: int, pool_tokens: int, budget: int, seed: int
+) -> None:
+    """Whatever was guessed, however many pages the guesses cross, and when pages run out."""
+    bench = Bench(
+        pool_tokens,
+        page_size,
+        max_batch_tokens=budget,
+        drafter=Guesser(share, longest, random.Random(seed)),
+    )
+    first = bench.add(PROMPT, max_tokens=30, ignore_eos=True)
+    branched = bench.add(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
+    text = bench.add(PROMPT[2:], max_tokens=25)
+
+    outputs = bench.run()
+
+    assert list(outputs[first].token_ids) == expected(PROMPT, 30, ends=())
+    found = [list(one.token_ids) for one in outputs[branched].completions]
+    assert found == [drawn(PROMPT, 5 + index, 20) for index in range(3)]
+    assert list(outputs[text].token_ids) == expected(PROMPT[2:], 25)
+    bench.assert_nothing_leaked()
+
+
+def test_right_guesses_save_steps() -> None:
+    """Several tokens of a request come from one step."""
+    bench = Bench(drafter=Guesser(1.0, 4))
+    bench.add(PROMPT, max_tokens=60, ignore_eos=True)
+
+    bench.run()
+
+    assert bench.core.num_steps < 40
+
+
+@pytest.mark.parametrize("stop", ["AB", "CDE"])
+def test_text_that_may_begin_a_stop_text_is_told_later(stop: str) -> None:
+    """And never when it does."""
+    script = [ord(letter) - ord("A") for letter in "ZCZCDZZAZCDE"]
+    bench = Bench(next_token=lambda context: script[len(context) - 3])
+    request_id = bench.add([1, 2, 3], max_tokens=12, stop=[stop], ignore_eos=True)
+
+    told: list[str] = []
+    while bench.core.has_unfinished:
+        told += [event.text for event in bench.step()]
+
+    text = "".join(map(chr, (ord("A") + token for token in script)))
+    assert "".join(told) == text.partition(stop)[0] == bench.outputs[request_id].text
