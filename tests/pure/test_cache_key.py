@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.cache import CacheKey, namespace_of
+from ramify.cache import CacheKey, namespace_of, namespace_parts
 from ramify.cache.key import common_pages
 from ramify.errors import InvalidKeyError
 
@@ -262,3 +262,16 @@ def test_a_view_of_int32_is_a_key_and_a_negative_prefix_is_none() -> None:
     assert key == CacheKey([1, 2, 3])
     with pytest.raises(InvalidKeyError, match="prefix of -1"):
         key.prefix(-1)
+
+
+@given(parts=st.dictionaries(st.text(), st.one_of(st.text(), st.binary(), st.integers())))
+def test_a_namespace_tells_its_parts(parts: dict[str, str | bytes | int]) -> None:
+    """What it was made of comes back, types included."""
+    assert namespace_parts(namespace_of(**parts)) == parts
+
+
+@given(namespace=st.binary())
+def test_any_other_namespace_has_no_parts(namespace: bytes) -> None:
+    """Nothing is read into bytes that `namespace_of` did not make."""
+    parts = namespace_parts(namespace)
+    assert not parts or namespace_of(**parts) == namespace

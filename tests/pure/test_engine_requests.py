@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ramify.cache import CacheKey
 from ramify.errors import (
     EmptyPromptError,
     InvalidParamsError,
@@ -13,7 +14,7 @@ from ramify.errors import (
     RequestTooLargeError,
     TokenOutOfRangeError,
 )
-from ramify.params import FinishReason, SamplingParams
+from ramify.params import CacheReport, FinishReason, SamplingParams
 from tests.pure.engine_bench import EOS, Bench, expected
 
 # -- what ends a request, and what it reports ------------------------------------------------
@@ -204,3 +205,40 @@ def test_an_idle_engine_does_nothing() -> None:
 
     assert bench.step() == []
     assert bench.device.num_steps == 0
+
+
+@pytest.mark.parametrize("max_shared", [0, 3, 4, 9, 12, 40, None])
+@pytest.mark.parametrize("budget", [3, 512])
+def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budget: int) -> None:
+    """Neither those of the prompt nor of the answer; before that limit all is as ever."""
+    bench = Bench(max_batch_tokens=budget)
+    prompt = list(range(1, 21))
+    core = bench.core
+    first = core.add_request(
+        prompt, SamplingParams(max_tokens=9, ignore_eos=True), max_shared=max_shared
+    )
+    bench.tokens[first] = []
+    follower = bench.add([*prompt, 7], max_tokens=2, ignore_eos=True)
+    outputs = bench.run()
+    report = outputs[follower].cache
+    limit = 20 if max_shared is None else min(max_shared, 20)
+    assert report.read_tokens + report.shared_tokens == limit // 4 * 4
+
+    context = [*prompt, *outputs[first].token_ids]
+    found = core.cache.match(CacheKey(context, core.namespace)).num_tokens
+    assert found == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
+    assert list(outputs[first].token_ids) == expected(prompt, 9, ends=())
+    bench.assert_nothing_leaked()
+
+
+def test_the_first_event_tells_where_the_prompt_came_from() -> None:
+    """Streams report the cache before the answer has ended."""
+    bench = Bench()
+    bench.add(list(range(1, 21)), max_tokens=2, ignore_eos=True)
+    bench.run()
+    bench.add([*range(1, 21), 3], max_tokens=3, ignore_eos=True)
+
+    events = [event for _ in range(3) for event in bench.step()]
+
+    reports = [event.cache for event in events]
+    assert reports == [CacheReport(20, 0, 1), None, None]

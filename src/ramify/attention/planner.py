@@ -182,7 +182,7 @@ class RadixAttentionPlanner:
                     shared = max(common_pages(usable, each, page_bytes, start) for each in group)
                     held, begin = held + shared, begin + shared * page_size
                 end = min(len(one.tokens), begin + limit)
-                known = min(end, len(one.tokens) - one.num_draft)
+                known = one.shareable(end)
                 announced = atoms[: known // page_size * page_bytes]
                 # not announced: single tokens, and what another announces below the same node
                 if known - begin > 1 and len(announced) > start and (follows or not group):
@@ -228,7 +228,7 @@ class RadixAttentionPlanner:
         pages = self.cache.reserve(max(0, -(-end // self.page_size) - held))
         one.private.extend(pages)
         self.table.append(one.row, pages)
-        known = min(end, len(one.tokens) - one.num_draft)
+        known = one.shareable(end)
         if key is not None and known - one.num_computed > 1:
             self._move(one, self.cache.announce(one.lease, key.prefix(known), one.private))
 
@@ -312,9 +312,9 @@ class RadixAttentionPlanner:
             return True
         if self.cache.is_blocked(one.lease) or one.lease.num_tokens > one.num_computed:
             return False  # the latter: planned again already, its own commit will publish
-        whole = one.num_computed // self.page_size
-        if whole > len(one.lease.pages) or one.lease.num_pending:
-            key = one.key(one.num_computed)
+        end = max(one.shareable(one.num_computed), one.lease.num_tokens)
+        if end // self.page_size > len(one.lease.pages) or one.lease.num_pending:
+            key = one.key(end)
             self._move(one, self.cache.publish(one.lease, key, one.private))
         return True
 
@@ -381,7 +381,9 @@ class RadixAttentionPlanner:
             raise CacheError("no free row in the block table; release a sequence first")
         num_copied = max(0, -(-one.num_computed // self.page_size) - len(one.lease.pages))
         pages = self.cache.reserve(num_copied)
-        twin = RadixSequence(one.tokens[:], one.namespace, one.reuse, media=one.media)
+        twin = RadixSequence(
+            one.tokens[:], one.namespace, one.reuse, media=one.media, max_shared=one.max_shared
+        )
         twin.num_computed = twin.num_read = one.num_computed
         twin.lease, twin.private = self.cache.fork(one.lease), list(pages)
         twin.order, twin.row = next(self._order), self.table.allocate()

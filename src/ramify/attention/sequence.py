@@ -15,8 +15,8 @@ from ramify.cache.values import Lease
 class RadixSequence:
     """One request as the planner sees it.
 
-    The caller owns `tokens` and may append to it between steps, and `num_draft` until `commit`; `namespace`, `reuse` and `media`
-    are fixed. `reuse=False` reads nothing from the cache but publishes what it computes. The
+    The caller owns `tokens` and may append to it between steps, and `num_draft` until `commit`; `namespace`, `reuse`, `media`
+    and `max_shared` are fixed. `reuse=False` reads nothing from the cache but publishes what it computes. The
     tokens of a segment of `media` are known by its content, whatever ids stand there. The rest is
     the planner's to write and everyone's to read.
     """
@@ -35,6 +35,7 @@ class RadixSequence:
     order: int = 0  # when it was planned; a leader comes before its followers
     media: Sequence[Media] = field(default=(), kw_only=True)
     num_draft: int = 0  # of `tokens`, at the end: guesses, which nobody else may attach to
+    max_shared: int | None = field(default=None, kw_only=True)  # tokens that others may attach to
 
     def __post_init__(self) -> None:
         given: object = self.tokens
@@ -45,6 +46,11 @@ class RadixSequence:
     def num_uncomputed(self) -> int:
         """Tokens whose K/V is still to be computed (before the first plan: all of them)."""
         return len(self.tokens) - self.num_computed
+
+    def shareable(self, num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens, those whose K/V others may use."""
+        known = min(num_tokens, len(self.tokens) - self.num_draft)
+        return known if self.max_shared is None else min(known, self.max_shared)
 
     def key(self, num_tokens: int) -> CacheKey:
         """The cache key of the first `num_tokens` tokens; they may end inside a media segment."""

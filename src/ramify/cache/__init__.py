@@ -3,7 +3,7 @@
 from ramify.cache.events import CacheEvent, Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation
 from ramify.cache.hash_index import INDICES
-from ramify.cache.key import CacheKey, namespace_of
+from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.leases import Pin
 from ramify.cache.marks import Media, Salt
 from ramify.cache.pages import PageLedger, Pages
@@ -35,4 +35,5 @@ __all__ = [
     "Snapshot",
     "Subscription",
     "namespace_of",
+    "namespace_parts",
 ]

@@ -71,6 +71,26 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
     return bytes(framed)
 
 
+def namespace_parts(namespace: bytes) -> dict[str, str | bytes | int]:
+    """The parts that `namespace_of` made a namespace of; none if it is no such namespace."""
+    parts: dict[str, str | bytes | int] = {}
+    rest = namespace
+    try:
+        while rest:
+            pieces = []
+            for _ in range(2):
+                end = 4 + int.from_bytes(rest[:4], "big")
+                pieces.append(rest[4:end])
+                rest = rest[end:]
+            name, raw = pieces[0].decode("utf-8", "surrogatepass"), pieces[1]
+            kind, rest = rest[:1], rest[1:]
+            text = raw if kind == b"b" else raw.decode("utf-8", "surrogatepass")
+            parts[name] = int(text) if kind == b"i" else text
+    except ValueError:
+        return {}
+    return parts if namespace == namespace_of(**parts) else {}
+
+
 @dataclass(frozen=True, slots=True)
 class CacheKey:
     """A sequence of atoms in a namespace; nothing is ever shared between namespaces.

@@ -26,7 +26,7 @@ from ramify.engine.speculative import Drafter
 from ramify.engine.step import Draw, Executor, Score, StepPlan, StepResult
 from ramify.errors import CacheError, InvalidParamsError, StepFailedError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
-from ramify.params import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class StepOutput:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None  # of this answer, when it has ended
+    cache: CacheReport | None = None  # with the first tokens of the first answer
 
 
 class EngineCore:
@@ -111,6 +112,7 @@ class EngineCore:
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
+        max_shared: int | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
@@ -118,6 +120,8 @@ class EngineCore:
             priority: requests with a larger one come first.
             tenant: whose it is: tenants share the steps fairly, and never each other's prefixes.
             salt: only requests with the same one share prefixes.
+            max_shared: only so many of its first tokens are kept for others; by default all,
+                those of the answer included.
 
         Raises:
             RequestError: it can never be served. Nothing is queued, others are untouched.
@@ -126,6 +130,8 @@ class EngineCore:
             raise InvalidParamsError("params", params, "SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParamsError("priority", priority, "an integer")
+        if max_shared is not None and (not isinstance(max_shared, int) or max_shared < 0):
+            raise InvalidParamsError("max_shared", max_shared, "None or a number of tokens >= 0")
         for name, value in (("tenant", tenant), ("salt", salt)):
             if not isinstance(value, str):
                 raise InvalidParamsError(name, value, "a text")
@@ -146,6 +152,7 @@ class EngineCore:
             branch.index, branch.leader = index, request
             request.branches.append(branch)
         for one in (request, *request.branches):
+            one.sequence.max_shared = max_shared
             self._requests[one.id] = one
             if self._text_decoder is not None:
                 one.decoder = self._text_decoder()
@@ -368,6 +375,9 @@ class EngineCore:
                     take_text(request),
                     tuple(request.logprobs[-num_new:]) if asked and num_new else (),
                     request.finish_reason,
+                    leader.cache_report(cache_on=self.planner.share)
+                    if request is leader and 0 < num_new == len(request.output_ids)
+                    else None,
                 )
             )
         elif output is not None:

@@ -71,10 +71,15 @@ class Request:
 
     @classmethod
     def new_sequence(
-        cls, tokens: array[int], namespace: bytes, params: SamplingParams
+        cls,
+        tokens: array[int],
+        namespace: bytes,
+        params: SamplingParams,
+        max_shared: int | None = None,
     ) -> RadixSequence:
         """A fresh planner state over `tokens`."""
-        return RadixSequence(tokens, namespace, reuse=params.prompt_logprobs is None)
+        reuse = params.prompt_logprobs is None
+        return RadixSequence(tokens, namespace, reuse, max_shared=max_shared)
 
     @property
     def group(self) -> Request:
@@ -108,7 +113,9 @@ class Request:
         tokens = array("i", self.prompt_ids)
         tokens.extend(self.output_ids)
         self.draft = ()
-        self.sequence = self.new_sequence(tokens, self.namespace, self.params)
+        self.sequence = self.new_sequence(
+            tokens, self.namespace, self.params, self.sequence.max_shared
+        )
         if self.params.prompt_logprobs is not None:
             done = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
             self.sequence.reuse = done  # scored already: nothing forces a second computation
@@ -134,19 +141,27 @@ class Request:
             stop_reason=self.stop_reason,
         )
 
-    def output(self, *, cache_on: bool) -> RequestOutput:
-        """The value that the caller of a leader gets; it and its branches have ended."""
-        members = (self, *self.branches)
-        ends = [one.end_s for one in members if one.end_s is not None]
-        end_s = max(ends)
+    def cache_report(self, *, cache_on: bool) -> CacheReport:
+        """Where the prompt's K/V came from, as far as it is known; of a leader."""
         read, shared = self.report or (0, 0)
-        num_prompt = len(self.prompt_ids)
-        computed = min(num_prompt, self.max_computed) - read - shared
         reason = None
         if not cache_on:
             reason = CACHE_OFF
         elif self.params.prompt_logprobs is not None:
             reason = RECOMPUTED_FOR_LOGPROBS
+        return CacheReport(
+            read,
+            shared,
+            min(len(self.prompt_ids), self.max_computed) - read - shared,
+            sum(one.recomputed for one in (self, *self.branches)),
+            reason,
+        )
+
+    def output(self, *, cache_on: bool) -> RequestOutput:
+        """The value that the caller of a leader gets; it and its branches have ended."""
+        members = (self, *self.branches)
+        ends = [one.end_s for one in members if one.end_s is not None]
+        end_s = max(ends)
         decode = None
         num_later = sum(max(0, len(one.output_ids) - 1) for one in members)
         if self.first_token_s is not None and num_later:
@@ -168,9 +183,7 @@ class Request:
                 decode_tokens_per_s=decode,
                 preemptions=sum(one.preemptions for one in members),
             ),
-            cache=CacheReport(
-                read, shared, computed, sum(one.recomputed for one in members), reason
-            ),
+            cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=scored,
             error=next((one.error for one in members if one.error is not None), None),
         )

@@ -206,7 +206,7 @@ class Scheduler:
         return [
             _Leader(
                 one.namespace,
-                one.sequence.tokens.tobytes(),
+                one.sequence.tokens[: one.sequence.max_shared].tobytes(),
                 one.sequence.num_computed + _num_announced(one, planned.get(id(one), 0)),
             )
             for one in self.running
