@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ramify.cache import CacheKey, PrefixCache
     from ramify.engine.llm import LLM
     from ramify.errors import RamifyError
-    from ramify.params import FinishReason, RequestOutput, SamplingParams
+    from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ _HOMES = {
     "RamifyError": "ramify.errors",
     "RequestOutput": "ramify.params",
     "SamplingParams": "ramify.params",
+    "StructuredOutput": "ramify.params",
 }
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "RamifyError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "__version__",
 ]
 

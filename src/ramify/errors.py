@@ -14,6 +14,7 @@ RamifyError
 │  ├─ RequestTooLargeError        the request alone needs more pages than the pool has
 │  ├─ TokenOutOfRangeError
 │  ├─ InvalidParamsError          a sampling parameter outside its range
+│  ├─ DeadEndError                the allowed tokens lead nowhere
 │  ├─ ChatTemplateError           no chat template, or it cannot render these messages
 │  └─ UnknownRequestError         no live request has this id
 ├─ CacheError                     misuse of the cache core, or too little room in it
@@ -136,6 +137,17 @@ class InvalidParamsError(RequestError):
     def __init__(self, name: str, value: object, allowed: str) -> None:
         self.name, self.value, self.allowed = name, value, allowed
         super().__init__(f"{name}={value!r} is not possible: {name} must be {allowed}")
+
+
+class DeadEndError(RequestError):
+    """No token is allowed after those that were drawn, or its grammar became too much work."""
+
+    def __init__(self, num_tokens: int, reason: str) -> None:
+        self.num_tokens, self.reason = num_tokens, reason
+        super().__init__(
+            f"after {num_tokens} output tokens no token can follow: {reason}; loosen the "
+            "structured output or allowed_token_ids"
+        )
 
 
 class ChatTemplateError(RequestError):

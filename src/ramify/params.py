@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -23,16 +25,119 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """A format that the output must follow, token by token: exactly one of these.
+
+    Args:
+        json_schema: a JSON schema; the output is JSON that satisfies it.
+        json_object: True: any JSON object.
+        regex: the whole output matches it (Rust's syntax: no look-around, no back references).
+        grammar: a context-free grammar, in Lark's EBNF with a rule `start`, or GBNF with `root`.
+        choice: one of these texts.
+
+    Raises:
+        InvalidParamsError: none or several are given, or one is malformed, too long or too deep.
+    """
+
+    json_schema: Mapping[str, object] | str | None = None  # kept as text
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object not in (True, False):
+            raise InvalidParamsError("json_object", self.json_object, "True or False")
+        names = ("json_schema", "regex", "grammar", "choice")
+        given = [name for name in names if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            found = ", ".join(given) or "nothing"
+            allowed = f"exactly one of {', '.join((*names, 'json_object'))}"
+            raise InvalidParamsError("structured", found, allowed)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.choice is not None:
+            if not _is_list(self.choice) or not all(
+                isinstance(text, str) and text for text in self.choice
+            ):
+                raise InvalidParamsError("choice", self.choice, "a list of non-empty texts")
+            object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
+        text = "".join(self.choice) if self.choice is not None else getattr(self, given[0])
+        if given[0] != "json_object" and (not isinstance(text, str) or not text):
+            raise InvalidParamsError(given[0], getattr(self, given[0]), "a text, not empty")
+        if isinstance(text, str):
+            try:
+                num_bytes = len(text.encode())
+            except UnicodeEncodeError as error:
+                raise InvalidParamsError(given[0], text[error.start], "Unicode text") from None
+            if num_bytes > MAX_FORMAT_BYTES:
+                raise InvalidParamsError(
+                    given[0], f"{num_bytes} bytes", f"at most {MAX_FORMAT_BYTES} bytes: simplify it"
+                )
+
+
+def _schema_text(schema: object) -> str:
+    """A schema as JSON text."""
+    if isinstance(schema, str):
+        if len(schema) > MAX_FORMAT_BYTES:  # before anything reads it
+            raise InvalidParamsError(
+                "json_schema", f"{len(schema)} bytes", f"at most {MAX_FORMAT_BYTES} bytes"
+            )
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParamsError("json_schema", str(schema)[:60], f"JSON: {error}") from None
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidParamsError("json_schema", schema, "an object")
+    level: list[object] = [schema]
+    for _ in range(MAX_FORMAT_DEPTH + 1):
+        below: list[object] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                below += one.values()
+            elif isinstance(one, list | tuple):
+                below += one
+        level = below
+        if len(level) > MAX_FORMAT_BYTES:
+            break  # the text will be too long
+        if not level:
+            break
+    else:
+        raise InvalidParamsError(
+            "json_schema", "deeper", f"at most {MAX_FORMAT_DEPTH} levels deep; use $defs and $ref"
+        )
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParamsError("json_schema", type(schema).__name__, f"JSON: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
+    Scores pass through the options in the order in which Hugging Face transformers applies them:
+    repetition, presence and frequency penalty, `logit_bias`, what is allowed at all, temperature,
+    `top_k`, `top_p`, `min_p`. Log probabilities that are reported are those before all of this.
+
     Args:
-        temperature: 0 is greedy whatever the other values are.
+        temperature: 0 is greedy whatever top_k, top_p and min_p are.
         top_k: keep the k likeliest tokens; None keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass; 1 keeps all.
+        min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
+        repetition_penalty: positive scores of tokens in prompt or output are divided by it,
+            negative ones multiplied; 1 changes nothing.
+        presence_penalty: taken off the score of each token that is in the output.
+        frequency_penalty: taken off the same for each time that it is there.
+        logit_bias: token id -> what is added to its score, in -100..100.
+        allowed_token_ids: no other token is ever drawn; None allows all.
+        structured: a format that the text must follow; see `StructuredOutput`.
         seed: draws depend on (seed, position) only; None draws a fresh seed per request.
         n: answers to give; answer i draws as a request of its own with seed + i would.
         max_tokens: at most this many output tokens; None means up to the end of the context.
+        min_tokens: no stop text, stop token or end of sequence ends the output before so many;
+            a structured output that is complete ends all the same.
         stop: texts that end the output; a text that matches is not part of the output.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: go on after the model's own end-of-sequence tokens.
@@ -46,9 +151,17 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    structured: StructuredOutput | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = 128
+    min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
@@ -56,6 +169,33 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):
+            raise InvalidParamsError("temperature", self.temperature, "a finite number >= 0")
+        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise InvalidParamsError("top_p", self.top_p, "a number in (0, 1]; 1 keeps all")
+        if not _is_number(self.min_p) or not 0.0 <= self.min_p <= 1.0:
+            raise InvalidParamsError("min_p", self.min_p, "a number in [0, 1]; 0 keeps all")
+        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
+            raise InvalidParamsError("top_k", self.top_k, "None (keep all) or an integer >= 1")
+        if not _is_int(self.n) or not 1 <= self.n <= MAX_ANSWERS:
+            raise InvalidParamsError("n", self.n, f"an integer in 1..{MAX_ANSWERS}")
+        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
+            raise InvalidParamsError("seed", self.seed, "None or an integer in [0, 2**63)")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
+                raise InvalidParamsError(name, value, f"None or an integer in 0..{MAX_LOGPROBS}")
+        self._check_ends()
+        self._check_scores()
+        self._make_plain()
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return dict(self.logit_bias)
+
+    def _check_ends(self) -> None:
+        """Options that say when the output ends."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not _is_list(stop) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidParamsError("stop", self.stop, "non-empty strings")
@@ -64,35 +204,73 @@ class SamplingParams:
             raise InvalidParamsError("stop_token_ids", ids, "token ids >= 0")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
-        if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):
-            raise InvalidParamsError("temperature", self.temperature, "a finite number >= 0")
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
-            raise InvalidParamsError("top_p", self.top_p, "a number in (0, 1]")
-        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
-            raise InvalidParamsError("top_k", self.top_k, "None (keep all) or an integer >= 1")
-        if not _is_int(self.n) or not 1 <= self.n <= MAX_ANSWERS:
-            raise InvalidParamsError("n", self.n, f"an integer in 1..{MAX_ANSWERS}")
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise InvalidParamsError("max_tokens", self.max_tokens, "None or an integer >= 1")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
-            raise InvalidParamsError("seed", self.seed, "None or an integer in [0, 2**63)")
-        for name in ("logprobs", "prompt_logprobs"):
+        if not _is_int(self.min_tokens) or self.min_tokens < 0:
+            raise InvalidParamsError("min_tokens", self.min_tokens, "an integer >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            limit = f"at most max_tokens={self.max_tokens}"
+            raise InvalidParamsError("min_tokens", self.min_tokens, limit)
+
+    def _check_scores(self) -> None:
+        """Options that change scores or forbid tokens."""
+        penalty = self.repetition_penalty
+        if not _is_number(penalty) or not 0.0 < penalty <= MAX_REPETITION_PENALTY:
+            allowed = f"a number in (0, {MAX_REPETITION_PENALTY:g}]; 1 changes nothing"
+            raise InvalidParamsError("repetition_penalty", penalty, allowed)
+        for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or not 0 <= value <= MAX_LOGPROBS):
-                raise InvalidParamsError(name, value, f"None or an integer in 0..{MAX_LOGPROBS}")
-        self._make_plain()
+            if not _is_number(value) or not -MAX_PENALTY <= value <= MAX_PENALTY:
+                allowed = f"a number in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]; 0 changes nothing"
+                raise InvalidParamsError(name, value, allowed)
+        bias = self.logit_bias
+        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+        if not isinstance(pairs, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 and _is_int(pair[0]) and pair[0] >= 0
+            for pair in pairs
+        ):
+            raise InvalidParamsError("logit_bias", bias, "a mapping of token ids >= 0 to numbers")
+        for token, value in pairs:
+            if not _is_number(value) or not -MAX_BIAS <= value <= MAX_BIAS:
+                allowed = f"a number in [-{MAX_BIAS:g}, {MAX_BIAS:g}]"
+                raise InvalidParamsError(f"logit_bias[{token}]", value, allowed)
+        plain = dict(sorted((int(token), float(value)) for token, value in pairs))
+        object.__setattr__(self, "logit_bias", tuple(plain.items()))
+        ids = self.allowed_token_ids
+        if ids is not None:
+            if not _is_list(ids) or not ids or not all(_is_int(one) and one >= 0 for one in ids):
+                raise InvalidParamsError(
+                    "allowed_token_ids", ids, "None (all) or at least one token id >= 0"
+                )
+            object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(map(int, ids)))))
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise InvalidParamsError("structured", self.structured, "None or a StructuredOutput")
 
     def _make_plain(self) -> None:
         """Numbers of other packages as Python's own."""
-        for name in ("n", "top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
+        for name in (
+            "n",
+            "top_k",
+            "seed",
+            "max_tokens",
+            "min_tokens",
+            "logprobs",
+            "prompt_logprobs",
+        ):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
-        for name in ("temperature", "top_p"):
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             object.__setattr__(self, name, float(getattr(self, name)))
 
 
 MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
+MAX_BIAS = 100.0  # the OpenAI API's limit
+MAX_PENALTY = 2.0  # the OpenAI API's limit
+MAX_REPETITION_PENALTY = 100.0  # beyond it scores lose all meaning; usual values are 1 to 1.5
+MAX_FORMAT_BYTES = 65536  # of a schema, grammar, regex or list of choices, as UTF-8
+MAX_FORMAT_DEPTH = 64  # of objects and lists in a JSON schema
 
 
 def _is_list(value: object) -> bool:

@@ -23,7 +23,7 @@ def draw(
     position: int = 0,
 ) -> int:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    return draw_token(logits, Draw(0, 0, position, params, seed, None), position)
+    return draw_token(logits, Draw(0, 0, position, params, seed, None))
 
 
 def row(*probabilities: float) -> Row:
@@ -111,18 +111,19 @@ def test_draws_follow_the_distribution(temperature: float, by: str) -> None:
 def test_a_draw_is_inversion_of_the_distribution(
     values: list[float], seed: int, top_p: float
 ) -> None:
-    """The same token as a plain loop over the sorted probabilities."""
+    """The same token as a plain loop over the probabilities, by ids."""
     logits = np.array(values, np.float32)
     ranked = sorted(range(len(values)), key=lambda at: (-logits[at], at))
     weights = [math.exp(float(logits[at]) - float(logits.max())) for at in ranked]
     nucleus, mass = [], 0.0
-    for weight in weights:
-        nucleus.append(weight)
+    for at, weight in zip(ranked, weights, strict=True):
+        nucleus.append((at, weight))
         mass += weight
         if top_p < 1.0 and mass >= top_p * sum(weights):
             break
+    nucleus.sort()
     target, low = uniform(seed, 9) * mass, 0.0
-    near = [low := low + weight for weight in nucleus]
+    near = [low := low + weight for _, weight in nucleus]
     place = next(at for at, end in enumerate(near) if end > target or at == len(near) - 1)
 
     token = draw(logits, seed=seed, position=9, top_p=top_p)
@@ -130,7 +131,7 @@ def test_a_draw_is_inversion_of_the_distribution(
     borders = [abs(end - target) for end in near] + [
         abs(sum(weights[:at]) - top_p * sum(weights)) for at in range(len(weights) + 1)
     ]
-    assert token == ranked[place] or min(borders) < 1e-9 * mass
+    assert token == nucleus[place][0] or min(borders) < 1e-9 * mass
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30, 1e-6])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from ramify.engine.request import Request
+from ramify.engine.shaping import Shaper
 from ramify.engine.step import Drawn
+from ramify.errors import DeadEndError
 from ramify.params import FinishReason
 
 
@@ -36,11 +38,22 @@ def advance(request: Request, drawn: Drawn) -> tuple[int, FinishReason | None]:
             reason, request.stop_reason = FinishReason.STOP, token
         elif _finds_stop_text(request, token):
             reason = FinishReason.STOP
+        elif request.shaper is not None and (end := _format_ends(request, request.shaper)):
+            reason = end
         elif len(request.prompt_ids) + len(request.output_ids) >= request.max_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             return place + 1, reason
     return len(drawn.token_ids), None
+
+
+def _format_ends(request: Request, shaper: Shaper) -> FinishReason | None:
+    """Why nothing can follow the output, if its structure says so."""
+    try:
+        return FinishReason.STOP if shaper.follow(request.output_ids) else None
+    except DeadEndError as error:
+        request.error = error
+        return FinishReason.ERROR
 
 
 def finish_text(request: Request, reason: FinishReason) -> FinishReason:
@@ -81,6 +94,8 @@ def _finds_stop_text(request: Request, token: int) -> bool:
 
 
 def _cut_at_stop(request: Request, known: int) -> bool:
+    if len(request.output_ids) < request.params.min_tokens:
+        return False
     found = [
         (at, stop)
         for stop in request.params.stop

@@ -18,15 +18,23 @@ from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.advance import TextDecoder, advance, finish_text, take_text
-from ramify.engine.intake import checked_ids, max_len
+from ramify.engine.intake import check_vocabulary, checked_ids, max_len
 from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
+from ramify.engine.shaping import Matcher, Shaper
 from ramify.engine.speculative import Drafter
 from ramify.engine.step import Draw, Executor, Score, StepPlan, StepResult
 from ramify.errors import CacheError, InvalidParamsError, StepFailedError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
-from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from ramify.params import (
+    CacheReport,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +70,7 @@ class EngineCore:
         namespace: what the K/V depends on beside the tokens: model, weights, dtype.
         text_decoder: makes a decoder per request; None when the model has no tokenizer.
         drafter: guesses tokens; None when nothing is guessed.
+        grammars: makes a matcher for one answer; None when there is no structured output.
         clock: seconds; another one can be passed in tests.
     """
 
@@ -75,6 +84,7 @@ class EngineCore:
         namespace: bytes = b"",
         text_decoder: Callable[[], TextDecoder] | None = None,
         drafter: Drafter | None = None,
+        grammars: Callable[[StructuredOutput], Matcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.executor, self.vocab_size = config, executor, vocab_size
@@ -97,6 +107,7 @@ class EngineCore:
         self.num_steps = 0
         self.num_computed_tokens = 0  # query rows of all steps so far
         self._text_decoder, self._drafter, self._clock = text_decoder, drafter, clock
+        self._grammars = grammars
         self._requests: dict[int, Request] = {}
         self._outbox: list[StepOutput] = []  # not told yet: more than one step's after an interrupt
         self._ids = count()
@@ -137,6 +148,7 @@ class EngineCore:
                 raise InvalidParamsError(name, value, "a text")
         ids = checked_ids(token_ids, self.vocab_size)
         longest = max_len(len(ids), params, self.config)
+        check_vocabulary(params, self.vocab_size)
         if params.stop and self._text_decoder is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
         namespace = self.namespace_for(tenant, salt)
@@ -153,6 +165,8 @@ class EngineCore:
             request.branches.append(branch)
         for one in (request, *request.branches):
             one.sequence.max_shared = max_shared
+            one.shaper = self._shaper(one)
+        for one in (request, *request.branches):
             self._requests[one.id] = one
             if self._text_decoder is not None:
                 one.decoder = self._text_decoder()
@@ -180,6 +194,21 @@ class EngineCore:
             namespace=namespace,
             arrival_s=self._clock(),
             sequence=Request.new_sequence(ids[:], namespace, params),
+        )
+
+    def _shaper(self, request: Request) -> Shaper | None:
+        params, matcher = request.params, None
+        if params.structured is not None:
+            if self._grammars is None:
+                allowed = "None: the model has no tokenizer"
+                raise InvalidParamsError("structured", "given", allowed)
+            matcher = self._grammars(params.structured)
+        return Shaper.if_needed(
+            request.prompt_ids,
+            params,
+            stop_ids=request.stop_ids,
+            vocab_size=self.vocab_size,
+            matcher=matcher,
         )
 
     def recheck(self) -> bool:
@@ -279,7 +308,11 @@ class EngineCore:
                     if wanted is None and one.recheck:
                         wanted = 0
                     at = (stop - 1 - num_draft, end - num_draft)
-                    draws.append(Draw(one.id, *at, params, one.seed, wanted, request.draft))
+                    shaping = None
+                    if one.shaper is not None:
+                        shaping = one.shaper.shaping(one.output_ids, request.draft)
+                    draw = Draw(one.id, *at, params, one.seed, wanted, request.draft, shaping)
+                    draws.append(draw)
             if params.prompt_logprobs is not None:
                 first = max(begin, len(request.prompt_logprobs))
                 targets = request.prompt_ids[first + 1 : end + 1]

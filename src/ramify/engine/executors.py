@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ramify.engine.runner import ModelRunner
-from ramify.engine.sampler import draw_tokens, token_logprob
+from ramify.engine.sampler import draw_all, token_logprob
 from ramify.engine.step import Drawn, StepPlan, StepResult
 from ramify.params import TokenLogprob
 
@@ -42,14 +42,8 @@ class LocalExecutor:
         if draws:
             rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
             logits = self.runner.logits(hidden, rows).numpy()
-            start = 0
-            for draw in draws:
-                end = start + len(draw.draft) + 1
-                try:
-                    drawn[draw.request_id] = draw_tokens(logits[start:end], draw)
-                except FloatingPointError as error:
-                    failed[draw.request_id] = error
-                start = end
+            drawn, without = draw_all(logits, draws)
+            failed |= without
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
         for score in plan.scores:
             if score.request_id in failed:

@@ -57,3 +57,18 @@ def max_len(num_prompt: int, params: SamplingParams, config: ResolvedConfig) -> 
     if pages > num_pages:
         raise RequestTooLargeError(num_prompt, asked - num_prompt, num_pages, page_size)
     return asked
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse options about tokens that the model does not have.
+
+    Raises:
+        InvalidParamsError: a token id is not below `vocab_size`.
+    """
+    allowed = f"of token ids in 0..{vocab_size - 1}, those of this model"
+    for name, ids in (
+        ("logit_bias", params.biases),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidParamsError(name, max(ids), allowed)

@@ -19,6 +19,7 @@ from ramify.params import (
 
 if TYPE_CHECKING:
     from ramify.engine.advance import TextDecoder
+    from ramify.engine.shaping import Shaper
 
 RECOMPUTED_FOR_LOGPROBS = "prompt_logprobs need the logits of every prompt token"
 CACHE_OFF = "prefix_cache=False"
@@ -43,6 +44,7 @@ class Request:
     arrival_s: float
     sequence: RadixSequence
     decoder: TextDecoder | None = None  # None when the model has no tokenizer
+    shaper: Shaper | None = None  # None when its scores stay as they are
     priority: int = 0  # larger ones first
     tenant: str = ""  # tenants share the steps fairly
     index: int = 0  # among the answers

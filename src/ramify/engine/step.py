@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.attention.batch import AttentionBatch
+from ramify.engine.shaping import Shaping
 from ramify.params import SamplingParams, TokenLogprob
 
 
@@ -24,6 +25,7 @@ class Draw:
     seed: int
     num_logprobs: int | None
     draft: tuple[int, ...] = ()  # guesses for that token and those after it
+    shaping: Shaping | None = None  # None leaves the scores as they are
 
 
 @dataclass(frozen=True, slots=True)

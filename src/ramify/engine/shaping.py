@@ -1,0 +1,206 @@
+"""What changes a request's scores before a token is drawn: penalties, biases, allowed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.errors import DeadEndError
+from ramify.params import SamplingParams
+
+Bits = NDArray[np.uint8]  # [ceil(vocab_size / 8)], token t is bit t % 8 (from below) of byte t // 8
+
+
+class Matcher(Protocol):
+    """Which tokens a format allows next; see `ramify.engine.structured`."""
+
+    def follow(self, output_ids: Sequence[int]) -> bool:
+        """Catch up with the output; whether the format is complete, so that nothing may follow.
+
+        Raises:
+            DeadEndError: nothing may follow, but the format is not complete.
+        """
+        ...
+
+    def masks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[Bits]:
+        """Tokens allowed after the output and after each draft, as far as the drafts are allowed.
+
+        The first is always there.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Which tokens a request has seen, each once, and how often they are in its output."""
+
+    ids: NDArray[np.int64]  # [distinct]
+    counts: NDArray[np.int64]  # [distinct]; 0 for tokens of the prompt only
+    num_output: int = 0
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int]) -> Seen:
+        """Before any output."""
+        ids = np.unique(np.asarray(prompt_ids, np.int64))
+        return cls(ids, np.zeros(len(ids), np.int64))
+
+    def plus(self, output_ids: Sequence[int]) -> Seen:
+        """With more output tokens."""
+        if not output_ids:
+            return self
+        ids, counts = self.ids, self.counts.copy()
+        for token in output_ids:
+            at = np.flatnonzero(ids == token)
+            if len(at):
+                counts[at[0]] += 1
+            else:
+                ids, counts = np.append(ids, token), np.append(counts, 1)
+        return Seen(ids, counts, self.num_output + len(output_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shaping:
+    """What one step does to a request's scores; complete when made. No field is ever written to.
+
+    Row i of the step follows the request's tokens and its first i drafts.
+    """
+
+    params: SamplingParams
+    draft: tuple[int, ...]
+    seen: Seen | None  # None without penalties
+    bias_ids: NDArray[np.int64]
+    bias: NDArray[np.float32]
+    ends: NDArray[np.int64]  # tokens that would end the request
+    num_endless: int  # rows that may not draw one of them
+    masks: tuple[Bits, ...] | None  # for the first rows; later ones cannot be drawn from
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that tokens can be drawn from."""
+        return len(self.draft) + 1 if self.masks is None else len(self.masks)
+
+    def apply(self, row: NDArray[np.float32], place: int) -> NDArray[np.float32]:
+        """Scores [vocab_size] of row `place`, a new array; what is not allowed is -inf."""
+        row, params = row.copy(), self.params
+        if self.seen is not None:
+            seen = self.seen.plus(self.draft[:place])
+            scores = row[seen.ids]
+            if params.repetition_penalty != 1.0:
+                factor = np.float32(params.repetition_penalty)
+                scores = np.where(scores < 0, scores * factor, scores / factor)
+            taken = params.presence_penalty * (seen.counts > 0)
+            taken += params.frequency_penalty * seen.counts
+            row[seen.ids] = scores - taken.astype(np.float32)
+        row[self.bias_ids] += self.bias
+        if self.masks is not None:
+            allowed = np.unpackbits(self.masks[place], count=len(row), bitorder="little")
+            row[allowed == 0] = -np.inf
+        if place < self.num_endless:
+            kept = row[self.ends]
+            row[self.ends] = -np.inf
+            if row.max() == -np.inf:
+                row[self.ends] = kept  # a format that allows its end and nothing else
+        return row
+
+
+class Shaper:
+    """Makes a request's `Shaping` step by step. Derived from its prompt and output alone.
+
+    So neither preemption nor a step that failed needs a word: whatever the output has become,
+    the next call catches up with it.
+
+    Args:
+        stop_ids: tokens that end the request.
+        matcher: of its structured output.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self._params, self._matcher = params, matcher
+        self._seen: Seen | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = Seen.of(prompt_ids)
+        elif params.presence_penalty or params.frequency_penalty:
+            self._seen = Seen.of(())  # the prompt does not count
+        self._bias_ids = np.array([*params.biases], np.int64)
+        self._bias = np.array([*params.biases.values()], np.float32)
+        self._ends = np.array([one for one in sorted(stop_ids) if one < vocab_size], np.int64)
+        self._allowed: Bits | None = None
+        if params.allowed_token_ids is not None:
+            flags = np.zeros(vocab_size, bool)
+            flags[list(params.allowed_token_ids)] = True
+            self._allowed = np.packbits(flags, bitorder="little")
+        self.follow(())
+
+    @classmethod
+    def if_needed(
+        cls,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        matcher: Matcher | None = None,
+    ) -> Shaper | None:
+        """One for a request whose scores change at all."""
+        changes = (
+            matcher is not None
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.logit_bias
+            or params.allowed_token_ids is not None
+            or params.min_tokens
+        )
+        if not changes:
+            return None
+        return cls(prompt_ids, params, stop_ids=stop_ids, vocab_size=vocab_size, matcher=matcher)
+
+    def follow(self, output_ids: Sequence[int]) -> bool:
+        """Whether the structured output is complete.
+
+        Raises:
+            DeadEndError: no token is allowed after these.
+        """
+        if self._matcher is None:
+            return False
+        if self._matcher.follow(output_ids):
+            return True
+        if self._allowed is not None:
+            mask = self._matcher.masks(output_ids, ())[0]
+            if not np.bitwise_and(mask, self._allowed).any():
+                raise DeadEndError(len(output_ids), "allowed_token_ids has none of those possible")
+        return False
+
+    def shaping(self, output_ids: Sequence[int], draft: tuple[int, ...]) -> Shaping:
+        """For a step that draws what follows the output, and each draft that is right."""
+        if self._seen is not None:
+            self._seen = self._seen.plus(output_ids[self._seen.num_output :])
+        masks: tuple[Bits, ...] | None = None
+        if self._matcher is not None:
+            masks = tuple(self._matcher.masks(output_ids, draft))
+            if self._allowed is not None:
+                masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
+        elif self._allowed is not None:
+            masks = (self._allowed,) * (len(draft) + 1)
+        return Shaping(
+            params=self._params,
+            draft=draft,
+            seen=self._seen,
+            bias_ids=self._bias_ids,
+            bias=self._bias,
+            ends=self._ends,
+            num_endless=max(0, self._params.min_tokens - len(output_ids)),
+            masks=masks,
+        )
