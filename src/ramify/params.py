@@ -88,7 +88,7 @@ def _schema_text(schema: object) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise InvalidParamsError("json_schema", str(schema)[:60], f"JSON: {error}") from None
-    if not isinstance(schema, Mapping | bool):
+    if not isinstance(schema, Mapping):
         raise InvalidParamsError("json_schema", schema, "an object")
     level: list[object] = [schema]
     for _ in range(MAX_FORMAT_DEPTH + 1):

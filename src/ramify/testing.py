@@ -113,7 +113,9 @@ class FakeExecutor:
         for draw in plan.draws:
             chosen: list[int] = []
             known: list[TokenLogprob] = []
-            for row in range(draw.row, draw.row + len(draw.draft) + 1):
+            shaping = draw.shaping
+            num_rows = len(draw.draft) + 1 if shaping is None else shaping.num_rows
+            for row in range(draw.row, draw.row + num_rows):
                 position = int(batch.positions[row])
                 place = draw.position + len(chosen)
                 assert place == position + 1, "a drawn token comes after its query row"
@@ -122,6 +124,10 @@ class FakeExecutor:
                     token = _answer(int(self._chains[slots[row]]), self.vocab_size, key)
                 else:
                     token = self.next_token(seen[owners[row]][: position + 1])
+                if shaping is not None and shaping.masks is not None:
+                    mask = shaping.masks[len(chosen)]
+                    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                    token = int(allowed[token % len(allowed)])
                 if draw.num_logprobs is not None:
                     known.append(self._logprob(int(slots[row]), token, draw.num_logprobs))
                 chosen.append(token)

@@ -70,7 +70,7 @@ class EngineCore:
         namespace: what the K/V depends on beside the tokens: model, weights, dtype.
         text_decoder: makes a decoder per request; None when the model has no tokenizer.
         drafter: guesses tokens; None when nothing is guessed.
-        grammars: makes a matcher for one answer; None when there is no structured output.
+        formats: makes a matcher for one answer; None when there is no structured output.
         clock: seconds; another one can be passed in tests.
     """
 
@@ -84,7 +84,7 @@ class EngineCore:
         namespace: bytes = b"",
         text_decoder: Callable[[], TextDecoder] | None = None,
         drafter: Drafter | None = None,
-        grammars: Callable[[StructuredOutput], Matcher] | None = None,
+        formats: Callable[[StructuredOutput], Matcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.executor, self.vocab_size = config, executor, vocab_size
@@ -107,7 +107,7 @@ class EngineCore:
         self.num_steps = 0
         self.num_computed_tokens = 0  # query rows of all steps so far
         self._text_decoder, self._drafter, self._clock = text_decoder, drafter, clock
-        self._grammars = grammars
+        self._formats = formats
         self._requests: dict[int, Request] = {}
         self._outbox: list[StepOutput] = []  # not told yet: more than one step's after an interrupt
         self._ids = count()
@@ -199,10 +199,10 @@ class EngineCore:
     def _shaper(self, request: Request) -> Shaper | None:
         params, matcher = request.params, None
         if params.structured is not None:
-            if self._grammars is None:
+            if self._formats is None:
                 allowed = "None: the model has no tokenizer"
                 raise InvalidParamsError("structured", "given", allowed)
-            matcher = self._grammars(params.structured)
+            matcher = self._formats(params.structured)
         return Shaper.if_needed(
             request.prompt_ids,
             params,

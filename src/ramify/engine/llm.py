@@ -31,6 +31,7 @@ from ramify.engine.executors import LocalExecutor
 from ramify.engine.memory import free_memory
 from ramify.engine.recheck import Rechecks
 from ramify.engine.runner import ModelRunner
+from ramify.engine.structured import Formats
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import (
     CheckpointError,
@@ -138,18 +139,24 @@ class LLM:
             weights, pool, self._attend, **({} if exact else {"row_multiple": 1})
         )
         tokenizer = self.tokenizer
+        eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
         decoder: Callable[[], Detokenizer] | None = None
+        self.formats: Formats | None = None
         if tokenizer is not None:
             decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
+            self.formats = Formats(
+                tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
+            )
         self.core = EngineCore(
             self.config,
             LocalExecutor(self.runner),
             vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
+            eos_token_ids=eos_token_ids,
             namespace=namespace_of(
                 model=_fingerprint(self.path), kv_dtype=str(kv_dtype), exact=int(exact)
             ),
             text_decoder=decoder,
+            formats=self.formats.compile if self.formats else None,
         )
         self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
         self._unread: list[StepOutput] = []

@@ -86,6 +86,10 @@ class Tokenizer:
         """Number of ids that have a text, added tokens included."""
         return self._core.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json` for it."""
+        return self._core.to_str()
+
     @property
     def bos_token_id(self) -> int | None:
         """The id that begins a text, if this tokenizer names one."""
