@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-import numpy as np
-
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.advance import TextDecoder, advance, finish_text, take_text
 from ramify.engine.intake import check_vocabulary, checked_ids, max_len
+from ramify.engine.plan import step_plan
 from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
 from ramify.engine.shaping import Matcher, Shaper
 from ramify.engine.speculative import Drafter
-from ramify.engine.step import Draw, Executor, Score, StepPlan, StepResult
+from ramify.engine.step import Executor, StepResult
 from ramify.errors import CacheError, InvalidParamsError, StepFailedError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.params import (
@@ -277,7 +276,7 @@ class EngineCore:
             if request.first_step_s is None:
                 request.first_step_s = now
         try:
-            result = self.executor.execute(self._step_plan(scheduled))
+            result = self.executor.execute(step_plan(scheduled))
         except Exception as error:  # noqa: BLE001 - contained here: the step's requests are told
             self._step_failed(scheduled, error)
             return
@@ -290,39 +289,6 @@ class EngineCore:
             idle = [one for one in self.scheduler.running if not one.sequence.num_uncomputed]
             self._put_back([*scheduled.requests, *idle])
             raise
-
-    def _step_plan(self, scheduled: Scheduled) -> StepPlan:
-        batch = scheduled.batch
-        ids = np.empty(batch.num_tokens, np.int64)
-        draws, scores = [], []
-        bounds = batch.cu_seqlens_q.tolist()
-        for index, request in enumerate(scheduled.requests):
-            sequence, params = request.sequence, request.params
-            start, stop = bounds[index], bounds[index + 1]
-            begin, end = sequence.num_computed, sequence.num_computed + stop - start
-            ids[start:stop] = np.frombuffer(sequence.tokens[begin:end], np.int32)
-            if end == len(sequence.tokens):
-                num_draft = len(request.draft)
-                for one in (request, *request.waiting_branches):
-                    wanted = params.logprobs
-                    if wanted is None and one.recheck:
-                        wanted = 0
-                    at = (stop - 1 - num_draft, end - num_draft)
-                    shaping = None
-                    if one.shaper is not None:
-                        shaping = one.shaper.shaping(one.output_ids, request.draft)
-                    draw = Draw(one.id, *at, params, one.seed, wanted, request.draft, shaping)
-                    draws.append(draw)
-            if params.prompt_logprobs is not None:
-                first = max(begin, len(request.prompt_logprobs))
-                targets = request.prompt_ids[first + 1 : end + 1]
-                if targets:
-                    score = Score(
-                        request.id, start + first - begin, tuple(targets), params.prompt_logprobs
-                    )
-                    scores.append(score)
-        names = tuple(request.id for request in scheduled.requests)
-        return StepPlan(batch, ids, tuple(draws), tuple(scores), names)
 
     def _step_done(self, scheduled: Scheduled, result: StepResult) -> None:
         """Commit what was computed and hand out what was drawn."""

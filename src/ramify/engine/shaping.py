@@ -136,6 +136,7 @@ class Shaper:
         self._bias_ids = np.array([*params.biases], np.int64)
         self._bias = np.array([*params.biases.values()], np.float32)
         self._ends = np.array([one for one in sorted(stop_ids) if one < vocab_size], np.int64)
+        self._num_mask_bytes = -(-vocab_size // 8)
         self._allowed: Bits | None = None
         if params.allowed_token_ids is not None:
             flags = np.zeros(vocab_size, bool)
@@ -189,7 +190,7 @@ class Shaper:
             self._seen = self._seen.plus(output_ids[self._seen.num_output :])
         masks: tuple[Bits, ...] | None = None
         if self._matcher is not None:
-            masks = tuple(self._matcher.masks(output_ids, draft))
+            masks = tuple(self._masks(self._matcher, output_ids, draft))
             if self._allowed is not None:
                 masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
         elif self._allowed is not None:
@@ -204,3 +205,11 @@ class Shaper:
             num_endless=max(0, self._params.min_tokens - len(output_ids)),
             masks=masks,
         )
+
+    def _masks(
+        self, matcher: Matcher, output_ids: Sequence[int], draft: tuple[int, ...]
+    ) -> list[Bits]:
+        try:
+            return matcher.masks(output_ids, draft)
+        except DeadEndError:  # `follow` was cut off by an interrupt; this one's step alone fails
+            return [np.zeros(self._num_mask_bytes, np.uint8)]

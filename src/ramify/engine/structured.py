@@ -56,8 +56,7 @@ class FormatMatcher:
 
     def masks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[Bits]:
         """See `ramify.engine.shaping.Matcher`."""
-        self.follow(output_ids)
-        found = [self._mask]
+        found = [self._next_mask() if self.follow(output_ids) else self._mask]
         known, self._num_known = self._num_known, None
         num_taken = 0
         for token in draft:

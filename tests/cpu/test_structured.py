@@ -1,0 +1,346 @@
+"""Outputs that must follow a format, under everything that an engine does to its requests."""
+
+import json
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.config import EngineConfig, resolve
+from ramify.engine import structured
+from ramify.engine.core import EngineCore
+from ramify.engine.request import Request
+from ramify.engine.structured import Formats
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.errors import DeadEndError, InvalidParamsError
+from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
+from ramify.testing import FakeExecutor, write_tiny_checkpoint
+
+VOCAB, END = 300, 2
+PROMPT = [60 + number for number in range(23)]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 3, "maximum": 40},
+        "kinds": {"type": "array", "items": {"enum": ["red", "blue", 7]}, "maxItems": 3},
+        "open": {"type": "boolean"},
+    },
+    "required": ["name", "size", "kinds"],
+    "additionalProperties": False,
+}
+LETTERS = 'root ::= item ("," item)*\nitem ::= [a-c]{2,3} | "(" root ")"'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The tiny checkpoints' tokenizer: bytes, and a few merges."""
+    return Tokenizer.load(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def formats(tokenizer: Tokenizer) -> Formats:
+    return Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+
+
+@dataclass
+class Teller:
+    """Guesses what it was told, often with an error somewhere."""
+
+    answers: Iterable[Sequence[int]]
+    rng: random.Random = field(default_factory=lambda: random.Random(3))
+
+    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        known = list(request.output_ids)
+        rest = [list(one[len(known) :]) for one in self.answers if list(one[: len(known)]) == known]
+        guesses = self.rng.choice(rest)[: min(limit, self.rng.randrange(9))] if rest else []
+        if guesses and self.rng.random() < 0.4:
+            guesses[self.rng.randrange(len(guesses))] = self.rng.randrange(VOCAB)
+        return tuple(guesses)
+
+
+def answers(
+    tokenizer: Tokenizer,
+    formats: Formats,
+    params: SamplingParams,
+    *,
+    others: int = 0,
+    pool_tokens: int = 4096,
+    budget: int = 512,
+    fail_at: Container[int] = (),
+    error: BaseException | None = None,
+    drafter: Teller | None = None,
+) -> RequestOutput:
+    """Of an engine with a device that draws at random, and sees every fault of the cache."""
+    asked = EngineConfig.of(
+        kv_cache_tokens=pool_tokens, page_size=4, max_num_seqs=8, max_batch_tokens=budget
+    )
+    config = resolve(asked, model_max_len=1024, token_bytes=1, free_memory=0)
+    core = EngineCore(
+        config,
+        FakeExecutor(config.num_pages, 4, vocab_size=VOCAB, fail_at=fail_at, error=error),
+        vocab_size=VOCAB,
+        eos_token_ids=[END],
+        text_decoder=lambda: Detokenizer(tokenizer),
+        drafter=drafter,
+        formats=formats.compile,
+    )
+    first = core.add_request(PROMPT, params)
+    for number in range(others):
+        core.add_request(PROMPT[number:], replace(params, seed=number + 900))
+    found: dict[int, RequestOutput] = {}
+    while core.has_unfinished:
+        try:
+            events = core.step()
+        except KeyboardInterrupt:
+            continue
+        found |= {event.request_id: event.output for event in events if event.output is not None}
+        core.cache.check()
+    assert len(found) == others + 1
+    assert core.cache.stats().private_pages == 0
+    return found[first]
+
+
+def sampled(structured: StructuredOutput, **options: Any) -> SamplingParams:
+    defaults: dict[str, Any] = {"temperature": 1.0, "seed": 0, "max_tokens": 150}
+    return SamplingParams(structured=structured, **(defaults | options))
+
+
+def satisfies_schema(text: str) -> bool:
+    """What SCHEMA says, by hand."""
+    value = json.loads(text)
+    kinds = value["kinds"]
+    return (
+        value.keys() <= {"name", "size", "kinds", "open"}
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 6
+        and type(value["size"]) is int
+        and 3 <= value["size"] <= 40
+        and len(kinds) <= 3
+        and all(kind in ("red", "blue", 7) for kind in kinds)
+        and isinstance(value.get("open", True), bool)
+    )
+
+
+def satisfies_letters(text: str) -> bool:
+    while "(" in text:
+        inner = re.sub(r"\(((?:[a-c]{2,3},)*[a-c]{2,3})\)", "aa", text)
+        if inner == text:
+            return False
+        text = inner
+    return re.fullmatch(r"[a-c]{2,3}(,[a-c]{2,3})*", text) is not None
+
+
+CASES = {
+    "schema": (StructuredOutput(json_schema=SCHEMA), satisfies_schema),
+    "regex": (
+        StructuredOutput(regex=r"[A-Z][a-z]{1,5}-[0-9]{2}(é|ß)?"),
+        lambda text: re.fullmatch(r"[A-Z][a-z]{1,5}-[0-9]{2}(é|ß)?", text) is not None,
+    ),
+    "choice": (
+        StructuredOutput(choice=["yes", "no", 'no\nway \\ "q"', "ünsicher"]),
+        lambda text: text in ("yes", "no", 'no\nway \\ "q"', "ünsicher"),
+    ),
+    "gbnf": (StructuredOutput(grammar=LETTERS), satisfies_letters),
+    "lark": (
+        StructuredOutput(grammar='start: "<" NAME ">" start? "</>"\nNAME: /[a-z]{1,4}/'),
+        lambda text: (
+            re.fullmatch(r"(<[a-z]{1,4}>)+(</>)+", text) is not None
+            and text.count("</>") == len(re.findall("<[a-z]", text))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_answer_follows_its_format(name: str, tokenizer: Tokenizer, formats: Formats) -> None:
+    """Whatever is drawn; it ends by itself, and its end shows in the reason."""
+    spec, satisfies = CASES[name]
+
+    output = answers(tokenizer, formats, sampled(spec, n=40))
+
+    ended = [one for one in output.completions if one.finish_reason is FinishReason.STOP]
+    assert len(ended) >= 15
+    assert {one.finish_reason for one in output.completions} <= {"stop", "length"}
+    assert [one.text for one in ended if not satisfies(one.text)] == []
+    assert len({one.text for one in ended}) > 1
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pool_tokens": 200, "others": 3},  # preemption
+        {"budget": 5},  # the prompt in chunks
+        {"fail_at": {0, 3, 7, 11, 16, 30}},
+        {"fail_at": {0, 2, 5, 8}, "error": KeyboardInterrupt()},
+        {"drafter": True},
+        {"drafter": True, "pool_tokens": 200, "others": 3, "budget": 9, "fail_at": {2, 6, 12}},
+    ],
+    ids=["preempted", "chunked", "failed", "interrupted", "guessed", "all"],
+)
+def test_the_tokens_are_those_of_a_quiet_engine(
+    name: str, changes: dict[str, Any], tokenizer: Tokenizer, formats: Formats
+) -> None:
+    """Preemption, failed steps, interrupts and guesses leave no matcher ahead or behind."""
+    params = sampled(CASES[name][0], n=3, seed=5, max_tokens=40)
+    quiet = answers(tokenizer, formats, params)
+    expected = [one.token_ids for one in quiet.completions]
+
+    if "drafter" in changes:
+        changes = changes | {"drafter": Teller(expected)}
+    output = answers(tokenizer, formats, params, **changes)
+
+    assert [one.token_ids for one in output.completions] == expected
+    assert [one.finish_reason for one in output.completions] == [
+        one.finish_reason for one in quiet.completions
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), interrupt=st.integers(1, 60))
+def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: Formats) -> None:
+    """Drafts right, wrong and beyond the end; asked again, behind, ahead, or cut off in between."""
+    rng = random.Random(seed)
+    matcher = formats.compile(CASES["schema"][0])
+    plain, output = formats.compile(CASES["schema"][0]), list[int]()
+    for _ in range(60):
+        if plain.follow(output):
+            break
+        mask = plain.masks(output, ())[0]
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        draft = [int(rng.choice(allowed)), *(rng.randrange(VOCAB) for _ in range(3))]
+
+        found = matcher.masks(output, draft)
+        if rng.random() < 0.2:
+            matcher.follow(output[: rng.randrange(len(output) + 1)])
+        if rng.random() < 0.1:
+            matcher._num_known = None  # what an interrupt leaves
+        assert np.array_equal(found[0], mask)
+        for place in range(1, len(found)):
+            longer = formats.compile(CASES["schema"][0])
+            assert np.array_equal(found[place], longer.masks([*output, *draft[:place]], ())[0])
+        output.append(draft[0])
+
+
+def test_a_complete_format_ends_the_answer_without_a_token_for_it(
+    tokenizer: Tokenizer, formats: Formats
+) -> None:
+    """Nothing can follow "yes"; also if end-of-sequence tokens are ignored, and before min_tokens."""
+    spec = StructuredOutput(choice=["yes"])
+
+    for options in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
+        (one,) = answers(tokenizer, formats, sampled(spec, **options)).completions
+        assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
+        assert END not in one.token_ids
+
+
+def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: Formats) -> None:
+    """The allowed tokens spell the format's beginning only; batch mates go on."""
+    spec = StructuredOutput(regex="abcd")
+    ids = list(tokenizer.encode("abc", add_special_tokens=False))
+
+    output = answers(tokenizer, formats, sampled(spec, allowed_token_ids=ids))
+
+    assert isinstance(output.error, DeadEndError)
+    assert "allowed_token_ids" in str(output.error)
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.token_ids == tuple(ids)
+    with pytest.raises(DeadEndError):
+        answers(tokenizer, formats, sampled(spec, allowed_token_ids=[99]))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"regex": "a("}, "regex"),
+        ({"regex": "(?=a)b"}, "regex"),
+        ({"grammar": "start: nowhere"}, "unknown name"),
+        ({"grammar": "root ::= ("}, "Expected"),
+        ({"grammar": "start: A\nA: /a/ & /b/"}, "no text satisfies it"),
+        ({"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, "recursion"),
+        ({"json_schema": {"type": "nothing"}}, "Invalid type"),
+        ({"json_schema": {"not": {}}}, "Unimplemented"),
+        ({"json_schema": {"$ref": "#"}}, "no text satisfies it"),
+        ({"json_schema": {"$ref": "https://example.com/schema"}}, "example.com"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(
+    options: dict[str, Any], told: str, formats: Formats
+) -> None:
+    """With the option's name and the reason, and again when it comes again."""
+    spec = StructuredOutput(**options)
+
+    for _ in range(2):
+        with pytest.raises(InvalidParamsError, match=told) as caught:
+            formats.compile(spec)
+        assert caught.value.name == next(iter(options))
+
+
+def test_a_format_that_takes_too_long_blocks_nobody(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """It is refused after the deadline, and at once when it comes again."""
+    properties = {f"p{at}": {"type": "string", "pattern": "^(a|b|c){1,50}x+"} for at in range(900)}
+    spec = StructuredOutput(json_schema={"type": "object", "properties": properties})
+    formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+    formats.compile(StructuredOutput(choice=["a"]))
+    monkeypatch.setattr(structured, "COMPILE_S", 0.02)
+
+    with pytest.raises(InvalidParamsError, match="simpler"):
+        formats.compile(spec)
+    began = time.perf_counter()
+    with pytest.raises(InvalidParamsError, match="simpler"):
+        formats.compile(spec)
+
+    assert time.perf_counter() - began < 0.02
+    for thread in threading.enumerate():
+        if thread.name == "ramify-format":
+            thread.join()
+
+
+def test_formats_that_are_kept_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """The oldest go; a copy in use is nobody else's."""
+    monkeypatch.setattr(structured, "MAX_KEPT", 3)
+    formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+
+    for number in range(6):
+        formats.compile(StructuredOutput(regex=f"a{number}"))
+
+    assert [spec.regex for spec in formats._kept] == ["a3", "a4", "a5"]
+
+
+def test_without_llguidance_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """The extra by its name."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+
+    with pytest.raises(InvalidParamsError, match=r"pip install 'ramify\[structured\]'"):
+        formats.compile(StructuredOutput(regex="a"))
+
+
+def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: Tokenizer) -> None:
+    """A mask has a bit for each id of the model, and none of an id without a text."""
+    for vocab_size in (270, 300, 301, 4000):
+        formats = Formats(tokenizer.to_json, vocab_size=vocab_size, eos_token_ids=[END])
+
+        (mask,) = formats.compile(StructuredOutput(regex="(.|\n)*")).masks((), ())
+
+        bits = np.unpackbits(mask, bitorder="little")
+        assert len(mask) == -(-vocab_size // 8)
+        assert not bits[vocab_size:].any()
+        assert not bits[290:].any()
+        assert bits[END]
