@@ -79,6 +79,9 @@ class StructuredOutput:
 
 def _schema_text(schema: object) -> str:
     """A schema as JSON text."""
+    too_deep = InvalidParamsError(
+        "json_schema", "deeper", f"at most {MAX_FORMAT_DEPTH} levels deep; use $defs and $ref"
+    )
     if isinstance(schema, str):
         if len(schema) > MAX_FORMAT_BYTES:  # before anything reads it
             raise InvalidParamsError(
@@ -86,7 +89,9 @@ def _schema_text(schema: object) -> str:
             )
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise too_deep from None
+        except ValueError as error:
             raise InvalidParamsError("json_schema", str(schema)[:60], f"JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise InvalidParamsError("json_schema", schema, "an object")
@@ -104,9 +109,7 @@ def _schema_text(schema: object) -> str:
         if not level:
             break
     else:
-        raise InvalidParamsError(
-            "json_schema", "deeper", f"at most {MAX_FORMAT_DEPTH} levels deep; use $defs and $ref"
-        )
+        raise too_deep
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,6 +1,8 @@
 """Options and sampling parameters: what is asked is checked before anything is built."""
 
+import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from ramify.params import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StructuredOutput,
     TokenLogprob,
 )
 
@@ -165,6 +168,14 @@ def test_the_context_is_the_models_unless_a_shorter_one_is_asked() -> None:
         ("temperature", [-0.1, float("nan"), float("inf"), "1", None, True]),
         ("top_p", [0.0, 0, -1, 1.01, float("nan"), None, "1"]),
         ("top_k", [0, -1, 1.0, "3", True]),
+        ("min_p", [-0.1, 1.1, float("nan"), None, True]),
+        ("repetition_penalty", [0, -1, 101, float("nan"), float("inf"), None, "1"]),
+        ("presence_penalty", [-2.1, 2.1, float("nan"), None]),
+        ("frequency_penalty", [-2.1, 2.1, float("inf"), True]),
+        ("logit_bias", [None, {-1: 1.0}, {"a": 1.0}, {True: 1.0}, [(1, 1.0)], ((1, 2, 3),), 5]),
+        ("allowed_token_ids", [[], (), [-1], [1.0], [True], "ab", 5, iter([1])]),
+        ("min_tokens", [-1, 1.5, None, True, 129]),
+        ("structured", ["json", {"regex": "a"}, True]),
         ("max_tokens", [0, -1, 1.5, True, "9"]),
         ("seed", [-1, 2**63, 1.0, True]),
         ("stop", [None, "", ["a", ""], [1], 5, iter("ab")]),
@@ -189,6 +200,86 @@ def test_the_edges_of_the_ranges_are_allowed() -> None:
     """Each of these is possible."""
     SamplingParams(temperature=0, top_p=1, top_k=1, seed=0, max_tokens=None, logprobs=0)
     SamplingParams(temperature=1e9, top_p=1e-9, seed=2**63 - 1, max_tokens=1, logprobs=1024)
+    SamplingParams(min_p=1, presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.01)
+    SamplingParams(logit_bias={0: -100, 5: 100}, allowed_token_ids=[0], min_tokens=128)
+    SamplingParams(min_p=0, min_tokens=10**9, max_tokens=None, repetition_penalty=100)
+
+
+@pytest.mark.parametrize("value", [-100.5, 101, float("nan"), "1", None, True])
+def test_a_bias_outside_its_range_is_refused_by_its_token(value: object) -> None:
+    """The limits are those of the OpenAI API."""
+    with pytest.raises(InvalidParamsError, match=r"^logit_bias\[7\]=.* in \[-100, 100\]"):
+        SamplingParams(logit_bias={3: 1.0, 7: value})  # type: ignore[dict-item]
+
+
+def test_parameters_about_tokens_are_values() -> None:
+    """Sorted and copied: equal whatever container they came in, and usable as keys."""
+    bias, allowed = {9: 1, 3: -2}, [8, 3, 8]
+    params = SamplingParams(logit_bias=bias, allowed_token_ids=allowed)
+    bias[5] = 5
+    allowed.append(1)
+
+    assert params.biases == {3: -2.0, 9: 1.0}
+    assert params.allowed_token_ids == (3, 8)
+    assert hash(params) == hash(replace(params))
+    assert pickle.loads(pickle.dumps(params)) == params == replace(params)
+
+
+# -- structured output -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("json_schema", ["{", "[1]", "5", 5, {"a": {1}}, {"enum": ["x" * 70_000]}, " " * 70_000]),
+        ("json_schema", [{"a": "\ud800"}]),
+        ("json_object", ["yes", 2, None]),
+        ("regex", ["", 5, b"a", "x" * 65_537, "ü" * 40_000, "\ud800"]),
+        ("grammar", ["", 5, "x" * 65_537]),
+        ("choice", [[], [""], ["a", 1], "ab", ["x" * 65_537], ["a\udfff"]]),
+    ],
+)
+def test_a_format_that_cannot_be_one_is_refused(name: str, values: list[object]) -> None:
+    """Before any parser of it is asked; the error is short, however long the value was."""
+    for value in values:
+        with pytest.raises(InvalidParamsError, match=f"^{name}=") as caught:
+            StructuredOutput(**{name: value})  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 500
+
+
+def test_exactly_one_format_is_asked() -> None:
+    """None and two are refused with their names."""
+    with pytest.raises(InvalidParamsError, match=r"structured='nothing' .* exactly one of"):
+        StructuredOutput()
+    with pytest.raises(InvalidParamsError, match="structured='regex, json_object'"):
+        StructuredOutput(regex="a", json_object=True)
+
+
+def test_a_schema_has_a_greatest_depth() -> None:
+    """Checked without recursion, also for one that contains itself."""
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(31):
+        schema = {"type": "object", "properties": {"a": schema}}
+    assert StructuredOutput(json_schema=schema).json_schema == json.dumps(schema)
+    schema = {"properties": {"a": schema}}
+
+    with pytest.raises(InvalidParamsError, match="at most 64 levels deep"):
+        StructuredOutput(json_schema=schema)
+    with pytest.raises(InvalidParamsError, match="at most 64 levels deep"):
+        StructuredOutput(json_schema="[" * 3000 + "]" * 3000)
+    endless: dict[str, object] = {}
+    endless["items"] = endless
+    with pytest.raises(InvalidParamsError, match="at most 64 levels deep"):
+        StructuredOutput(json_schema=endless)
+
+
+def test_formats_are_values() -> None:
+    """A schema and its text are the same format; compiled ones are found by it."""
+    asked = StructuredOutput(json_schema={"type": "object", "title": "ü"})
+
+    assert asked == StructuredOutput(json_schema='{ "type":"object", "title": "\\u00fc"}')
+    assert len({asked, replace(asked), pickle.loads(pickle.dumps(asked))}) == 1
+    assert StructuredOutput(choice=["a", "b", "a"]).choice == ("a", "b")
 
 
 def test_stops_become_tuples() -> None:
