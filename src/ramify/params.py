@@ -77,6 +77,22 @@ class StructuredOutput:
                 )
 
 
+def _is_deep(schema: object) -> bool:
+    """Whether it is nested deeper than is allowed; without recursion, which it would exhaust."""
+    level: list[object] = [schema]
+    for _ in range(MAX_FORMAT_DEPTH + 1):
+        below: list[object] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                below += one.values()
+            elif isinstance(one, list | tuple):
+                below += one
+        if not below or len(below) > MAX_FORMAT_BYTES:  # or its text will be too long
+            return False
+        level = below
+    return True
+
+
 def _schema_text(schema: object) -> str:
     """A schema as JSON text."""
     too_deep = InvalidParamsError(
@@ -95,20 +111,7 @@ def _schema_text(schema: object) -> str:
             raise InvalidParamsError("json_schema", str(schema)[:60], f"JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise InvalidParamsError("json_schema", schema, "an object")
-    level: list[object] = [schema]
-    for _ in range(MAX_FORMAT_DEPTH + 1):
-        below: list[object] = []
-        for one in level:
-            if isinstance(one, Mapping):
-                below += one.values()
-            elif isinstance(one, list | tuple):
-                below += one
-        level = below
-        if len(level) > MAX_FORMAT_BYTES:
-            break  # the text will be too long
-        if not level:
-            break
-    else:
+    if _is_deep(schema):
         raise too_deep
     try:
         return json.dumps(schema, ensure_ascii=False)

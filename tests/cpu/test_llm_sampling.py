@@ -1,0 +1,167 @@
+"""`LLM` with penalties, biases and formats on a tiny checkpoint, against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ramify import LLM, SamplingParams, StructuredOutput
+from ramify.errors import InvalidParamsError
+from ramify.testing import write_tiny_checkpoint
+from tests.cpu.engine_cases import assert_idle
+
+PROMPT = "the rain in the north is on the other line"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("sampling") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return LLM(checkpoint, page_size=8, kv_cache_tokens=2048, max_batch_tokens=64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 0.8},
+        {"repetition_penalty": 1.2, "min_new_tokens": 20, "eos_token_id": [2, 50, 70, 90, 110]},
+    ],
+)
+@torch.inference_mode()
+def test_greedy_answers_are_those_of_transformers(
+    options: dict[str, Any], llm: LLM, checkpoint: Path
+) -> None:
+    """Token for token, with penalties over prompt and output."""
+    ids = list(llm.tokenizer.encode(PROMPT)) if llm.tokenizer else []
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    asked = {"max_new_tokens": 40, "eos_token_id": 2, "do_sample": False} | options
+    expected = model.generate(torch.tensor([ids]), pad_token_id=0, **asked)[0, len(ids) :]
+    ends = [asked["eos_token_id"]] if asked["eos_token_id"] == 2 else asked["eos_token_id"]
+
+    (output,) = llm.generate(
+        [ids],
+        SamplingParams(
+            max_tokens=40,
+            repetition_penalty=options["repetition_penalty"],
+            min_tokens=options.get("min_new_tokens", 0),
+            stop_token_ids=ends,
+        ),
+    )
+
+    assert list(output.token_ids) == expected.tolist()
+    assert_idle(llm)
+
+
+def test_options_of_one_request_touch_no_other(llm: LLM) -> None:
+    """Plain, penalised and structured requests in one batch answer what they answer alone."""
+    many = [
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=30, frequency_penalty=1.5, presence_penalty=0.5, logprobs=2),
+        SamplingParams(max_tokens=30, temperature=1.0, seed=4, min_p=0.02, logit_bias={80: 5}),
+        SamplingParams(
+            max_tokens=90, temperature=1.0, seed=4, structured=StructuredOutput(json_schema=PERSON)
+        ),
+        SamplingParams(max_tokens=30, allowed_token_ids=[70, 71, 72], min_tokens=3),
+    ]
+    alone = [llm.generate(PROMPT, params)[0] for params in many]
+    llm.cache.clear()
+
+    together = llm.generate([PROMPT] * len(many), many)
+
+    assert [one.completions for one in together] == [one.completions for one in alone]
+    assert together[0].token_ids != together[1].token_ids
+    assert set(together[4].token_ids) <= {70, 71, 72}
+    assert_idle(llm)
+
+
+def test_log_probabilities_are_those_before_any_option(llm: LLM) -> None:
+    """A forced token has the log probability that the model gives it."""
+    free = llm.generate(PROMPT, SamplingParams(max_tokens=1, logprobs=300))[0]
+    forced = llm.generate(
+        PROMPT, SamplingParams(max_tokens=1, logprobs=0, allowed_token_ids=[99], logit_bias={99: 5})
+    )[0]
+
+    assert free.logprobs is not None
+    assert forced.logprobs is not None
+    assert forced.logprobs[0].token_id == 99
+    assert forced.logprobs[0].logprob == free.logprobs[0].top[99]
+
+
+def test_every_answer_of_a_request_follows_its_format(llm: LLM) -> None:
+    """Branches have matchers of their own; what ends by itself is JSON as asked."""
+    params = SamplingParams(
+        n=12,
+        temperature=5.0,  # a random model at 1 repeats the whitespace between JSON's tokens
+        seed=0,
+        max_tokens=120,
+        structured=StructuredOutput(json_schema=json.dumps(PERSON)),
+    )
+
+    (output,) = llm.generate(PROMPT, params)
+
+    ended = [one.text for one in output.completions if one.finish_reason == "stop"]
+    values = [json.loads(text) for text in ended]
+    assert len(values) >= 6
+    assert all(value.keys() == {"name", "old"} for value in values)
+    assert all(len(value["name"]) <= 5 and type(value["old"]) is bool for value in values)
+    assert len(set(ended)) > 1
+    assert_idle(llm)
+
+
+def test_stop_texts_do_not_end_before_min_tokens(llm: LLM) -> None:
+    """A stop text that came before is part of the output; one that comes after is not."""
+    plain = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    stop = plain.text[4:6]
+
+    early = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True, stop=stop))[0]
+    late = llm.generate(
+        PROMPT, SamplingParams(max_tokens=30, ignore_eos=True, stop=stop, min_tokens=30)
+    )[0]
+
+    assert early.finish_reason == "stop"
+    assert stop not in early.text
+    assert len(late.token_ids) == 30
+    assert late.text.startswith(plain.text[:6])
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"logit_bias": {300: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [2, 300]}, "allowed_token_ids"),
+        ({"structured": StructuredOutput(regex="a(")}, "regex"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    options: dict[str, Any], name: str, llm: LLM
+) -> None:
+    """Nothing is queued."""
+    with pytest.raises(InvalidParamsError) as caught:
+        llm.generate(PROMPT, SamplingParams(n=2, **options))
+
+    assert caught.value.name == name
+    assert_idle(llm)
+
+
+def test_a_format_needs_a_tokenizer(tmp_path: Path) -> None:
+    """Token ids in, token ids out: there is no text that could follow it."""
+    bare = LLM(
+        write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=1),
+        kv_cache_tokens=256,
+    )
+
+    with pytest.raises(InvalidParamsError, match="the model has no tokenizer"):
+        bare.generate([1, 2], SamplingParams(structured=StructuredOutput(json_object=True)))
