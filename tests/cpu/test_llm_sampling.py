@@ -121,6 +121,21 @@ def test_every_answer_of_a_request_follows_its_format(llm: LLM) -> None:
     assert_idle(llm)
 
 
+def test_min_tokens_puts_off_the_end_of_a_format(llm: LLM) -> None:
+    """Where the format may end but need not, the end of sequence waits."""
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 2, "n": 6, "max_tokens": 80}
+    spec, bias = StructuredOutput(regex="(ab)+"), {2: 100}
+
+    free = llm.generate(PROMPT, SamplingParams(structured=spec, logit_bias=bias, **options))[0]
+    late = llm.generate(
+        PROMPT, SamplingParams(structured=spec, logit_bias=bias, min_tokens=31, **options)
+    )[0]
+
+    assert {one.text for one in free.completions} == {"ab"}
+    assert {one.text for one in late.completions} == {"ab" * 16}
+    assert {one.finish_reason for one in late.completions} == {"stop"}
+
+
 def test_stop_texts_do_not_end_before_min_tokens(llm: LLM) -> None:
     """A stop text that came before is part of the output; one that comes after is not."""
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]

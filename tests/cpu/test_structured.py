@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,12 +180,12 @@ def test_every_answer_follows_its_format(name: str, tokenizer: Tokenizer, format
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pool_tokens": 200, "others": 3},  # preemption
+        {"pool_tokens": 72, "others": 5},  # preemption
         {"budget": 5},  # the prompt in chunks
         {"fail_at": {0, 3, 7, 11, 16, 30}},
         {"fail_at": {0, 2, 5, 8}, "error": KeyboardInterrupt()},
         {"drafter": True},
-        {"drafter": True, "pool_tokens": 200, "others": 3, "budget": 9, "fail_at": {2, 6, 12}},
+        {"drafter": True, "pool_tokens": 72, "others": 5, "budget": 9, "fail_at": {2, 6, 12}},
     ],
     ids=["preempted", "chunked", "failed", "interrupted", "guessed", "all"],
 )
@@ -204,6 +205,8 @@ def test_the_tokens_are_those_of_a_quiet_engine(
     assert [one.finish_reason for one in output.completions] == [
         one.finish_reason for one in quiet.completions
     ]
+    if "pool_tokens" in changes and name in ("schema", "lark"):  # the long ones
+        assert output.metrics.preemptions > 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -242,6 +245,20 @@ def test_a_complete_format_ends_the_answer_without_a_token_for_it(
         (one,) = answers(tokenizer, formats, sampled(spec, **options)).completions
         assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
         assert END not in one.token_ids
+
+
+def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
+    tokenizer: Tokenizer, formats: Formats
+) -> None:
+    """It ends the answer even if such tokens are ignored otherwise."""
+    spec = StructuredOutput(regex="(ab)+")
+
+    for options in ({}, {"ignore_eos": True}):
+        output = answers(tokenizer, formats, sampled(spec, n=9, max_tokens=300, **options))
+
+        texts = [one.text for one in output.completions if one.finish_reason == "stop"]
+        assert len(texts) > 4
+        assert all(re.fullmatch("(ab)+", text) for text in texts)
 
 
 def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: Formats) -> None:
@@ -329,6 +346,15 @@ def test_without_llguidance_the_error_says_what_to_install(
     formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
     with pytest.raises(InvalidParamsError, match=r"pip install 'ramify\[structured\]'"):
+        formats.compile(StructuredOutput(regex="a"))
+
+
+def test_a_tokenizer_without_bytes_is_refused() -> None:
+    """What its tokens spell is not known, so that no format can follow them."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    formats = Formats(words.to_str, vocab_size=2, eos_token_ids=[1])
+
+    with pytest.raises(InvalidParamsError, match="cannot use this model's tokenizer"):
         formats.compile(StructuredOutput(regex="a"))
 
 

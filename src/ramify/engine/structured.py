@@ -121,15 +121,16 @@ class Formats:
         self._tokenizer_json = tokenizer_json
         self._vocab_size, self._eos_token_ids = vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._kept: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
         self._slots = threading.Semaphore(MAX_COMPILING)
 
     def compile(self, spec: StructuredOutput) -> FormatMatcher:
         """A matcher for one answer, before its first token.
 
-        Takes up to `COMPILE_S` seconds for a format that was not compiled before; servers call it
-        in another thread before the engine's thread does, which then finds it kept.
+        Takes up to `COMPILE_S` seconds for a format that was not compiled before, and the first one
+        reads the tokenizer too, seconds for a large vocabulary. Servers call it in another thread
+        before the engine's thread does, which then finds the format kept.
 
         Raises:
             InvalidParamsError: the format is malformed, allows no text, or is too much work; or
@@ -139,8 +140,9 @@ class Formats:
             found = self._kept.get(spec)
             if found is not None:
                 self._kept.move_to_end(spec)
-            tokenizer = self._loaded()
         if found is None:
+            with self._loading:
+                tokenizer = self._loaded()
             found = self._compiled(spec, tokenizer)
             with self._lock:
                 self._kept[spec] = found
@@ -158,9 +160,16 @@ class Formats:
                     "given",
                     "None, because llguidance is not installed: pip install 'ramify[structured]'",
                 ) from None
-            self._tokenizer = LLTokenizer(
-                self._tokenizer_json(), n_vocab=None, eos_token=self._eos_token_ids or None
-            )
+            try:
+                self._tokenizer = LLTokenizer(
+                    self._tokenizer_json(), eos_token=self._eos_token_ids or None
+                )
+            except ValueError as error:
+                raise InvalidParamsError(
+                    "structured",
+                    "given",
+                    f"None: llguidance cannot use this model's tokenizer ({error})",
+                ) from None
         return self._tokenizer
 
     def _compiled(self, spec: StructuredOutput, tokenizer: LLTokenizer) -> _Compiled:
@@ -193,7 +202,7 @@ class _Compiled:
         self.spec, self.vocab_size = spec, vocab_size
         self.start: LLMatcher | None = None
         self.mask: Bits = np.zeros(0, np.uint8)
-        self.fault: str | None = None
+        self.fault = "another one: its parser gave up"  # until it has told something better
 
     def run(self, tokenizer: LLTokenizer) -> None:
         from llguidance import LLMatcher, LLParserLimits
@@ -229,7 +238,7 @@ class _Compiled:
     def matcher(self) -> FormatMatcher:
         if self.start is None:
             name = next(name for name in self.spec.__slots__ if getattr(self.spec, name))
-            raise InvalidParamsError(name, _shown(getattr(self.spec, name)), str(self.fault))
+            raise InvalidParamsError(name, _shown(getattr(self.spec, name)), self.fault)
         return FormatMatcher(self.start, self.mask, self.vocab_size)
 
 
