@@ -7,9 +7,10 @@ import random
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ class StepOutput:
     """What one step did for one answer of a request.
 
     `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
-    stop text comes later. `output` is there when all answers of the request have ended.
+    stop text comes later. `output` is there when all answers of the request have ended. Unpacks to
+    (request_id, list of new token ids, whether the request has ended).
     """
 
     request_id: int
@@ -48,6 +50,9 @@ class StepOutput:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None  # of this answer, when it has ended
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.request_id, list(self.new_token_ids), self.output is not None))
 
 
 class EngineCore:
@@ -208,6 +213,10 @@ class EngineCore:
             if not one.is_finished:
                 self._end(one, FinishReason.ABORT)
         return self._settle(request)
+
+    def forget(self, request_ids: Container[int]) -> None:
+        """Tell nobody what is not told yet of these requests: their caller has given up."""
+        self._outbox = [one for one in self._outbox if one.request_id not in request_ids]
 
     @property
     def has_unfinished(self) -> bool:

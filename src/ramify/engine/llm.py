@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import prod
-from numbers import Integral
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from ramify.attention.backend import Choice, select_backend
-from ramify.attention.exact import Exactness
-from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import (
     AttentionSection,
@@ -24,40 +17,44 @@ from ramify.config import (
     ModelSection,
     ResolvedConfig,
     SchedulerSection,
-    resolve,
 )
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.executors import LocalExecutor
-from ramify.engine.memory import free_memory
+from ramify.engine.progress import answers_bar
+from ramify.engine.prompts import (
+    Message,
+    Prompt,
+    as_list,
+    each_of,
+    encode,
+    encode_talk,
+    params_for,
+    refusal,
+)
 from ramify.engine.recheck import Rechecks
-from ramify.engine.runner import ModelRunner
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.stats import EngineStats
 from ramify.errors import (
-    CheckpointError,
     ConfigError,
-    EmptyPromptError,
     InvalidParamsError,
     RequestError,
     UnknownRequestError,
 )
-from ramify.kv.pool import KVPool
-from ramify.models.config import ModelConfig
-from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
-from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
-from ramify.params import (
-    CacheReport,
-    Completion,
-    FinishReason,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-)
+from ramify.params import RequestOutput, SamplingParams
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+if TYPE_CHECKING:  # what needs tensors is loaded with the model
+    import torch
+
+    from ramify.attention.backend import AttentionSpec, Choice
+    from ramify.attention.exact import Exactness
+    from ramify.engine.build import Engine
+    from ramify.engine.runner import ModelRunner
+    from ramify.engine.tokenizer import Tokenizer
+    from ramify.models.config import ModelConfig
+    from ramify.models.loader import Decoder
+
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
 MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
+T = TypeVar("T")
 
 
 class LLM:
@@ -107,52 +104,67 @@ class LLM:
             exact=exact,
             **others,
         )
-        self.path = find_checkpoint(model)
-        self.model_config: ModelConfig = read_config(self.path)
-        config, exact = self.model_config, asked.attention.exact
-        dtype = resolve_dtype(asked.model.dtype, config)
-        kv_dtype = plane_dtype(asked.cache.kv_dtype, dtype)
-        layout = kv_layout(config)
-        self.config: ResolvedConfig = resolve(
-            asked,
-            model_max_len=config.max_model_len,
-            token_bytes=layout.token_bytes(kv_dtype),
-            free_memory=free_memory(),
-        )
-        self.attention_spec = attention_spec(
-            config,
-            page_size=self.config.page_size,
-            dtype=dtype,
-            exact=exact,
-            kv_dtype=kv_dtype,
-        )
-        self.attention: Choice = select_backend(
-            asked.attention.attention_backend, self.attention_spec, torch.device("cpu")
-        )
-        self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
-        weights = load_model(self.path, dtype=asked.model.dtype, exact=exact, progress=progress)
-        self.decoder = weights
-        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
-        self._attend = attention_of(config, self.attention_spec, self.attention.backend)
-        self.runner = ModelRunner(
-            weights, pool, self._attend, **({} if exact else {"row_multiple": 1})
-        )
-        tokenizer = self.tokenizer
-        decoder: Callable[[], Detokenizer] | None = None
-        if tokenizer is not None:
-            decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
-        self.core = EngineCore(
-            self.config,
-            LocalExecutor(self.runner),
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
-            namespace=namespace_of(
-                model=_fingerprint(self.path), kv_dtype=str(kv_dtype), exact=int(exact)
-            ),
-            text_decoder=decoder,
-        )
+        from ramify.engine.build import Engine
+
+        self._engine: Engine | None = Engine(asked, progress=progress)
+        self._begin(self._engine.core, self._engine.tokenizer)
+
+    @classmethod
+    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
+        """The same calls over an engine of your own; it has no model to ask about."""
+        made = cls.__new__(cls)
+        made._engine = None  # noqa: SLF001 - its own class
+        made._begin(core, tokenizer)  # noqa: SLF001
+        return made
+
+    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+        self.core, self.tokenizer = core, tokenizer
+        self.config: ResolvedConfig = core.config
         self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
         self._unread: list[StepOutput] = []
+
+    # -- what it is made of ------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """What was made of the checkpoint.
+
+        Raises:
+            ConfigError: nothing was: see `over`.
+        """
+        if self._engine is None:
+            raise ConfigError("this LLM was made over an engine without a model")
+        return self._engine
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self.engine.path
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Sizes and variants of the model."""
+        return self.engine.model_config
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+        return self.engine.decoder
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Model, K/V pool and attention backend."""
+        return self.engine.runner
+
+    @property
+    def attention(self) -> Choice:
+        """The attention backend, and why it was chosen."""
+        return self.engine.attention
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What the model asks of attention."""
+        return self.engine.attention_spec
 
     @property
     def cache(self) -> PrefixCache:
@@ -162,12 +174,19 @@ class LLM:
     @property
     def num_weight_bytes(self) -> int:
         """Memory of the weights in the dtype that they compute in."""
-        shapes = self.model_config.tensor_shapes().values()
-        return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
+        return self.engine.num_weight_bytes
 
     def exactness(self) -> list[Exactness]:
         """How each operation of the model and its attention is computed, and why."""
-        return [*self.decoder.exactness(), *self._attend.exactness()]
+        return self.engine.exactness()
+
+    def stats(self) -> EngineStats:
+        """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
+        return EngineStats.of(self.core)
+
+    def run(self, call: Callable[[EngineCore], T]) -> T:
+        """`call(core)`: the same as `AsyncLLM.run`, at once."""
+        return call(self.core)
 
     @property
     def rechecks(self) -> Rechecks:
@@ -191,6 +210,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        salt: str | Sequence[str] = "",
+        progress: bool | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or many, in one continuous batch; outputs in the order of prompts.
@@ -198,51 +221,62 @@ class LLM:
         Args:
             prompts: a text, token ids, or a list of either.
             params: one for all, or one per prompt; None is `SamplingParams()`.
+            priority: larger ones first; for all, or one per prompt.
+            tenant: whose the prompt is: tenants never share prefixes; for all, or one per prompt.
+            salt: only prompts with the same one share prefixes; for all, or one per prompt.
+            progress: a bar on stderr; None: for two prompts or more, if stderr is a terminal.
             on_finished: called with each output as it ends.
 
         A prompt that cannot be served gets an output whose `error` says why, and the others go
-        on.
+        on. An interrupt or an error in `on_finished` ends the requests of the call; the `LLM`
+        stays as good as before.
 
         Raises:
             RequestError: no prompt of the call could be served; this is the first one's error.
         """
-        return self._answer(_as_list(prompts), params, on_finished)
+        asked = _Asked(params, priority, tenant, salt, progress, on_finished)
+        return self._answer(as_list(prompts), asked)
 
     def _answer(
-        self,
-        many: Sequence[Prompt | Callable[[], Prompt]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        on_finished: Callable[[RequestOutput], None] | None,
+        self, many: Sequence[Prompt | Callable[[], Sequence[int]]], asked: _Asked
     ) -> list[RequestOutput]:
         """Outputs of prompts, or of what makes them, which may refuse too."""
-        each = _params_for(many, params)
+        each = asked.each(len(many))
         outputs: dict[int, RequestOutput] = {}
         places: dict[int, int] = {}
         refused: list[RequestError] = []
-        try:
-            for place, (prompt, one) in enumerate(zip(many, each, strict=True)):
-                try:
-                    ids = prompt() if callable(prompt) else prompt
-                    places[self.add_request(ids, one)] = place
-                except RequestError as error:
-                    refused.append(error)
-                    outputs[place] = _refusal(prompt, error)
-            if many and len(refused) == len(many):
-                raise refused[0]
-            self._finish(places, outputs, on_finished)
-        except BaseException:
-            for request_id, place in places.items():
-                if place not in outputs:
-                    with suppress(UnknownRequestError):  # it ended in the step that was cut off
-                        self.core.abort(request_id)
-            raise
+        with answers_bar(len(many), asked.progress) as count:
+
+            def on_finished(output: RequestOutput) -> None:
+                count(output)
+                if asked.on_finished is not None:
+                    asked.on_finished(output)
+
+            try:
+                for place, (prompt, (one, options)) in enumerate(zip(many, each, strict=True)):
+                    try:
+                        ids = prompt() if callable(prompt) else prompt
+                        places[self.add_request(ids, one, **options)] = place
+                    except RequestError as error:
+                        refused.append(error)
+                        outputs[place] = refusal(prompt, error)
+                if many and len(refused) == len(many):
+                    raise refused[0]
+                self._finish(places, outputs, on_finished)
+            except BaseException:
+                for request_id, place in places.items():
+                    if place not in outputs:
+                        with suppress(UnknownRequestError):  # ended in the step that was cut off
+                            self.core.abort(request_id)
+                self.core.forget(places)
+                raise
         return [outputs[place] for place in range(len(many))]
 
     def _finish(
         self,
         places: Mapping[int, int],
         outputs: dict[int, RequestOutput],
-        on_finished: Callable[[RequestOutput], None] | None,
+        on_finished: Callable[[RequestOutput], None],
     ) -> None:
         """Step until every request of `places` (id → place) has its output."""
         live = set(places)
@@ -257,8 +291,7 @@ class LLM:
                 outputs[places[output.request_id]] = output
                 live.discard(output.request_id)
             for output in ended:
-                if on_finished is not None:
-                    on_finished(output)
+                on_finished(output)
             for request_id in live & self._outputs.keys():  # aborted by `on_finished`
                 outputs[places[request_id]] = self._outputs.pop(request_id)
                 live.discard(request_id)
@@ -267,9 +300,19 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        salt: str | Sequence[str] = "",
+        progress: bool | None = None,
+        on_finished: Callable[[RequestOutput], None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
+
+        Args:
+            template_options: `tools`, and further variables of the template; the others are those
+                of `generate`.
 
         Raises:
             RequestError: as `generate`; also when there is no chat template, or it refuses the
@@ -277,39 +320,55 @@ class LLM:
         """
         if not isinstance(messages, list | tuple) or not messages:
             raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
         talks = [messages] if isinstance(messages[0], Mapping) else list(messages)
 
-        def later(talk: Any) -> Callable[[], Prompt]:
-            return lambda: tokenizer.encode_chat(talk, **template_options)
+        def later(talk: Any) -> Callable[[], Sequence[int]]:
+            return lambda: encode_talk(talk, self.tokenizer, **template_options)
 
         # rendered one by one: a conversation that the template refuses does not stop the others
-        return self._answer([later(talk) for talk in talks], params, None)
+        asked = _Asked(params, priority, tenant, salt, progress, on_finished)
+        return self._answer([later(talk) for talk in talks], asked)
 
     # -- step by step ------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue one prompt; returns its id.
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+    ) -> int:
+        """Queue one prompt; returns its id. Options as those of `generate`.
 
         Raises:
             RequestError: it can never be served; nothing is queued.
         """
-        text = prompt if isinstance(prompt, str) else None
-        return self.core.add_request(self._encode(prompt), params or SamplingParams(), prompt=text)
+        return self.core.add_request(
+            encode(prompt, self.tokenizer),
+            params or SamplingParams(),
+            prompt=prompt if isinstance(prompt, str) else None,
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+        )
 
-    def step(self) -> list[tuple[int, list[int], bool]]:
-        """One step of the engine: (request id, new token ids, finished) for whoever got any."""
+    def step(self) -> list[StepOutput]:
+        """One step of the engine: what it did for whoever got any tokens.
+
+        A `StepOutput` unpacks to (request id, new token ids, finished), and knows more: the index
+        of the answer when there are several, text, log probabilities, why an answer ended. The
+        last one of a request has its `output`.
+        """
         events = self._unread or self.core.step()
         self._unread = []
         for event in events:
             if event.output is not None:
                 self._keep(event.output)
-        return [
-            (event.request_id, list(event.new_token_ids), event.output is not None)
-            for event in events
-        ]
+        return events
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
@@ -338,70 +397,23 @@ class LLM:
         while len(self._outputs) > MAX_KEPT_OUTPUTS:
             self._outputs.popitem(last=False)
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not prompt:
-            raise EmptyPromptError
-        if self.tokenizer is None:
-            raise InvalidParamsError(
-                "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
-            )
-        return self.tokenizer.encode(prompt)
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options of one call, each for all prompts or for each."""
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt, text or ids, becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    found: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(found, Sequence) or isinstance(found, bytes | bytearray):
-        raise InvalidParamsError("prompts", prompts, "a text, token ids, or a list of them")
-    if len(found) and all(isinstance(one, Integral) for one in found):
-        return [found]
-    return list(found)
+    params: SamplingParams | Sequence[SamplingParams] | None
+    priority: int | Sequence[int]
+    tenant: str | Sequence[str]
+    salt: str | Sequence[str]
+    progress: bool | None
+    on_finished: Callable[[RequestOutput], None] | None
 
-
-def _params_for(
-    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if not isinstance(params, list | tuple):
-        raise InvalidParamsError("params", params, "SamplingParams, or a list of them")
-    if len(params) != len(prompts):
-        raise InvalidParamsError(
-            "params", f"{len(params)} of them", f"one, or as many as the {len(prompts)} prompts"
-        )
-    return list(params)
-
-
-def _refusal(prompt: object, error: RequestError) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(
-        request_id=-1,
-        prompt=text,
-        prompt_token_ids=(),
-        completions=(Completion("", (), FinishReason.ERROR),),
-        metrics=RequestMetrics(0.0, None, 0.0, None),
-        cache=CacheReport(0, 0, 0),
-        error=error,
-    )
-
-
-def _load_tokenizer(path: Path) -> Tokenizer | None:
-    if not (path / "tokenizer.json").is_file():
-        return None  # token ids in, token ids out
-    return Tokenizer.load(path)
-
-
-def _fingerprint(path: Path) -> str:
-    """What tells these weights from others: names, sizes and times of the checkpoint's files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
-        try:
-            facts = file.stat()
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        digest.update(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    def each(self, count: int) -> list[tuple[SamplingParams, dict[str, Any]]]:
+        """Parameters and options of each prompt."""
+        named = {
+            name: each_of(name, getattr(self, name), count)
+            for name in ("priority", "tenant", "salt")
+        }
+        options = [{name: values[i] for name, values in named.items()} for i in range(count)]
+        return list(zip(params_for(count, self.params), options, strict=True))
