@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ramify.attention.planner import RadixAttentionPlanner
     from ramify.attention.sequence import RadixSequence
     from ramify.cache import CacheKey, PrefixCache
+    from ramify.engine.async_llm import AsyncLLM
     from ramify.engine.llm import LLM
     from ramify.errors import RamifyError
     from ramify.params import FinishReason, RequestOutput, SamplingParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "ramify.engine.async_llm",
     "LLM": "ramify.engine.llm",
     "CacheKey": "ramify.cache",
     "FinishReason": "ramify.params",
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheKey",
     "FinishReason",
     "PrefixCache",

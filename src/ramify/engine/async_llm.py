@@ -1,0 +1,274 @@
+"""`AsyncLLM`: the engine in a thread of its own, for programs that run on event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from ramify.config import EngineConfig, ModelSection, ResolvedConfig
+from ramify.engine.core import EngineCore
+from ramify.engine.loop import EngineLoop, Health
+from ramify.engine.prompts import Message, Prompt, encode, encode_talk
+from ramify.engine.stats import EngineStats
+from ramify.engine.stream import Inbox, Outlet, Stream
+from ramify.errors import ConfigError
+from ramify.params import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from ramify.engine.build import Engine
+    from ramify.engine.tokenizer import Tokenizer
+
+_MODEL = ModelSection()
+MAX_WAITING = 1024  # requests: beyond, a server does better to say no than to let everybody wait
+LONG_TEXT = 8192  # characters; tokenising more than that would hold up the other streams
+JOIN_S = 5.0  # at the interpreter's exit, for a step that is being computed
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """Answers prompts for any number of tasks and event loops at once.
+
+    Args:
+        model: as `LLM`.
+        progress: bars on stderr while weights load, if it is a terminal.
+        max_waiting: requests that may wait; one more is an OverloadedError.
+        options: those of `LLM`.
+
+    The constructor loads the model in the caller's thread. The engine's thread starts with the
+    first request and ends with `aclose`, `drain`, or `async with`.
+
+    Raises:
+        ConfigError, ModelError: see `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = _MODEL.model,
+        *,
+        progress: bool = False,
+        max_waiting: int = MAX_WAITING,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, str | Path):
+            raise ConfigError(f"model={model!r} but it must be a directory or a name")
+        asked = EngineConfig.of(model=str(model), **options)
+        from ramify.engine.build import Engine
+
+        self._engine: Engine | None = Engine(asked, progress=progress)
+        self._begin(self._engine.core, self._engine.tokenizer, max_waiting)
+
+    @classmethod
+    def over(
+        cls,
+        core: EngineCore,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_waiting: int = MAX_WAITING,
+    ) -> AsyncLLM:
+        """The same over an engine of your own, which nobody else may touch from now on."""
+        made = cls.__new__(cls)
+        made._engine = None  # noqa: SLF001 - its own class
+        made._begin(core, tokenizer, max_waiting)  # noqa: SLF001
+        return made
+
+    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None, max_waiting: int) -> None:
+        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
+            raise ConfigError(f"max_waiting={max_waiting!r} but it must be an integer >= 1")
+        self.tokenizer = tokenizer
+        self.config: ResolvedConfig = core.config
+        self._loop = EngineLoop(core, max_waiting=max_waiting)
+        self._outlets: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outlet] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+        # nobody closed it, or the program ends: the thread must not be in a step by then
+        self._finalizer = weakref.finalize(self, _end, self._loop)
+
+    @property
+    def engine(self) -> Engine:
+        """What was made of the checkpoint: sizes, backend, exactness.
+
+        Raises:
+            ConfigError: nothing was: see `over`.
+        """
+        if self._engine is None:
+            raise ConfigError("this AsyncLLM was made over an engine without a model")
+        return self._engine
+
+    # -- answers -----------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+    ) -> Stream:
+        """The increments of an answer as they come: see `Stream`, also for the errors.
+
+        Args:
+            prompt: a text or token ids.
+            priority, tenant, salt: see `LLM.generate`.
+        """
+        make = partial(encode, prompt, self.tokenizer)
+        is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
+        options = {
+            "prompt": prompt if isinstance(prompt, str) else None,
+            "priority": priority,
+            "tenant": tenant,
+            "salt": salt,
+        }
+        return self._stream(make, params, options, in_thread=is_long)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        **template_options: Any,
+    ) -> Stream:
+        """The same for a conversation, through the model's chat template."""
+        make = partial(encode_talk, messages, self.tokenizer, **template_options)
+        options = {"priority": priority, "tenant": tenant, "salt": salt}
+        return self._stream(make, params, options, in_thread=True)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+    ) -> RequestOutput:
+        """One whole answer; cancelling the task ends the request. For many, `asyncio.gather`.
+
+        A request that failed while it ran has `output.error`; the other errors are those of
+        `Stream`.
+        """
+        stream = self.stream(prompt, params, priority=priority, tenant=tenant, salt=salt)
+        return await stream.whole()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        **template_options: Any,
+    ) -> RequestOutput:
+        """The whole answer to a conversation, through the model's chat template."""
+        stream = self.stream_chat(
+            messages, params, priority=priority, tenant=tenant, salt=salt, **template_options
+        )
+        return await stream.whole()
+
+    def _stream(
+        self,
+        make: Callable[[], Sequence[int]],
+        params: SamplingParams | None,
+        options: dict[str, Any],
+        *,
+        in_thread: bool,
+    ) -> Stream:
+        async def submit(is_whole: bool) -> Inbox:
+            ids = await asyncio.to_thread(make) if in_thread else make()
+            inbox = Inbox(self._outlet(), is_whole=is_whole)
+            self._loop.submit(inbox, ids, params or SamplingParams(), **options)
+            return inbox
+
+        return Stream(submit, self._loop.abort)
+
+    def _outlet(self) -> Outlet:
+        """The one of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            outlet = self._outlets.get(loop)
+            if outlet is None:
+                outlet = self._outlets[loop] = Outlet(loop)
+            return outlet
+
+    async def abort(self, request_id: int) -> None:
+        """End a live request; its reader gets an output with the finish reason `abort`.
+
+        Raises:
+            UnknownRequestError: no live request has this id.
+        """
+        await self.run(partial(self._loop.abort_id, request_id=request_id))
+
+    # -- the engine --------------------------------------------------------------------------
+
+    async def run(self, call: Callable[[EngineCore], T]) -> T:
+        """`call(core)` in the engine's thread, between two steps; for all that touches the core.
+
+        While it runs nobody's answer goes on. If the caller is cancelled before it began, it is
+        not run.
+
+        Raises:
+            EngineStoppedError: the engine has ended; and whatever `call` raises.
+        """
+        return await asyncio.wrap_future(self._loop.call(call))
+
+    async def stats(self) -> EngineStats:
+        """Requests that run and wait, work done so far, and the cache's statistics."""
+        return await self.run(EngineStats.of)
+
+    def health(self) -> Health:
+        """Whether the engine is alive, and how old its last step is; waits for nothing."""
+        return self._loop.health()
+
+    # -- the end -----------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests, let those that are there finish, then end.
+
+        New ones get a DrainingError. Those that are left after `timeout_s` are aborted and told.
+
+        Returns:
+            whether all have finished.
+        """
+        self._loop.drain()
+        ended = asyncio.wrap_future(self._loop.ended)
+        try:
+            await asyncio.wait_for(asyncio.shield(ended), timeout_s)
+        except TimeoutError:
+            await self.aclose()
+            return False
+        await self.aclose()
+        return True
+
+    async def aclose(self) -> None:
+        """End the engine after the step that is being computed; live requests are aborted."""
+        self._loop.stop()
+        await asyncio.shield(asyncio.wrap_future(self._loop.ended))
+        self._loop.join()
+        self._finalizer.detach()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _end(loop: EngineLoop) -> None:
+    loop.stop()
+    loop.join(JOIN_S)
