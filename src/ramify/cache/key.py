@@ -71,6 +71,27 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
     return bytes(framed)
 
 
+def parts_of(namespace: bytes) -> dict[str, str | bytes | int]:
+    """What `namespace_of` made a namespace from; empty for one that it did not make."""
+    found: dict[str, str | bytes | int] = {}
+    at = 0
+    try:
+        while at < len(namespace):
+            pieces = []
+            for _ in range(2):
+                end = at + 4 + int.from_bytes(namespace[at : at + 4], "big")
+                pieces.append(namespace[at + 4 : end])
+                at = end
+            name, raw = pieces[0].decode("utf-8", "surrogatepass"), pieces[1]
+            kind = namespace[at : at + 1]
+            text = raw if kind == b"b" else raw.decode("utf-8", "surrogatepass")
+            found[name] = int(text) if kind == b"i" else text
+            at += 1
+    except ValueError:
+        return {}
+    return found if namespace_of(**found) == namespace else {}
+
+
 @dataclass(frozen=True, slots=True)
 class CacheKey:
     """A sequence of atoms in a namespace; nothing is ever shared between namespaces.

@@ -9,15 +9,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
+from ramify.engine.cache_view import AsyncCacheView, ids_of
 from ramify.engine.core import EngineCore
 from ramify.engine.loop import EngineLoop, Health
 from ramify.engine.prompts import Message, Prompt, encode, encode_talk
+from ramify.engine.reload import change_weights, check_running
 from ramify.engine.stats import EngineStats
 from ramify.engine.stream import Inbox, Outlet, Stream
-from ramify.errors import ConfigError
+from ramify.engine.warm import WARM_PARAMS, WarmPrompt
+from ramify.errors import ConfigError, OverloadedError, RequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -209,6 +212,20 @@ class AsyncLLM:
         """
         await self.run(partial(self._loop.abort_id, request_id=request_id))
 
+    async def _warm(self, many: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
+        room = asyncio.Semaphore(self.config.max_num_seqs)
+
+        async def compute(one: WarmPrompt) -> RequestOutput | Exception:
+            make = partial(ids_of, one.prompt, self.tokenizer, add_generation_prompt=False)
+            options = {"priority": -1, "tenant": one.tenant, "salt": one.salt}
+            async with room:
+                try:
+                    return await self._stream(make, WARM_PARAMS, options, in_thread=True).whole()
+                except (RequestError, OverloadedError) as error:
+                    return error
+
+        return list(await asyncio.gather(*map(compute, many)))
+
     # -- the engine --------------------------------------------------------------------------
 
     async def run(self, call: Callable[[EngineCore], T]) -> T:
@@ -221,6 +238,25 @@ class AsyncLLM:
             EngineStoppedError: the engine has ended; and whatever `call` raises.
         """
         return await asyncio.wrap_future(self._loop.call(call))
+
+    async def reload_weights(
+        self, model: str | Path, *, running: Literal["finish", "restart"] = "finish"
+    ) -> None:
+        """Serve with other weights of the same model: see `LLM.reload_weights`.
+
+        They are loaded in another thread while requests go on. With "finish", requests that come
+        after that wait until those before them have ended.
+        """
+        check_running(running)
+        swap = await asyncio.to_thread(self.engine.load_weights, model)
+        change = partial(change_weights, swap=swap)
+        call = self._loop.call_when_idle if running == "finish" else self._loop.call
+        await asyncio.wrap_future(call(change))
+
+    @property
+    def cache(self) -> AsyncCacheView:
+        """What is cached: the calls of `CacheView` as coroutines."""
+        return AsyncCacheView(self, self.tokenizer, self._warm)
 
     async def stats(self) -> EngineStats:
         """Requests that run and wait, work done so far, and the cache's statistics."""

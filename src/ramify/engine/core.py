@@ -84,7 +84,7 @@ class EngineCore:
         self.config, self.executor, self.vocab_size = config, executor, vocab_size
         self.eos_token_ids, self.namespace = frozenset(eos_token_ids), namespace
         self.cache = PrefixCache(
-            config.num_pages, config.page_size, policy=config.asked.cache.policy
+            config.num_pages, config.page_size, policy=config.asked.cache.policy, clock=clock
         )
         width = min(config.max_pages_per_seq, config.num_pages)
         self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
@@ -213,6 +213,11 @@ class EngineCore:
             if not one.is_finished:
                 self._end(one, FinishReason.ABORT)
         return self._settle(request)
+
+    @property
+    def live_requests(self) -> list[Request]:
+        """Requests and branches that have not ended, in order of arrival."""
+        return list(self._requests.values())
 
     def forget(self, request_ids: Container[int]) -> None:
         """Tell nobody what is not told yet of these requests: their caller has given up."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import (
     AttentionSection,
     CacheSection,
@@ -18,25 +14,23 @@ from ramify.config import (
     ResolvedConfig,
     SchedulerSection,
 )
+from ramify.engine.answers import Answers, Asked
+from ramify.engine.cache_view import CacheView, ids_of
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.progress import answers_bar
 from ramify.engine.prompts import (
     Message,
     Prompt,
     as_list,
-    each_of,
-    encode,
     encode_talk,
-    params_for,
-    refusal,
 )
 from ramify.engine.recheck import Rechecks
+from ramify.engine.reload import change_weights, check_running
 from ramify.engine.stats import EngineStats
+from ramify.engine.warm import WARM_PARAMS, WarmPrompt
 from ramify.errors import (
     ConfigError,
     InvalidParamsError,
     RequestError,
-    UnknownRequestError,
 )
 from ramify.params import RequestOutput, SamplingParams
 
@@ -53,7 +47,6 @@ if TYPE_CHECKING:  # what needs tensors is loaded with the model
 
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
-MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
 T = TypeVar("T")
 
 
@@ -120,8 +113,7 @@ class LLM:
     def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.core, self.tokenizer = core, tokenizer
         self.config: ResolvedConfig = core.config
-        self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
-        self._unread: list[StepOutput] = []
+        self._answers = Answers(core)
 
     # -- what it is made of ------------------------------------------------------------------
 
@@ -167,9 +159,20 @@ class LLM:
         return self.engine.attention_spec
 
     @property
-    def cache(self) -> PrefixCache:
-        """The prefix cache: `stats()`, `clear()`, `check()`."""
-        return self.core.cache
+    def cache(self) -> CacheView:
+        """What is cached: `stats`, `tree`, `explain`, `pin`, `warm`, `clear`; see `CacheView`."""
+        return CacheView(self.core, self.tokenizer, self._warm)
+
+    def _warm(self, many: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
+        def later(one: WarmPrompt) -> Callable[[], Sequence[int]]:
+            return lambda: ids_of(one.prompt, self.tokenizer, add_generation_prompt=False)
+
+        tenants, salts = [one.tenant for one in many], [one.salt for one in many]
+        asked = Asked(WARM_PARAMS, 0, tenants, salts, None, None)
+        try:
+            return self._answers.answer([later(one) for one in many], asked, None)
+        except RequestError as error:  # all were refused
+            return [error] * len(many)
 
     @property
     def num_weight_bytes(self) -> int:
@@ -179,6 +182,33 @@ class LLM:
     def exactness(self) -> list[Exactness]:
         """How each operation of the model and its attention is computed, and why."""
         return self.engine.exactness()
+
+    def reload_weights(
+        self,
+        model: str | Path,
+        *,
+        running: Literal["finish", "restart"] = "finish",
+        progress: bool = False,
+    ) -> None:
+        """Serve with other weights of the same model from now on; nothing needs to be flushed.
+
+        Args:
+            model: a checkpoint directory or cached hub id of the same architecture, sizes and
+                vocabulary. The tokenizer and chat template stay.
+            running: requests that are live "finish" with the old weights first, or "restart":
+                they keep the tokens that they have, and go on with the new weights.
+            progress: bars on stderr while weights load, if it is a terminal.
+
+        Both sets of weights are in memory until the new ones are in.
+
+        Raises:
+            ModelError, ConfigError: see `Engine.load_weights`; nothing has changed.
+        """
+        check_running(running)
+        swap = self.engine.load_weights(model, progress=progress)
+        while running == "finish" and self.core.has_unfinished:
+            self._answers.step_for_all()
+        change_weights(self.core, swap)
 
     def stats(self) -> EngineStats:
         """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
@@ -234,67 +264,8 @@ class LLM:
         Raises:
             RequestError: no prompt of the call could be served; this is the first one's error.
         """
-        asked = _Asked(params, priority, tenant, salt, progress, on_finished)
-        return self._answer(as_list(prompts), asked)
-
-    def _answer(
-        self, many: Sequence[Prompt | Callable[[], Sequence[int]]], asked: _Asked
-    ) -> list[RequestOutput]:
-        """Outputs of prompts, or of what makes them, which may refuse too."""
-        each = asked.each(len(many))
-        outputs: dict[int, RequestOutput] = {}
-        places: dict[int, int] = {}
-        refused: list[RequestError] = []
-        with answers_bar(len(many), asked.progress) as count:
-
-            def on_finished(output: RequestOutput) -> None:
-                count(output)
-                if asked.on_finished is not None:
-                    asked.on_finished(output)
-
-            try:
-                for place, (prompt, (one, options)) in enumerate(zip(many, each, strict=True)):
-                    try:
-                        ids = prompt() if callable(prompt) else prompt
-                        places[self.add_request(ids, one, **options)] = place
-                    except RequestError as error:
-                        refused.append(error)
-                        outputs[place] = refusal(prompt, error)
-                if many and len(refused) == len(many):
-                    raise refused[0]
-                self._finish(places, outputs, on_finished)
-            except BaseException:
-                for request_id, place in places.items():
-                    if place not in outputs:
-                        with suppress(UnknownRequestError):  # ended in the step that was cut off
-                            self.core.abort(request_id)
-                self.core.forget(places)
-                raise
-        return [outputs[place] for place in range(len(many))]
-
-    def _finish(
-        self,
-        places: Mapping[int, int],
-        outputs: dict[int, RequestOutput],
-        on_finished: Callable[[RequestOutput], None],
-    ) -> None:
-        """Step until every request of `places` (id → place) has its output."""
-        live = set(places)
-        while live:
-            ended = []
-            for event in self.core.step():
-                if event.request_id not in places:
-                    self._unread.append(event)
-                elif event.output is not None:
-                    ended.append(event.output)
-            for output in ended:
-                outputs[places[output.request_id]] = output
-                live.discard(output.request_id)
-            for output in ended:
-                on_finished(output)
-            for request_id in live & self._outputs.keys():  # aborted by `on_finished`
-                outputs[places[request_id]] = self._outputs.pop(request_id)
-                live.discard(request_id)
+        asked = Asked(params, priority, tenant, salt, progress, on_finished)
+        return self._answers.answer(as_list(prompts), asked, self.tokenizer)
 
     def chat(
         self,
@@ -328,8 +299,8 @@ class LLM:
             return lambda: encode_talk(talk, self.tokenizer, **template_options)
 
         # rendered one by one: a conversation that the template refuses does not stop the others
-        asked = _Asked(params, priority, tenant, salt, progress, on_finished)
-        return self._answer([later(talk) for talk in talks], asked)
+        asked = Asked(params, priority, tenant, salt, progress, on_finished)
+        return self._answers.answer([later(talk) for talk in talks], asked, None)
 
     # -- step by step ------------------------------------------------------------------------
 
@@ -347,14 +318,9 @@ class LLM:
         Raises:
             RequestError: it can never be served; nothing is queued.
         """
-        return self.core.add_request(
-            encode(prompt, self.tokenizer),
-            params or SamplingParams(),
-            prompt=prompt if isinstance(prompt, str) else None,
-            priority=priority,
-            tenant=tenant,
-            salt=salt,
-        )
+        chosen = params or SamplingParams()
+        options = {"priority": priority, "tenant": tenant, "salt": salt}
+        return self._answers.add(prompt, chosen, self.tokenizer, **options)
 
     def step(self) -> list[StepOutput]:
         """One step of the engine: what it did for whoever got any tokens.
@@ -363,16 +329,11 @@ class LLM:
         of the answer when there are several, text, log probabilities, why an answer ended. The
         last one of a request has its `output`.
         """
-        events = self._unread or self.core.step()
-        self._unread = []
-        for event in events:
-            if event.output is not None:
-                self._keep(event.output)
-        return events
+        return self._answers.step()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._unread) or self.core.has_unfinished
+        return self._answers.has_unfinished
 
     def take_output(self, request_id: int) -> RequestOutput:
         """The output of a request that ended under `step` or `abort`, once.
@@ -380,9 +341,7 @@ class LLM:
         Raises:
             UnknownRequestError: it has not ended, was taken, or is too old to be kept.
         """
-        if request_id not in self._outputs:
-            raise UnknownRequestError(request_id)
-        return self._outputs.pop(request_id)
+        return self._answers.take_output(request_id)
 
     def abort(self, request_id: int) -> None:
         """End a live request now; its output has the finish reason `abort`.
@@ -390,30 +349,4 @@ class LLM:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        self._keep(self.core.abort(request_id))
-
-    def _keep(self, output: RequestOutput) -> None:
-        self._outputs[output.request_id] = output
-        while len(self._outputs) > MAX_KEPT_OUTPUTS:
-            self._outputs.popitem(last=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The options of one call, each for all prompts or for each."""
-
-    params: SamplingParams | Sequence[SamplingParams] | None
-    priority: int | Sequence[int]
-    tenant: str | Sequence[str]
-    salt: str | Sequence[str]
-    progress: bool | None
-    on_finished: Callable[[RequestOutput], None] | None
-
-    def each(self, count: int) -> list[tuple[SamplingParams, dict[str, Any]]]:
-        """Parameters and options of each prompt."""
-        named = {
-            name: each_of(name, getattr(self, name), count)
-            for name in ("priority", "tenant", "salt")
-        }
-        options = [{name: values[i] for name, values in named.items()} for i in range(count)]
-        return list(zip(params_for(count, self.params), options, strict=True))
+        self._answers.abort(request_id)
