@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ramify.cache import CacheKey, PrefixCache
     from ramify.engine.async_llm import AsyncLLM
     from ramify.engine.llm import LLM
+    from ramify.engine.session import AsyncSession, Session
     from ramify.errors import RamifyError
     from ramify.params import FinishReason, RequestOutput, SamplingParams
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "ramify.engine.async_llm",
     "LLM": "ramify.engine.llm",
+    "AsyncSession": "ramify.engine.session",
     "CacheKey": "ramify.cache",
     "FinishReason": "ramify.params",
     "PrefixCache": "ramify.cache",
@@ -34,11 +36,13 @@ _HOMES = {
     "RamifyError": "ramify.errors",
     "RequestOutput": "ramify.params",
     "SamplingParams": "ramify.params",
+    "Session": "ramify.engine.session",
 }
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AsyncSession",
     "CacheKey",
     "FinishReason",
     "PrefixCache",
@@ -49,6 +53,7 @@ __all__ = [
     "RamifyError",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "__version__",
 ]
 

@@ -17,6 +17,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.loop import EngineLoop, Health
 from ramify.engine.prompts import Message, Prompt, encode, encode_talk
 from ramify.engine.reload import change_weights, check_running
+from ramify.engine.session import AsyncSession, SessionOptions, open_transcript
 from ramify.engine.stats import EngineStats
 from ramify.engine.stream import Inbox, Outlet, Stream
 from ramify.engine.warm import WARM_PARAMS, WarmPrompt
@@ -211,6 +212,36 @@ class AsyncLLM:
             UnknownRequestError: no live request has this id.
         """
         await self.run(partial(self._loop.abort_id, request_id=request_id))
+
+    def session(
+        self,
+        begin: Prompt = "",
+        *,
+        messages: Sequence[Message] | None = None,
+        system: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        pin: bool = False,
+        ttl_s: float | None = None,
+        **template_options: Any,
+    ) -> AsyncSession:
+        """A prompt that grows turn by turn, branches and goes back: see `AsyncSession`.
+
+        Args:
+            begin: what a plain session begins with: a text or token ids.
+            messages, system: for a conversation through the chat template: its first messages, or
+                the text of a system message before them. `messages=[]` begins with nothing.
+            priority, tenant, salt: of every turn, as in `generate`.
+            pin: keep the newest turn from eviction, if the budget for pins allows.
+            ttl_s: how long a pin lives without being hit; None: until `aclose`.
+            template_options: `tools`, and further variables of the template.
+
+        Raises:
+            RequestError: what it begins with cannot be tokenised, or there is no chat template.
+        """
+        transcript = open_transcript(self, begin, messages, system, template_options)
+        return AsyncSession(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     async def _warm(self, many: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
         room = asyncio.Semaphore(self.config.max_num_seqs)

@@ -25,6 +25,7 @@ from ramify.engine.prompts import (
 )
 from ramify.engine.recheck import Rechecks
 from ramify.engine.reload import change_weights, check_running
+from ramify.engine.session import Session, SessionOptions, open_transcript
 from ramify.engine.stats import EngineStats
 from ramify.engine.warm import WARM_PARAMS, WarmPrompt
 from ramify.errors import (
@@ -301,6 +302,36 @@ class LLM:
         # rendered one by one: a conversation that the template refuses does not stop the others
         asked = Asked(params, priority, tenant, salt, progress, on_finished)
         return self._answers.answer([later(talk) for talk in talks], asked, None)
+
+    def session(
+        self,
+        begin: Prompt = "",
+        *,
+        messages: Sequence[Message] | None = None,
+        system: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        pin: bool = False,
+        ttl_s: float | None = None,
+        **template_options: Any,
+    ) -> Session:
+        """A prompt that grows turn by turn, branches and goes back: see `Session`.
+
+        Args:
+            begin: what a plain session begins with: a text or token ids.
+            messages, system: for a conversation through the chat template: its first messages, or
+                the text of a system message before them. `messages=[]` begins with nothing.
+            priority, tenant, salt: of every turn, as in `generate`.
+            pin: keep the newest turn from eviction, if the budget for pins allows.
+            ttl_s: how long a pin lives without being hit; None: until `close`.
+            template_options: `tools`, and further variables of the template.
+
+        Raises:
+            RequestError: what it begins with cannot be tokenised, or there is no chat template.
+        """
+        transcript = open_transcript(self, begin, messages, system, template_options)
+        return Session(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     # -- step by step ------------------------------------------------------------------------
 
