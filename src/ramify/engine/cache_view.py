@@ -149,7 +149,8 @@ class CacheView:
         """Drop everything, or that to which all that is given applies; also while serving.
 
         Args:
-            prefix: prompts that begin like this; of itself, what no other prompt shares.
+            prefix: prompts that begin like this; of itself, what no other prompt shares. The last
+                token of a text does not count: with more text behind it, it could be another one.
             tenant, salt: of that tenant, with that salt. With a `prefix`, they are "" if not given.
             older_than_s: not used for so many seconds.
 
@@ -163,7 +164,8 @@ class CacheView:
             raise ConfigError(f"older_than_s={older_than_s!r} but it must be a number >= 0")
         under: frozenset[int] | None = None
         if prefix is not None:
-            under = begins_with(self.core, self._key(prefix, tenant or "", salt or ""))
+            ids = beginning_of(prefix, self._tokenizer)
+            under = begins_with(self.core, self._key(ids, tenant or "", salt or ""))
         limit_s = None if older_than_s is None else used_before(self.core, older_than_s)
 
         def is_meant(node: Node) -> bool:
@@ -177,7 +179,9 @@ class CacheView:
             return limit_s is None or node.used_s <= limit_s
 
         evicted = self.core.evict_if(is_meant)
-        return Cleared(evicted, count_pages(self.core, is_meant))
+        return Cleared(
+            evicted, count_pages(self.core, lambda node: node.pins > 0 and is_meant(node))
+        )
 
     def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
         """Compute prompts that are going to be asked for; returns how much there was to do.
@@ -295,7 +299,9 @@ class AsyncCacheView:
         older_than_s: float | None = None,
     ) -> Cleared:
         """See `CacheView.clear`."""
-        ids = None if prefix is None else await self._ids(prefix)
+        ids: Sequence[int] | None = None
+        if prefix is not None:
+            ids = await asyncio.to_thread(beginning_of, prefix, self._tokenizer)
         return await self._run(
             lambda view: view.clear(prefix=ids, tenant=tenant, salt=salt, older_than_s=older_than_s)
         )
@@ -332,6 +338,15 @@ def ids_of(
     if isinstance(found, list | tuple) and found and isinstance(found[0], Mapping):
         return encode_talk(found, tokenizer, add_generation_prompt=add_generation_prompt)
     return encode(found, tokenizer)
+
+
+def beginning_of(prefix: Prefix, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The ids that a prompt begins with if it begins with `prefix`.
+
+    Not the last one of a text: with more text behind it, it could be another one.
+    """
+    ids = ids_of(prefix, tokenizer, add_generation_prompt=False)
+    return ids[:-1] if isinstance(prefix, str) and len(ids) > 1 else ids
 
 
 def _path(path: object) -> Path:
