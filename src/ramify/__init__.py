@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from ramify.attention.planner import RadixAttentionPlanner
     from ramify.attention.sequence import RadixSequence
     from ramify.cache import CacheKey, PrefixCache
+    from ramify.engine.async_llm import AsyncLLM
     from ramify.engine.llm import LLM
+    from ramify.engine.session import AsyncSession, Session
     from ramify.errors import RamifyError
     from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "ramify.engine.async_llm",
     "LLM": "ramify.engine.llm",
+    "AsyncSession": "ramify.engine.session",
     "CacheKey": "ramify.cache",
     "FinishReason": "ramify.params",
     "PrefixCache": "ramify.cache",
@@ -33,10 +37,13 @@ _HOMES = {
     "RequestOutput": "ramify.params",
     "SamplingParams": "ramify.params",
     "StructuredOutput": "ramify.params",
+    "Session": "ramify.engine.session",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "AsyncSession",
     "CacheKey",
     "FinishReason",
     "PrefixCache",
@@ -48,6 +55,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutput",
+    "Session",
     "__version__",
 ]
 

@@ -222,6 +222,9 @@ def generate(
     prefix_cache: Annotated[bool, typer.Option(help="Share prefixes.")] = True,
     attention_backend: Backend = _ATTENTION.attention_backend,
     exact: Exact = _ATTENTION.exact,
+    progress: Annotated[
+        bool | None, typer.Option(help="A bar on stderr; unset: for two prompts, on a terminal.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts with any supported checkpoint; shared prefixes are computed once."""
@@ -257,9 +260,10 @@ def generate(
             exact=exact,
         )
         if chat or system is not None:
-            outputs = llm.chat([_talk(system, text) for text in texts], params)
+            talks = [_talk(system, text) for text in texts]
+            outputs = llm.chat(talks, params, progress=progress)
         else:
-            outputs = llm.generate(texts, params)
+            outputs = llm.generate(texts, params, progress=progress)
     failed = [one for one in outputs if one.error is not None]
     if as_json:
         told = [_output_json(one) for one in outputs]

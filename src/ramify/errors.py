@@ -25,7 +25,10 @@ RamifyError
 │  ├─ SlotOutOfRangeError         a slot that no page of the pool has
 │  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
-└─ StepFailedError                a forward pass failed; its requests were told
+├─ StepFailedError                a forward pass failed; its requests were told
+├─ OverloadedError                too many requests wait already; try again later
+├─ DrainingError                  the engine finishes what it has and takes nothing new
+└─ EngineStoppedError             the engine was closed, or a bug has ended it
 """
 
 from __future__ import annotations
@@ -212,3 +215,29 @@ class InvariantError(CacheError):
 
 class StepFailedError(RamifyError):
     """A forward pass failed; its requests were told and hold no pages."""
+
+
+class OverloadedError(RamifyError):
+    """Too many requests wait already; nothing was queued."""
+
+    def __init__(self, num_waiting: int, limit: int, retry_after_s: float = 1.0) -> None:
+        self.num_waiting, self.limit, self.retry_after_s = num_waiting, limit, retry_after_s
+        super().__init__(
+            f"{num_waiting} requests are waiting and max_waiting is {limit}; "
+            f"try again in {retry_after_s:g} s, or start with a larger max_waiting"
+        )
+
+
+class DrainingError(RamifyError):
+    """The engine finishes the requests that it has and takes no new ones; nothing was queued."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            "the engine is shutting down: it finishes the requests that it has and takes no new "
+            f"ones; ask another one, or again in {retry_after_s:g} s"
+        )
+
+
+class EngineStoppedError(RamifyError):
+    """The engine was closed, or a bug has ended it; it answers nothing any more."""

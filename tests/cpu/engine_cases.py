@@ -245,5 +245,5 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.has_unfinished()
     assert (stats.num_leases, stats.private_pages) == (0, 0)
     llm.cache.clear()
-    assert llm.cache.stats().free_pages == llm.cache.num_pages
+    assert llm.cache.stats().free_pages == llm.cache.core.num_pages
     llm.cache.check()

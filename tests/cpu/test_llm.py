@@ -198,7 +198,7 @@ def test_the_pool_has_what_was_asked_in_whole_pages(make: Callable[..., LLM]) ->
     """kv_cache_tokens rounds down."""
     llm = make(kv_cache_tokens=100, page_size=16)
 
-    assert llm.cache.num_pages == 6
+    assert llm.cache.core.num_pages == 6
     assert llm.config.kv_cache_tokens == 96
 
 

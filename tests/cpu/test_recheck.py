@@ -56,10 +56,10 @@ def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixtu
     llm.generate([STEM], PARAMS)
     executor: Any = llm.core.executor
     plane = executor.runner.pool.planes(0)["k"]
-    lease = llm.cache.acquire(CacheKey(STEM, llm.core.namespace))
+    lease = llm.cache.core.acquire(CacheKey(STEM, llm.core.namespace))
     with torch.inference_mode():
         plane[lease.pages[2]] += 0.5
-    llm.cache.release(lease)
+    llm.cache.core.release(lease)
 
     llm.generate([[*STEM, 70]], PARAMS)
     found = llm.recheck()

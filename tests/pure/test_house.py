@@ -26,6 +26,8 @@ DECISIONS = (
     "ramify.engine.scheduler",
     "ramify.engine.step",
     "ramify.engine.core",
+    "ramify.engine.llm",
+    "ramify.engine.async_llm",
 )
 CORE_MAY_IMPORT = frozenset({"ramify.cache", "ramify.config", "ramify.params", "ramify.errors"})
 

@@ -7,9 +7,10 @@ import random
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.key import namespace_of
@@ -45,7 +46,8 @@ class StepOutput:
     """What one step did for one answer of a request.
 
     `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
-    stop text comes later. `output` is there when all answers of the request have ended.
+    stop text comes later. `output` is there when all answers of the request have ended. Unpacks to
+    (request_id, list of new token ids, whether the request has ended).
     """
 
     request_id: int
@@ -56,6 +58,9 @@ class StepOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None  # of this answer, when it has ended
     cache: CacheReport | None = None  # with the first tokens of the first answer
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.request_id, list(self.new_token_ids), self.output is not None))
 
 
 class EngineCore:
@@ -89,7 +94,7 @@ class EngineCore:
         self.config, self.executor, self.vocab_size = config, executor, vocab_size
         self.eos_token_ids, self.namespace = frozenset(eos_token_ids), namespace
         self.cache = PrefixCache(
-            config.num_pages, config.page_size, policy=config.asked.cache.policy
+            config.num_pages, config.page_size, policy=config.asked.cache.policy, clock=clock
         )
         width = min(config.max_pages_per_seq, config.num_pages)
         self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
@@ -243,6 +248,15 @@ class EngineCore:
             if not one.is_finished:
                 self._end(one, FinishReason.ABORT)
         return self._settle(request)
+
+    @property
+    def live_requests(self) -> list[Request]:
+        """Requests and branches that have not ended, in order of arrival."""
+        return list(self._requests.values())
+
+    def forget(self, request_ids: Container[int]) -> None:
+        """Tell nobody what is not told yet of these requests: their caller has given up."""
+        self._outbox = [one for one in self._outbox if one.request_id not in request_ids]
 
     @property
     def has_unfinished(self) -> bool:

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from math import prod
-from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-
-from ramify.attention.backend import Choice, select_backend
-from ramify.attention.exact import Exactness
-from ramify.cache.key import namespace_of
-from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import (
     AttentionSection,
     CacheSection,
@@ -24,41 +13,42 @@ from ramify.config import (
     ModelSection,
     ResolvedConfig,
     SchedulerSection,
-    resolve,
 )
+from ramify.engine.answers import Answers, Asked
+from ramify.engine.cache_view import CacheView, ids_of
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.executors import LocalExecutor
-from ramify.engine.memory import free_memory
+from ramify.engine.prompts import (
+    Message,
+    Prompt,
+    as_list,
+    encode_talk,
+)
 from ramify.engine.recheck import Rechecks
-from ramify.engine.runner import ModelRunner
-from ramify.engine.structured import Formats
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.reload import change_weights, check_running
+from ramify.engine.session import Session, SessionOptions, open_transcript
+from ramify.engine.stats import EngineStats
+from ramify.engine.warm import WARM_PARAMS, WarmPrompt
 from ramify.errors import (
-    CheckpointError,
     ConfigError,
-    EmptyPromptError,
     InvalidParamsError,
     RequestError,
-    UnknownRequestError,
 )
-from ramify.kv.pool import KVPool
-from ramify.models.config import ModelConfig
-from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
-from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
-from ramify.params import (
-    CacheReport,
-    Completion,
-    FinishReason,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-)
+from ramify.params import RequestOutput, SamplingParams
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+if TYPE_CHECKING:  # what needs tensors is loaded with the model
+    import torch
+
+    from ramify.attention.backend import AttentionSpec, Choice
+    from ramify.attention.exact import Exactness
+    from ramify.engine.build import Engine
+    from ramify.engine.runner import ModelRunner
+    from ramify.engine.tokenizer import Tokenizer
+    from ramify.models.config import ModelConfig
+    from ramify.models.loader import Decoder
+
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
-MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
+T = TypeVar("T")
 
 
 class LLM:
@@ -108,73 +98,126 @@ class LLM:
             exact=exact,
             **others,
         )
-        self.path = find_checkpoint(model)
-        self.model_config: ModelConfig = read_config(self.path)
-        config, exact = self.model_config, asked.attention.exact
-        dtype = resolve_dtype(asked.model.dtype, config)
-        kv_dtype = plane_dtype(asked.cache.kv_dtype, dtype)
-        layout = kv_layout(config)
-        self.config: ResolvedConfig = resolve(
-            asked,
-            model_max_len=config.max_model_len,
-            token_bytes=layout.token_bytes(kv_dtype),
-            free_memory=free_memory(),
-        )
-        self.attention_spec = attention_spec(
-            config,
-            page_size=self.config.page_size,
-            dtype=dtype,
-            exact=exact,
-            kv_dtype=kv_dtype,
-        )
-        self.attention: Choice = select_backend(
-            asked.attention.attention_backend, self.attention_spec, torch.device("cpu")
-        )
-        self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
-        weights = load_model(self.path, dtype=asked.model.dtype, exact=exact, progress=progress)
-        self.decoder = weights
-        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
-        self._attend = attention_of(config, self.attention_spec, self.attention.backend)
-        self.runner = ModelRunner(
-            weights, pool, self._attend, **({} if exact else {"row_multiple": 1})
-        )
-        tokenizer = self.tokenizer
-        eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
-        decoder: Callable[[], Detokenizer] | None = None
-        self.formats: Formats | None = None
-        if tokenizer is not None:
-            decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
-            self.formats = Formats(
-                tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
-            )
-        self.core = EngineCore(
-            self.config,
-            LocalExecutor(self.runner),
-            vocab_size=config.vocab_size,
-            eos_token_ids=eos_token_ids,
-            namespace=namespace_of(
-                model=_fingerprint(self.path), kv_dtype=str(kv_dtype), exact=int(exact)
-            ),
-            text_decoder=decoder,
-            formats=self.formats.compile if self.formats else None,
-        )
-        self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
-        self._unread: list[StepOutput] = []
+        from ramify.engine.build import Engine
+
+        self._engine: Engine | None = Engine(asked, progress=progress)
+        self._begin(self._engine.core, self._engine.tokenizer)
+
+    @classmethod
+    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
+        """The same calls over an engine of your own; it has no model to ask about."""
+        made = cls.__new__(cls)
+        made._engine = None  # noqa: SLF001 - its own class
+        made._begin(core, tokenizer)  # noqa: SLF001
+        return made
+
+    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+        self.core, self.tokenizer = core, tokenizer
+        self.config: ResolvedConfig = core.config
+        self._answers = Answers(core)
+
+    # -- what it is made of ------------------------------------------------------------------
 
     @property
-    def cache(self) -> PrefixCache:
-        """The prefix cache: `stats()`, `clear()`, `check()`."""
-        return self.core.cache
+    def engine(self) -> Engine:
+        """What was made of the checkpoint.
+
+        Raises:
+            ConfigError: nothing was: see `over`.
+        """
+        if self._engine is None:
+            raise ConfigError("this LLM was made over an engine without a model")
+        return self._engine
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self.engine.path
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Sizes and variants of the model."""
+        return self.engine.model_config
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+        return self.engine.decoder
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Model, K/V pool and attention backend."""
+        return self.engine.runner
+
+    @property
+    def attention(self) -> Choice:
+        """The attention backend, and why it was chosen."""
+        return self.engine.attention
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What the model asks of attention."""
+        return self.engine.attention_spec
+
+    @property
+    def cache(self) -> CacheView:
+        """What is cached: `stats`, `tree`, `explain`, `pin`, `warm`, `clear`; see `CacheView`."""
+        return CacheView(self.core, self.tokenizer, self._warm)
+
+    def _warm(self, many: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
+        def later(one: WarmPrompt) -> Callable[[], Sequence[int]]:
+            return lambda: ids_of(one.prompt, self.tokenizer, add_generation_prompt=False)
+
+        tenants, salts = [one.tenant for one in many], [one.salt for one in many]
+        asked = Asked(WARM_PARAMS, 0, tenants, salts, None, None)
+        try:
+            return self._answers.answer([later(one) for one in many], asked, None)
+        except RequestError as error:  # all were refused
+            return [error] * len(many)
 
     @property
     def num_weight_bytes(self) -> int:
         """Memory of the weights in the dtype that they compute in."""
-        shapes = self.model_config.tensor_shapes().values()
-        return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
+        return self.engine.num_weight_bytes
 
     def exactness(self) -> list[Exactness]:
         """How each operation of the model and its attention is computed, and why."""
-        return [*self.decoder.exactness(), *self._attend.exactness()]
+        return self.engine.exactness()
+
+    def reload_weights(
+        self,
+        model: str | Path,
+        *,
+        running: Literal["finish", "restart"] = "finish",
+        progress: bool = False,
+    ) -> None:
+        """Serve with other weights of the same model from now on; nothing needs to be flushed.
+
+        Args:
+            model: a checkpoint directory or cached hub id of the same architecture, sizes and
+                vocabulary. The tokenizer and chat template stay.
+            running: requests that are live "finish" with the old weights first, or "restart":
+                they keep the tokens that they have, and go on with the new weights.
+            progress: bars on stderr while weights load, if it is a terminal.
+
+        Both sets of weights are in memory until the new ones are in.
+
+        Raises:
+            ModelError, ConfigError: see `Engine.load_weights`; nothing has changed.
+        """
+        check_running(running)
+        swap = self.engine.load_weights(model, progress=progress)
+        while running == "finish" and self.core.has_unfinished:
+            self._answers.step_for_all()
+        change_weights(self.core, swap)
+
+    def stats(self) -> EngineStats:
+        """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
+        return EngineStats.of(self.core)
+
+    def run(self, call: Callable[[EngineCore], T]) -> T:
+        """`call(core)`: the same as `AsyncLLM.run`, at once."""
+        return call(self.core)
 
     @property
     def rechecks(self) -> Rechecks:
@@ -198,6 +241,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        salt: str | Sequence[str] = "",
+        progress: bool | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or many, in one continuous batch; outputs in the order of prompts.
@@ -205,78 +252,39 @@ class LLM:
         Args:
             prompts: a text, token ids, or a list of either.
             params: one for all, or one per prompt; None is `SamplingParams()`.
+            priority: larger ones first; for all, or one per prompt.
+            tenant: whose the prompt is: tenants never share prefixes; for all, or one per prompt.
+            salt: only prompts with the same one share prefixes; for all, or one per prompt.
+            progress: a bar on stderr; None: for two prompts or more, if stderr is a terminal.
             on_finished: called with each output as it ends.
 
         A prompt that cannot be served gets an output whose `error` says why, and the others go
-        on.
+        on. An interrupt or an error in `on_finished` ends the requests of the call; the `LLM`
+        stays as good as before.
 
         Raises:
             RequestError: no prompt of the call could be served; this is the first one's error.
         """
-        return self._answer(_as_list(prompts), params, on_finished)
-
-    def _answer(
-        self,
-        many: Sequence[Prompt | Callable[[], Prompt]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        on_finished: Callable[[RequestOutput], None] | None,
-    ) -> list[RequestOutput]:
-        """Outputs of prompts, or of what makes them, which may refuse too."""
-        each = _params_for(many, params)
-        outputs: dict[int, RequestOutput] = {}
-        places: dict[int, int] = {}
-        refused: list[RequestError] = []
-        try:
-            for place, (prompt, one) in enumerate(zip(many, each, strict=True)):
-                try:
-                    ids = prompt() if callable(prompt) else prompt
-                    places[self.add_request(ids, one)] = place
-                except RequestError as error:
-                    refused.append(error)
-                    outputs[place] = _refusal(prompt, error)
-            if many and len(refused) == len(many):
-                raise refused[0]
-            self._finish(places, outputs, on_finished)
-        except BaseException:
-            for request_id, place in places.items():
-                if place not in outputs:
-                    with suppress(UnknownRequestError):  # it ended in the step that was cut off
-                        self.core.abort(request_id)
-            raise
-        return [outputs[place] for place in range(len(many))]
-
-    def _finish(
-        self,
-        places: Mapping[int, int],
-        outputs: dict[int, RequestOutput],
-        on_finished: Callable[[RequestOutput], None] | None,
-    ) -> None:
-        """Step until every request of `places` (id → place) has its output."""
-        live = set(places)
-        while live:
-            ended = []
-            for event in self.core.step():
-                if event.request_id not in places:
-                    self._unread.append(event)
-                elif event.output is not None:
-                    ended.append(event.output)
-            for output in ended:
-                outputs[places[output.request_id]] = output
-                live.discard(output.request_id)
-            for output in ended:
-                if on_finished is not None:
-                    on_finished(output)
-            for request_id in live & self._outputs.keys():  # aborted by `on_finished`
-                outputs[places[request_id]] = self._outputs.pop(request_id)
-                live.discard(request_id)
+        asked = Asked(params, priority, tenant, salt, progress, on_finished)
+        return self._answers.answer(as_list(prompts), asked, self.tokenizer)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        salt: str | Sequence[str] = "",
+        progress: bool | None = None,
+        on_finished: Callable[[RequestOutput], None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
+
+        Args:
+            template_options: `tools`, and further variables of the template; the others are those
+                of `generate`.
 
         Raises:
             RequestError: as `generate`; also when there is no chat template, or it refuses the
@@ -284,43 +292,79 @@ class LLM:
         """
         if not isinstance(messages, list | tuple) or not messages:
             raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
         talks = [messages] if isinstance(messages[0], Mapping) else list(messages)
 
-        def later(talk: Any) -> Callable[[], Prompt]:
-            return lambda: tokenizer.encode_chat(talk, **template_options)
+        def later(talk: Any) -> Callable[[], Sequence[int]]:
+            return lambda: encode_talk(talk, self.tokenizer, **template_options)
 
         # rendered one by one: a conversation that the template refuses does not stop the others
-        return self._answer([later(talk) for talk in talks], params, None)
+        asked = Asked(params, priority, tenant, salt, progress, on_finished)
+        return self._answers.answer([later(talk) for talk in talks], asked, None)
+
+    def session(
+        self,
+        begin: Prompt = "",
+        *,
+        messages: Sequence[Message] | None = None,
+        system: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        pin: bool = False,
+        ttl_s: float | None = None,
+        **template_options: Any,
+    ) -> Session:
+        """A prompt that grows turn by turn, branches and goes back: see `Session`.
+
+        Args:
+            begin: what a plain session begins with: a text or token ids.
+            messages, system: for a conversation through the chat template: its first messages, or
+                the text of a system message before them. `messages=[]` begins with nothing.
+            priority, tenant, salt: of every turn, as in `generate`.
+            pin: keep the newest turn from eviction, if the budget for pins allows.
+            ttl_s: how long a pin lives without being hit; None: until `close`.
+            template_options: `tools`, and further variables of the template.
+
+        Raises:
+            RequestError: what it begins with cannot be tokenised, or there is no chat template.
+        """
+        transcript = open_transcript(self, begin, messages, system, template_options)
+        return Session(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     # -- step by step ------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue one prompt; returns its id.
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+    ) -> int:
+        """Queue one prompt; returns its id. Options as those of `generate`.
 
         Raises:
             RequestError: it can never be served; nothing is queued.
         """
-        text = prompt if isinstance(prompt, str) else None
-        return self.core.add_request(self._encode(prompt), params or SamplingParams(), prompt=text)
+        chosen = params or SamplingParams()
+        options = {"priority": priority, "tenant": tenant, "salt": salt}
+        return self._answers.add(prompt, chosen, self.tokenizer, **options)
 
-    def step(self) -> list[tuple[int, list[int], bool]]:
-        """One step of the engine: (request id, new token ids, finished) for whoever got any."""
-        events = self._unread or self.core.step()
-        self._unread = []
-        for event in events:
-            if event.output is not None:
-                self._keep(event.output)
-        return [
-            (event.request_id, list(event.new_token_ids), event.output is not None)
-            for event in events
-        ]
+    def step(self) -> list[StepOutput]:
+        """One step of the engine: what it did for whoever got any tokens.
+
+        A `StepOutput` unpacks to (request id, new token ids, finished), and knows more: the index
+        of the answer when there are several, text, log probabilities, why an answer ended. The
+        last one of a request has its `output`.
+        """
+        return self._answers.step()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._unread) or self.core.has_unfinished
+        return self._answers.has_unfinished
 
     def take_output(self, request_id: int) -> RequestOutput:
         """The output of a request that ended under `step` or `abort`, once.
@@ -328,9 +372,7 @@ class LLM:
         Raises:
             UnknownRequestError: it has not ended, was taken, or is too old to be kept.
         """
-        if request_id not in self._outputs:
-            raise UnknownRequestError(request_id)
-        return self._outputs.pop(request_id)
+        return self._answers.take_output(request_id)
 
     def abort(self, request_id: int) -> None:
         """End a live request now; its output has the finish reason `abort`.
@@ -338,77 +380,4 @@ class LLM:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        self._keep(self.core.abort(request_id))
-
-    def _keep(self, output: RequestOutput) -> None:
-        self._outputs[output.request_id] = output
-        while len(self._outputs) > MAX_KEPT_OUTPUTS:
-            self._outputs.popitem(last=False)
-
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not prompt:
-            raise EmptyPromptError
-        if self.tokenizer is None:
-            raise InvalidParamsError(
-                "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
-            )
-        return self.tokenizer.encode(prompt)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt, text or ids, becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    found: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(found, Sequence) or isinstance(found, bytes | bytearray):
-        raise InvalidParamsError("prompts", prompts, "a text, token ids, or a list of them")
-    if len(found) and all(isinstance(one, Integral) for one in found):
-        return [found]
-    return list(found)
-
-
-def _params_for(
-    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if not isinstance(params, list | tuple):
-        raise InvalidParamsError("params", params, "SamplingParams, or a list of them")
-    if len(params) != len(prompts):
-        raise InvalidParamsError(
-            "params", f"{len(params)} of them", f"one, or as many as the {len(prompts)} prompts"
-        )
-    return list(params)
-
-
-def _refusal(prompt: object, error: RequestError) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(
-        request_id=-1,
-        prompt=text,
-        prompt_token_ids=(),
-        completions=(Completion("", (), FinishReason.ERROR),),
-        metrics=RequestMetrics(0.0, None, 0.0, None),
-        cache=CacheReport(0, 0, 0),
-        error=error,
-    )
-
-
-def _load_tokenizer(path: Path) -> Tokenizer | None:
-    if not (path / "tokenizer.json").is_file():
-        return None  # token ids in, token ids out
-    return Tokenizer.load(path)
-
-
-def _fingerprint(path: Path) -> str:
-    """What tells these weights from others: names, sizes and times of the checkpoint's files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
-        try:
-            facts = file.stat()
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        digest.update(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+        self._answers.abort(request_id)

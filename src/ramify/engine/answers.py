@@ -1,0 +1,152 @@
+"""Stepping a core from one thread: for whole answers, or step by step; keeps what nobody took."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.progress import answers_bar
+from ramify.engine.prompts import Prompt, each_of, encode, params_for, refusal
+from ramify.errors import RequestError, UnknownRequestError
+from ramify.params import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from ramify.engine.tokenizer import Tokenizer
+
+MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of one call, each for all prompts or for each."""
+
+    params: SamplingParams | Sequence[SamplingParams] | None
+    priority: int | Sequence[int]
+    tenant: str | Sequence[str]
+    salt: str | Sequence[str]
+    progress: bool | None
+    on_finished: Callable[[RequestOutput], None] | None
+
+    def each(self, count: int) -> list[tuple[SamplingParams, dict[str, Any]]]:
+        """Parameters and options of each prompt."""
+        named = {
+            name: each_of(name, getattr(self, name), count)
+            for name in ("priority", "tenant", "salt")
+        }
+        options = [{name: values[i] for name, values in named.items()} for i in range(count)]
+        return list(zip(params_for(count, self.params), options, strict=True))
+
+
+class Answers:
+    """Drives a core; requests of a whole answer and those of `step` may be live together."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
+        self._unread: list[StepOutput] = []
+
+    def add(
+        self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
+    ) -> int:
+        """Queue one prompt; see `LLM.add_request`."""
+        text = prompt if isinstance(prompt, str) else None
+        return self.core.add_request(encode(prompt, tokenizer), params, prompt=text, **options)
+
+    def answer(
+        self,
+        many: Sequence[Prompt | Callable[[], Sequence[int]]],
+        asked: Asked,
+        tokenizer: Tokenizer | None,
+    ) -> list[RequestOutput]:
+        """Outputs of prompts, or of what makes them, which may refuse too."""
+        each = asked.each(len(many))
+        outputs: dict[int, RequestOutput] = {}
+        places: dict[int, int] = {}
+        refused: list[RequestError] = []
+        with answers_bar(len(many), asked.progress) as count:
+
+            def on_finished(output: RequestOutput) -> None:
+                count(output)
+                if asked.on_finished is not None:
+                    asked.on_finished(output)
+
+            try:
+                for place, (prompt, (one, options)) in enumerate(zip(many, each, strict=True)):
+                    try:
+                        ids = prompt() if callable(prompt) else prompt
+                        places[self.add(ids, one, tokenizer, **options)] = place
+                    except RequestError as error:
+                        refused.append(error)
+                        outputs[place] = refusal(prompt, error)
+                if many and len(refused) == len(many):
+                    raise refused[0]
+                self._finish(places, outputs, on_finished)
+            except BaseException:
+                for request_id, place in places.items():
+                    if place not in outputs:
+                        with suppress(UnknownRequestError):  # ended in the step that was cut off
+                            self.core.abort(request_id)
+                self.core.forget(places)
+                raise
+        return [outputs[place] for place in range(len(many))]
+
+    def _finish(
+        self,
+        places: Mapping[int, int],
+        outputs: dict[int, RequestOutput],
+        on_finished: Callable[[RequestOutput], None],
+    ) -> None:
+        """Step until every request of `places` (id → place) has its output."""
+        live = set(places)
+        while live:
+            ended = []
+            for event in self.core.step():
+                if event.request_id not in places:
+                    self._unread.append(event)
+                elif event.output is not None:
+                    ended.append(event.output)
+            for output in ended:
+                outputs[places[output.request_id]] = output
+                live.discard(output.request_id)
+            for output in ended:
+                on_finished(output)
+            for request_id in live & self._outputs.keys():  # aborted by `on_finished`
+                outputs[places[request_id]] = self._outputs.pop(request_id)
+                live.discard(request_id)
+
+    def step(self) -> list[StepOutput]:
+        """See `LLM.step`."""
+        events = self._unread or self.core.step()
+        self._unread = []
+        for event in events:
+            if event.output is not None:
+                self._keep(event.output)
+        return events
+
+    def step_for_all(self) -> None:
+        """One step whose events are told to whoever steps next."""
+        self._unread += self.core.step()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._unread) or self.core.has_unfinished
+
+    def take_output(self, request_id: int) -> RequestOutput:
+        """See `LLM.take_output`."""
+        if request_id not in self._outputs:
+            raise UnknownRequestError(request_id)
+        return self._outputs.pop(request_id)
+
+    def abort(self, request_id: int) -> None:
+        """See `LLM.abort`."""
+        self._keep(self.core.abort(request_id))
+
+    def _keep(self, output: RequestOutput) -> None:
+        self._outputs[output.request_id] = output
+        while len(self._outputs) > MAX_KEPT_OUTPUTS:
+            self._outputs.popitem(last=False)

@@ -1,0 +1,361 @@
+"""`llm.cache`: what is cached, why a prompt misses, and what an operator may do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ramify.cache.explain import Explanation
+from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.leases import Pin
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.survey import Branch, begins_with, count_pages, survey, used_before
+from ramify.cache.tree import Node
+from ramify.cache.values import CacheStats
+from ramify.engine.core import EngineCore
+from ramify.engine.intake import checked_ids
+from ramify.engine.prompts import Message, Prompt, encode, encode_talk
+from ramify.engine.warm import Warmed, WarmPrompt, read_prompts
+from ramify.errors import ConfigError, InvalidParamsError
+from ramify.params import RequestOutput
+
+if TYPE_CHECKING:
+    from ramify.engine.tokenizer import Tokenizer
+
+Prefix = Prompt | Sequence[Message]  # a text, token ids, or the messages of a conversation
+PREVIEW_CHARS = 60
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A run of pages in the cache, for people. It follows its parent in the list."""
+
+    id: int
+    parent: int  # 0: a prompt begins here
+    level: int  # nodes above it
+    start: int  # tokens above it
+    num_tokens: int
+    num_pages: int
+    hits: int  # lookups that it served
+    pins: int  # requests and pins that hold it now
+    is_pending: bool  # being computed
+    num_children: int
+    age_s: float
+    idle_s: float
+    namespace: str  # a short name for it
+    tenant: str
+    is_stale: bool  # of earlier weights: nobody can hit it
+    token_ids: tuple[int, ...]  # the first ones
+    text: str  # of these; empty without a tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """The most used nodes, in the order of a walk from the top."""
+
+    nodes: tuple[TreeNode, ...]
+    num_nodes: int  # in the cache; the others are left out
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Pages that were dropped, and those that were asked for too but are in use."""
+
+    num_pages: int
+    num_kept: int
+
+
+class CacheView:
+    """The calls behind `llm.cache`; for the thread that drives the engine.
+
+    Prefixes are texts (tokenised as prompts are), token ids, or messages of a conversation. A
+    `tenant` or `salt` names where they are cached, as in `LLM.generate`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        tokenizer: Tokenizer | None,
+        compute: Callable[[Sequence[WarmPrompt]], Sequence[RequestOutput | Exception]],
+    ) -> None:
+        self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
+
+    @property
+    def core(self) -> PrefixCache:
+        """The cache itself, with leases and pages."""
+        return self._engine.cache
+
+    def stats(self) -> CacheStats:
+        """Counters and occupancy."""
+        return self.core.stats()
+
+    def check(self) -> None:
+        """Recount everything. A contradiction raises InvariantError."""
+        self.core.check()
+
+    def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
+        """Why a lookup of this prompt finds what it finds, and no more; changes nothing."""
+        return self.core.explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
+
+    def pin(
+        self,
+        prefix: Prefix,
+        *,
+        owner: str = "user",
+        ttl_s: float | None = None,
+        tenant: str = "",
+        salt: str = "",
+    ) -> Pin:
+        """Keep what is cached of a prefix from eviction: whole pages.
+
+        Args:
+            owner: who is to be named in the list of pins.
+            ttl_s: seconds, anew with each hit on all of it; None: until `unpin`.
+
+        Raises:
+            PinError: nothing of it is cached (`warm` it first), or the budget for pins is spent.
+        """
+        return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s)
+
+    def unpin(self, pin: Pin | int) -> None:
+        """End a pin. Raises PinError if it has expired or was ended before."""
+        self.core.unpin(pin)
+
+    def pins(self, owner: str | None = None) -> list[Pin]:
+        """All live pins, or those of an owner, oldest first."""
+        return self.core.pins(owner)
+
+    def tree(self, max_nodes: int = 200) -> TreeView:
+        """The most used nodes with their texts. Cost: that of the nodes told."""
+        if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 1:
+            raise ConfigError(f"max_nodes={max_nodes!r} but it must be an integer >= 1")
+        found = survey(self.core, max_nodes)
+        return TreeView(tuple(map(self._shown, found.branches)), found.num_nodes)
+
+    def clear(
+        self,
+        *,
+        prefix: Prefix | None = None,
+        tenant: str | None = None,
+        salt: str | None = None,
+        older_than_s: float | None = None,
+    ) -> Cleared:
+        """Drop everything, or that to which all that is given applies; also while serving.
+
+        Args:
+            prefix: prompts that begin like this; of itself, what no other prompt shares. The last
+                token of a text does not count: with more text behind it, it could be another one.
+            tenant, salt: of that tenant, with that salt. With a `prefix`, they are "" if not given.
+            older_than_s: not used for so many seconds.
+
+        What requests and pins hold stays, and is counted. Cost: a look at every cached node.
+        """
+        if prefix is None and tenant is None and salt is None and older_than_s is None:
+            return Cleared(self.core.clear(), self.core.stats().cached_pages)
+        if older_than_s is not None and not (
+            isinstance(older_than_s, int | float) and older_than_s >= 0
+        ):
+            raise ConfigError(f"older_than_s={older_than_s!r} but it must be a number >= 0")
+        under: frozenset[int] | None = None
+        if prefix is not None:
+            ids = beginning_of(prefix, self._tokenizer)
+            under = begins_with(self.core, self._key(ids, tenant or "", salt or ""))
+        limit_s = None if older_than_s is None else used_before(self.core, older_than_s)
+
+        def is_meant(node: Node) -> bool:
+            if under is not None:
+                if node.id not in under:
+                    return False
+            elif tenant is not None or salt is not None:
+                whose = _whose(node.namespace)
+                if tenant not in (None, whose[0]) or salt not in (None, whose[1]):
+                    return False
+            return limit_s is None or node.used_s <= limit_s
+
+        evicted = self.core.evict_if(is_meant)
+        return Cleared(
+            evicted, count_pages(self.core, lambda node: node.pins > 0 and is_meant(node))
+        )
+
+    def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
+        """Compute prompts that are going to be asked for; returns how much there was to do.
+
+        Args:
+            prompts: a file, see `read_prompts`; or a list.
+
+        Raises:
+            ConfigError: the file cannot be used; nothing was computed.
+        """
+        many = prompts if isinstance(prompts, list | tuple) else read_prompts(_path(prompts))
+        return Warmed.of(self._compute(many))
+
+    def _key(
+        self, prefix: Prefix, tenant: str, salt: str, *, add_generation_prompt: bool = False
+    ) -> CacheKey:
+        ids = ids_of(prefix, self._tokenizer, add_generation_prompt=add_generation_prompt)
+        checked = checked_ids(ids, self._engine.vocab_size)
+        return CacheKey(checked, self._engine.namespace_for(tenant, salt))
+
+    def _shown(self, one: Branch) -> TreeNode:
+        ids = tuple(token for token in array("i", one.first_atoms) if token >= 0)
+        text = ""
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            if len(text) > PREVIEW_CHARS:
+                text = text[: PREVIEW_CHARS - 1] + "…"
+        tenant, salt = _whose(one.namespace)
+        return TreeNode(
+            id=one.id,
+            parent=one.parent,
+            level=one.level,
+            start=one.start,
+            num_tokens=one.num_tokens,
+            num_pages=one.num_pages,
+            hits=one.hits,
+            pins=one.pins,
+            is_pending=one.is_pending,
+            num_children=one.num_children,
+            age_s=one.age_s,
+            idle_s=one.idle_s,
+            namespace=hashlib.blake2b(one.namespace, digest_size=4).hexdigest(),
+            tenant=tenant,
+            is_stale=one.namespace != self._engine.namespace_for(tenant, salt),
+            token_ids=ids,
+            text=text,
+        )
+
+
+class Runs(Protocol):
+    """What can carry out calls in the engine's thread."""
+
+    async def run(self, call: Callable[[EngineCore], T]) -> T:
+        """See `AsyncLLM.run`."""
+        ...
+
+
+class AsyncCacheView:
+    """The calls of `CacheView` as coroutines; each runs in the engine's thread, between two steps."""
+
+    def __init__(
+        self,
+        engine: Runs,
+        tokenizer: Tokenizer | None,
+        compute: Callable[[Sequence[WarmPrompt]], Awaitable[Sequence[RequestOutput | Exception]]],
+    ) -> None:
+        self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
+
+    async def stats(self) -> CacheStats:
+        """See `CacheView.stats`."""
+        return await self._run(CacheView.stats)
+
+    async def check(self) -> None:
+        """See `CacheView.check`."""
+        await self._run(CacheView.check)
+
+    async def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
+        """See `CacheView.explain`."""
+        ids = await self._ids(prompt, add_generation_prompt=True)
+        return await self._run(lambda view: view.explain(ids, tenant=tenant, salt=salt))
+
+    async def pin(
+        self,
+        prefix: Prefix,
+        *,
+        owner: str = "user",
+        ttl_s: float | None = None,
+        tenant: str = "",
+        salt: str = "",
+    ) -> Pin:
+        """See `CacheView.pin`."""
+        ids = await self._ids(prefix)
+        return await self._run(
+            lambda view: view.pin(ids, owner=owner, ttl_s=ttl_s, tenant=tenant, salt=salt)
+        )
+
+    async def unpin(self, pin: Pin | int) -> None:
+        """See `CacheView.unpin`."""
+        await self._run(lambda view: view.unpin(pin))
+
+    async def pins(self, owner: str | None = None) -> list[Pin]:
+        """See `CacheView.pins`."""
+        return await self._run(lambda view: view.pins(owner))
+
+    async def tree(self, max_nodes: int = 200) -> TreeView:
+        """See `CacheView.tree`."""
+        return await self._run(lambda view: view.tree(max_nodes))
+
+    async def clear(
+        self,
+        *,
+        prefix: Prefix | None = None,
+        tenant: str | None = None,
+        salt: str | None = None,
+        older_than_s: float | None = None,
+    ) -> Cleared:
+        """See `CacheView.clear`."""
+        ids: Sequence[int] | None = None
+        if prefix is not None:
+            ids = await asyncio.to_thread(beginning_of, prefix, self._tokenizer)
+        return await self._run(
+            lambda view: view.clear(prefix=ids, tenant=tenant, salt=salt, older_than_s=older_than_s)
+        )
+
+    async def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
+        """See `CacheView.warm`; requests of others go on meanwhile."""
+        many: Sequence[WarmPrompt]
+        if isinstance(prompts, list | tuple):
+            many = prompts
+        else:
+            many = await asyncio.to_thread(read_prompts, _path(prompts))
+        return Warmed.of(await self._compute(many))
+
+    async def _ids(self, prefix: Prefix, *, add_generation_prompt: bool = False) -> Sequence[int]:
+        return await asyncio.to_thread(
+            ids_of, prefix, self._tokenizer, add_generation_prompt=add_generation_prompt
+        )
+
+    async def _run(self, call: Callable[[CacheView], T]) -> T:
+        return await self._engine.run(
+            lambda core: call(CacheView(core, self._tokenizer, lambda many: ()))
+        )
+
+
+def ids_of(
+    prefix: Prefix, tokenizer: Tokenizer | None, *, add_generation_prompt: bool
+) -> Sequence[int]:
+    """The token ids of a prefix in any form.
+
+    Raises:
+        RequestError: it is empty or cannot be tokenised.
+    """
+    found: Any = prefix
+    if isinstance(found, list | tuple) and found and isinstance(found[0], Mapping):
+        return encode_talk(found, tokenizer, add_generation_prompt=add_generation_prompt)
+    return encode(found, tokenizer)
+
+
+def beginning_of(prefix: Prefix, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The ids that a prompt begins with if it begins with `prefix`.
+
+    Not the last one of a text: with more text behind it, it could be another one.
+    """
+    ids = ids_of(prefix, tokenizer, add_generation_prompt=False)
+    return ids[:-1] if isinstance(prefix, str) and len(ids) > 1 else ids
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | Path):
+        raise InvalidParamsError("prompts", path, "a file, or a list of WarmPrompt")
+    return Path(path)
+
+
+def _whose(namespace: bytes) -> tuple[str, str]:
+    """Tenant and salt of a namespace that the engine made."""
+    parts = namespace_parts(namespace)
+    return str(parts.get("tenant", "")), str(parts.get("salt", ""))

@@ -1,0 +1,358 @@
+"""The engine's own thread: commands go in between two steps, what the steps did goes out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.stream import Inbox, Outlet, Told
+from ramify.errors import (
+    DrainingError,
+    EngineStoppedError,
+    OutOfPagesError,
+    OverloadedError,
+    RamifyError,
+    UnknownRequestError,
+)
+from ramify.params import FinishReason, SamplingParams
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineState(str, Enum):
+    """What the engine's thread is there for."""
+
+    READY = "ready"  # takes requests
+    DRAINING = "draining"  # finishes those it has
+    STOPPED = "stopped"  # was closed
+    DEAD = "dead"  # ended by a bug
+
+    def __str__(self) -> str:
+        """The plain word."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine can be relied on; read without waiting for it."""
+
+    state: EngineState
+    is_busy: bool  # a step is being computed
+    step_age_s: float | None  # since the last step began, or ended if none is being computed
+    error: str | None  # what ended a dead one
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are computed."""
+        return self.state in (EngineState.READY, EngineState.DRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something to do in the engine's thread; `fail` is called instead when it has ended."""
+
+    do: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
+class EngineLoop:
+    """Drives a core in a thread that starts with the first command. Its methods are thread-safe.
+
+    Everything that touches the core or its cache runs in that thread, between two steps, in the
+    order in which it was asked for.
+
+    Args:
+        core: nobody else touches it from now on.
+        max_waiting: requests in the queue; beyond it, new ones are refused.
+        retry_after_s: what `DrainingError` tells.
+    """
+
+    def __init__(
+        self, core: EngineCore, *, max_waiting: int = 1024, retry_after_s: float = 10.0
+    ) -> None:
+        self.core, self.max_waiting, self.retry_after_s = core, max_waiting, retry_after_s
+        self.ended: Future[None] = Future()  # done when the thread is over
+        self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
+        self.error: EngineStoppedError | None = None
+        self._state = EngineState.READY
+        self._commands: deque[Command] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._step_s: float | None = None
+        self._is_stepping = False
+        # what follows belongs to the thread
+        self._inboxes: dict[int, Inbox] = {}
+        self._dirty: dict[Outlet, None] = {}  # outlets that something was put into
+        self._when_idle: deque[Command] = deque()
+        self._held: list[Command] = []  # requests that came after what waits for an idle moment
+        self._is_idle = True
+
+    # -- for any thread ----------------------------------------------------------------------
+
+    def call(self, call: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `call(core)` between two steps; its errors are its caller's alone.
+
+        Raises:
+            EngineStoppedError: the engine has ended.
+        """
+        command, future = self._command(call)
+        self._post(command)
+        return future
+
+    def call_when_idle(self, call: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `call(core)` when all requests of now have ended; later ones wait for it."""
+        command, future = self._command(call)
+        self._post(Command(lambda: self._when_idle.append(command), command.fail))
+        return future
+
+    def submit(
+        self, inbox: Inbox, ids: Sequence[int], params: SamplingParams, **options: Any
+    ) -> None:
+        """Queue a request, whose events go to `inbox`, as does the error if it is refused.
+
+        Raises:
+            EngineStoppedError, DrainingError: the engine has ended, or is about to.
+        """
+        if self._state is EngineState.DRAINING:
+            raise DrainingError(self.retry_after_s)
+
+        def add() -> None:
+            if self._when_idle:
+                self._held.append(command)
+            else:
+                self._add(inbox, ids, params, options)
+
+        command = Command(add, lambda error: self._tell(inbox, error))
+        self._post(command)
+
+    def abort(self, inbox: Inbox) -> None:
+        """End the request of an inbox, if it has not ended; nobody is told."""
+
+        def do() -> None:
+            if inbox.request_id_of_core in self._inboxes:
+                self._abort(inbox.request_id_of_core)
+
+        with self._changed:
+            if self._thread is not None and not self.ended.done():
+                self._commands.append(Command(do, lambda error: None))
+                self._changed.notify()
+
+    def drain(self) -> None:
+        """Take no requests from now on; the thread ends when those it has are done."""
+        with self._changed:
+            if self._state is EngineState.READY:
+                self._state = EngineState.DRAINING
+            self._end_unless_running()
+
+    def stop(self) -> None:
+        """End the thread after this step; what is left is aborted and told."""
+        with self._changed:
+            if self._state is not EngineState.DEAD:
+                self._state = EngineState.STOPPED
+            self._end_unless_running()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread is over; from that thread itself, do not."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def health(self) -> Health:
+        """See `Health`; waits for nobody."""
+        age_s = None if self._step_s is None else time.monotonic() - self._step_s
+        told = None if self.error is None else str(self.error)
+        return Health(self._state, self._is_stepping, age_s, told)
+
+    def _command(self, call: Callable[[EngineCore], T]) -> tuple[Command, Future[T]]:
+        future: Future[T] = Future()
+
+        def do() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = call(self.core)
+            except Exception as error:  # noqa: BLE001 - the caller's, and told to it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def fail(error: Exception) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        return Command(do, fail), future
+
+    def _post(self, command: Command) -> None:
+        with self._changed:
+            if self._state not in (EngineState.READY, EngineState.DRAINING):
+                raise self._gone()
+            self._commands.append(command)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ramify", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _gone(self) -> EngineStoppedError:
+        if self.error is not None:
+            return self.error
+        return EngineStoppedError("the engine was closed; make another one")
+
+    def _end_unless_running(self) -> None:
+        if self._thread is None:
+            self._state = EngineState.STOPPED
+            if not self.ended.done():
+                self.ended.set_result(None)
+        self._changed.notify()
+
+    # -- in the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("the engine has ended by a bug")
+            self.error = EngineStoppedError(
+                f"the engine has ended by a bug: {type(error).__name__}: {error}; make another one"
+            )
+            self.error.__cause__ = error
+            with self._changed:
+                self._state = EngineState.DEAD
+        self._leave()
+
+    def _turn(self) -> bool:
+        """Commands, then a step; False when the thread is to end."""
+        with self._changed:
+            while not self._commands and self._is_idle and self._state is EngineState.READY:
+                self._changed.wait()
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command.do()
+        if self._state is EngineState.STOPPED:
+            return False
+        self._run_idle_calls()
+        self._flush()  # who was queued or refused need not wait for a step to know
+        if self.core.has_unfinished:
+            self._is_idle = False
+            self._step()
+        elif self._state is EngineState.DRAINING:
+            with self._changed:
+                if not self._commands:
+                    self._state = EngineState.STOPPED
+            return self._state is EngineState.DRAINING
+        else:
+            self._is_idle = not self.core.recheck()
+        self._flush()
+        return True
+
+    def _run_idle_calls(self) -> None:
+        while self._when_idle and not self.core.has_unfinished:
+            self._when_idle.popleft().do()
+            if not self._when_idle:
+                held, self._held = self._held, []
+                for command in held:
+                    command.do()
+
+    def _add(
+        self, inbox: Inbox, ids: Sequence[int], params: SamplingParams, options: dict[str, Any]
+    ) -> None:
+        if inbox.is_abandoned:
+            return
+        try:
+            waiting = len(self.core.scheduler.waiting)
+            if waiting >= self.max_waiting:
+                raise OverloadedError(waiting, self.max_waiting)
+            request_id = self.core.add_request(ids, params, **options)
+        except Exception as error:
+            if not isinstance(error, RamifyError):
+                logger.exception("a request could not be queued")
+            self._tell(inbox, error)
+            return
+        inbox.request_id_of_core = request_id
+        self._inboxes[request_id] = inbox
+        self._tell(inbox, request_id)
+
+    def _step(self) -> None:
+        self._step_s, self._is_stepping = time.monotonic(), True
+        try:
+            events = self.core.step()
+        except OutOfPagesError as error:  # pins hold what a single request needs
+            self._give_up(error)
+            return
+        finally:
+            self._step_s, self._is_stepping = time.monotonic(), False
+        for event in events:
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                if event.output is not None:
+                    del self._inboxes[event.request_id]
+                elif inbox.is_whole:
+                    continue
+                self._tell(inbox, event)
+
+    def _give_up(self, error: OutOfPagesError) -> None:
+        """End the request that nothing can be freed for; its caller gets the error."""
+        scheduler = self.core.scheduler
+        request = (scheduler.running or scheduler.waiting)[0].group
+        inbox = self._inboxes.pop(request.id, None)
+        self.core.rechecks.running.pop(request.id, None)
+        self.core.abort(request.id)
+        if inbox is not None:
+            self._tell(inbox, error)
+
+    def _abort(self, request_id: int) -> None:
+        """End a live request; whoever reads its inbox is told."""
+        inbox = self._inboxes.pop(request_id)
+        output = self.core.abort(request_id)
+        if not inbox.is_abandoned:
+            self._tell(
+                inbox,
+                StepOutput(request_id, (), output, finish_reason=FinishReason.ABORT),
+            )
+
+    def abort_id(self, core: EngineCore, request_id: int) -> None:
+        """End a request by its id; for `call`.
+
+        Raises:
+            UnknownRequestError: no live request has this id.
+        """
+        if request_id not in self._inboxes or core is not self.core:
+            raise UnknownRequestError(request_id)
+        self._abort(request_id)
+
+    def _tell(self, inbox: Inbox, told: Told) -> None:
+        inbox.outlet.put(inbox, told)
+        self._dirty[inbox.outlet] = None
+
+    def _flush(self) -> None:
+        dirty, self._dirty = self._dirty, {}
+        for outlet in dirty:
+            if not outlet.flush():
+                for request_id, inbox in list(self._inboxes.items()):
+                    if inbox.outlet is outlet:
+                        inbox.is_abandoned = True
+                        self._abort(request_id)
+
+    def _leave(self) -> None:
+        """Nothing stays behind: live requests, and commands that nobody will carry out."""
+        for request_id, inbox in list(self._inboxes.items()):
+            if self.error is None:
+                self._abort(request_id)
+            else:
+                self._tell(inbox, self.error)
+        self._inboxes.clear()
+        with self._changed:
+            left = [*self._held, *self._when_idle, *self._commands]
+            self._commands.clear()
+            self.ended.set_result(None)
+        for command in left:
+            command.fail(self._gone())
+        self._flush()

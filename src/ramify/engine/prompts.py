@@ -1,0 +1,109 @@
+"""The forms in which callers give prompts, made one: token ids with options for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ramify.errors import EmptyPromptError, InvalidParamsError, RequestError
+from ramify.params import (
+    CacheReport,
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from ramify.engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, text or ids, becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    found: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(found, Sequence) or isinstance(found, bytes | bytearray):
+        raise InvalidParamsError("prompts", prompts, "a text, token ids, or a list of them")
+    if len(found) and all(isinstance(one, Integral) for one in found):
+        return [found]
+    return list(found)
+
+
+def params_for(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    """One for each of `count` prompts."""
+    if params is None:
+        return [SamplingParams()] * count
+    if not isinstance(params, SamplingParams | list | tuple):
+        raise InvalidParamsError("params", params, "SamplingParams, or a list of them")
+    return each_of("params", params, count)
+
+
+def each_of(name: str, value: T | Sequence[T], count: int) -> list[T]:
+    """An option for each of `count` prompts: a list or tuple has one for each, else it is for all.
+
+    Raises:
+        InvalidParamsError: a list of another length.
+    """
+    if not isinstance(value, list | tuple):
+        one: Any = value
+        return [one] * count
+    if len(value) != count:
+        raise InvalidParamsError(
+            name, f"{len(value)} of them", f"one, or as many as the {count} prompts"
+        )
+    return list(value)
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The token ids of a prompt.
+
+    Raises:
+        RequestError: an empty text, or a text for a model without tokenizer.
+    """
+    if not isinstance(prompt, str):
+        return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not prompt:
+        raise EmptyPromptError
+    if tokenizer is None:
+        raise InvalidParamsError(
+            "prompt", "text", "token ids: the checkpoint has no tokenizer.json"
+        )
+    return tokenizer.encode(prompt)
+
+
+def encode_talk(
+    messages: Sequence[Message], tokenizer: Tokenizer | None, **template_options: Any
+) -> Sequence[int]:
+    """The token ids of a conversation, through the model's chat template.
+
+    Raises:
+        RequestError: no tokenizer, no template, or it refuses the messages.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
+    if tokenizer is None:
+        raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
+    return tokenizer.encode_chat(messages, **template_options)
+
+
+def refusal(prompt: object, error: RequestError) -> RequestOutput:
+    """The output of a prompt that was never queued."""
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(
+        request_id=-1,
+        prompt=text,
+        prompt_token_ids=(),
+        completions=(Completion("", (), FinishReason.ERROR),),
+        metrics=RequestMetrics(0.0, None, 0.0, None),
+        cache=CacheReport(0, 0, 0),
+        error=error,
+    )

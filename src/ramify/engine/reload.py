@@ -1,0 +1,57 @@
+"""Other weights for a core: requests and cache go on, and nothing of the old ones is ever read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ramify.cache.key import namespace_of, namespace_parts
+from ramify.engine.core import EngineCore
+from ramify.errors import ConfigError
+
+
+def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
+    """Put new weights in between two steps; live requests compute their K/V again.
+
+    What they have produced so far stays: their next tokens are those that the new weights give
+    after it. Pages of the old weights are in a namespace that no request asks for any more: they
+    lose their pins and are evicted like anything that nobody uses.
+
+    Args:
+        swap: puts the weights in and returns the namespace of their K/V. If it raises, nothing has
+            changed.
+
+    Returns:
+        how many requests were live; each of several answers counts.
+    """
+    core.namespace, old = swap(), core.namespace
+    rechecks, scheduler = core.rechecks, core.scheduler
+    rechecks.pending.clear()  # of answers that the old weights gave
+    for request_id in list(rechecks.running):
+        del rechecks.running[request_id]
+        core.abort(request_id)
+    for pin in core.cache.pins():  # they would keep what nobody can hit
+        core.cache.unpin(pin)
+    live = core.live_requests
+    running = list(scheduler.running)
+    core.planner.release([one.sequence for one in running])
+    for one in live:
+        one.recheck = False
+        one.namespace = _moved(one.namespace, old, core.namespace)
+        if one not in running:
+            one.restart()
+    scheduler.send_back(running)
+    return len(live)
+
+
+def check_running(running: str) -> None:
+    """Raise ConfigError for a choice that there is not."""
+    if running not in ("finish", "restart"):
+        raise ConfigError(f'running={running!r} but it must be "finish" or "restart"')
+
+
+def _moved(namespace: bytes, old: bytes, new: bytes) -> bytes:
+    """The same tenant and salt with other weights."""
+    if namespace == old:
+        return new
+    parts = namespace_parts(namespace)
+    return namespace_of(**{**parts, "base": new})

@@ -1,0 +1,300 @@
+"""Sessions: prompts that grow turn by turn, branch and go back, and are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from ramify.cache.leases import Pin
+from ramify.engine.core import StepOutput
+from ramify.engine.prompts import Message, Prompt
+from ramify.engine.transcript import Mark, Transcript
+from ramify.errors import InvalidParamsError, PinError
+from ramify.params import FinishReason, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from ramify.engine.async_llm import AsyncLLM
+    from ramify.engine.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What holds for every turn of a session and its forks."""
+
+    priority: int = 0
+    tenant: str = ""
+    salt: str = ""
+    pin: bool = False
+    ttl_s: float | None = None
+
+
+class _Turns:
+    """What sessions of both kinds of engine have in common: what was said, and the pin."""
+
+    def __init__(self, transcript: Transcript, options: SessionOptions) -> None:
+        self.transcript, self.options = transcript, options
+        self.pinned: Pin | None = None
+        self.pin_refused: str | None = None
+        self.is_busy = False
+
+    def begin(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
+        chosen = params or SamplingParams()
+        if chosen.n != 1:
+            raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
+        if self.is_busy:
+            raise InvalidParamsError("generate", "a second one", "one at a time: fork the session")
+        return self.transcript.prompt_ids(), chosen
+
+    def end(self, output: RequestOutput) -> bool:
+        """Add an answer, unless it failed; whether it is to be pinned."""
+        if output.error is not None or output.finish_reason is FinishReason.ABORT:
+            return False
+        self.transcript.take(output)
+        return self.options.pin
+
+
+class Session:
+    """A growing prompt over an `LLM`; made by `LLM.session`.
+
+    A plain session is a sequence of token ids: text that is appended is tokenised by itself, what
+    was generated stays as the ids that it was generated as. A conversation is a list of messages
+    for the chat template; see `Transcript` for what of it is tokenised again, and when.
+
+    K/V is found in the cache, where all earlier turns are unless they were evicted: a turn computes
+    the new tokens, and what is left of the last page before them. Forks share it in the same way;
+    nothing is copied. With `pin`, the newest turn is kept from eviction as far as the cache's
+    budget for pins allows.
+    """
+
+    def __init__(self, llm: LLM, transcript: Transcript, options: SessionOptions) -> None:
+        self._llm, self._turns = llm, _Turns(transcript, options)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids so far; of a conversation up to the last answer."""
+        return tuple(self._turns.transcript.token_ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of a conversation, answers included."""
+        return self._turns.transcript.messages
+
+    @property
+    def pin_refused(self) -> str | None:
+        """Why the last turn could not be pinned, if it was to be."""
+        return self._turns.pin_refused
+
+    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
+        """Say something more.
+
+        Args:
+            more: a text or token ids; in a conversation a message, several, or the text of a
+                user's message.
+        """
+        self._turns.transcript.append(more)
+
+    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+        """Answer, and remember the answer: the next turn goes on after it.
+
+        One that failed (`output.error`) is not remembered.
+
+        Raises:
+            RequestError: it can never be served; the session is as before.
+        """
+        turns, options = self._turns, self._turns.options
+        ids, chosen = turns.begin(params)
+        [output] = self._llm.generate(
+            [ids],
+            chosen,
+            priority=options.priority,
+            tenant=options.tenant,
+            salt=options.salt,
+            progress=False,
+        )
+        if turns.end(output):
+            self._pin()
+        return output
+
+    def mark(self) -> Mark:
+        """Where the session is now, for `rollback`."""
+        return self._turns.transcript.mark()
+
+    def rollback(self, to: Mark | int) -> None:
+        """Go back to a mark, or forget the last `to` tokens; in a conversation, messages.
+
+        Raises:
+            InvalidParamsError: there is no such point.
+        """
+        self._turns.transcript.rollback(to)
+
+    def fork(self, count: int = 2) -> list[Session]:
+        """Sessions that go on from here, each for itself; this one stays as it is."""
+        turns = self._turns
+        return [
+            Session(self._llm, turns.transcript.copy(), turns.options) for _ in range(_many(count))
+        ]
+
+    def close(self) -> None:
+        """End the pin, if there is one. What was computed stays cached as anything else."""
+        turns = self._turns
+        if turns.pinned is not None:
+            pin, turns.pinned = turns.pinned, None
+            _unpin(self._llm, pin)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pin(self) -> None:
+        turns, options = self._turns, self._turns.options
+        turns.pin_refused, before = None, turns.pinned
+        try:
+            turns.pinned = self._llm.cache.pin(
+                turns.transcript.token_ids,
+                owner="session",
+                ttl_s=options.ttl_s,
+                tenant=options.tenant,
+                salt=options.salt,
+            )
+        except PinError as error:
+            turns.pin_refused = str(error)
+            return
+        if before is not None:
+            _unpin(self._llm, before)
+
+
+class AsyncSession:
+    """The same over an `AsyncLLM`: see `Session`; answers are awaited or streamed."""
+
+    def __init__(self, llm: AsyncLLM, transcript: Transcript, options: SessionOptions) -> None:
+        self._llm, self._turns = llm, _Turns(transcript, options)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """See `Session.token_ids`."""
+        return tuple(self._turns.transcript.token_ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """See `Session.messages`."""
+        return self._turns.transcript.messages
+
+    @property
+    def pin_refused(self) -> str | None:
+        """See `Session.pin_refused`."""
+        return self._turns.pin_refused
+
+    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
+        """See `Session.append`."""
+        self._turns.transcript.append(more)
+
+    async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+        """See `Session.generate`; an answer that was aborted or cancelled is not remembered."""
+        found: RequestOutput | None = None
+        async for event in self.stream(params):
+            found = event.output
+        assert found is not None
+        return found
+
+    async def stream(self, params: SamplingParams | None = None) -> AsyncGenerator[StepOutput]:
+        """The increments of the answer, which is remembered when the last one was taken."""
+        turns, options = self._turns, self._turns.options
+        ids, chosen = turns.begin(params)
+        turns.is_busy = True
+        try:
+            stream = self._llm.stream(
+                ids,
+                chosen,
+                priority=options.priority,
+                tenant=options.tenant,
+                salt=options.salt,
+            )
+            async with stream:
+                async for event in stream:
+                    if event.output is not None and turns.end(event.output):
+                        await self._pin()
+                    yield event
+        finally:
+            turns.is_busy = False
+
+    def mark(self) -> Mark:
+        """See `Session.mark`."""
+        return self._turns.transcript.mark()
+
+    def rollback(self, to: Mark | int) -> None:
+        """See `Session.rollback`."""
+        self._turns.transcript.rollback(to)
+
+    def fork(self, count: int = 2) -> list[AsyncSession]:
+        """See `Session.fork`."""
+        turns = self._turns
+        return [
+            AsyncSession(self._llm, turns.transcript.copy(), turns.options)
+            for _ in range(_many(count))
+        ]
+
+    async def aclose(self) -> None:
+        """See `Session.close`."""
+        turns = self._turns
+        if turns.pinned is not None:
+            pin, turns.pinned = turns.pinned, None
+            await self._unpin(pin)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _pin(self) -> None:
+        turns, options = self._turns, self._turns.options
+        turns.pin_refused, before = None, turns.pinned
+        try:
+            turns.pinned = await self._llm.cache.pin(
+                turns.transcript.token_ids,
+                owner="session",
+                ttl_s=options.ttl_s,
+                tenant=options.tenant,
+                salt=options.salt,
+            )
+        except PinError as error:
+            turns.pin_refused = str(error)
+            return
+        if before is not None:
+            await self._unpin(before)
+
+    async def _unpin(self, pin: Pin) -> None:
+        with suppress(PinError):  # its time was over
+            await self._llm.cache.unpin(pin)
+
+
+def _unpin(llm: LLM, pin: Pin) -> None:
+    with suppress(PinError):  # its time was over
+        llm.cache.unpin(pin)
+
+
+def _many(count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidParamsError("count", count, "an integer >= 1")
+    return count
+
+
+def open_transcript(
+    llm: LLM | AsyncLLM,
+    begin: Prompt,
+    messages: Sequence[Message] | None,
+    system: str | None,
+    template_options: dict[str, object],
+) -> Transcript:
+    """What a new session begins with: see `LLM.session`."""
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *(messages or ())]
+    if messages is not None and (not isinstance(begin, str) or begin):
+        raise InvalidParamsError("begin", begin, "left out: a conversation begins with messages")
+    return Transcript(
+        llm.tokenizer, begin=begin, messages=messages, template_options=template_options
+    )

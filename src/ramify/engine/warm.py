@@ -1,0 +1,88 @@
+"""Prompts that are to be in the cache before anybody asks: from a file or a list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ramify.engine.prompts import Message, Prompt
+from ramify.errors import ConfigError
+from ramify.params import RequestOutput, SamplingParams
+
+WARM_PARAMS = SamplingParams(max_tokens=1)  # the least that computes all of a prompt
+MAX_ERRORS = 16  # told; all are counted
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPrompt:
+    """One prompt, and where it is to be cached."""
+
+    prompt: Prompt | Sequence[Message]
+    tenant: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What came of it."""
+
+    num_prompts: int
+    computed_tokens: int
+    found_tokens: int  # there already, or computed by another prompt of the call
+    num_failed: int = 0
+    errors: tuple[str, ...] = ()  # the first 16
+
+    @classmethod
+    def of(cls, results: Iterable[RequestOutput | Exception]) -> Warmed:
+        """The sum over prompts."""
+        total = computed = found = 0
+        errors = []
+        for one in results:
+            total += 1
+            error = one if isinstance(one, Exception) else one.error
+            if error is not None:
+                errors.append(str(error))
+            if isinstance(one, RequestOutput):
+                computed += one.cache.computed_tokens
+                found += one.cache.read_tokens + one.cache.shared_tokens
+        return cls(total, computed, found, len(errors), tuple(errors[:MAX_ERRORS]))
+
+
+def read_prompts(path: Path) -> list[WarmPrompt]:
+    """The prompts of a file; blank lines are skipped.
+
+    Args:
+        path: a text on each line; in a file that ends in .jsonl a JSON object on each line, with
+            "prompt" (a text), "token_ids" or "messages", and perhaps "tenant" and "salt".
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not like that.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if path.suffix != ".jsonl":
+        return [WarmPrompt(line) for _, line in filled]
+    return [_parsed(line, f"{path}, line {number}") for number, line in filled]
+
+
+def _parsed(line: str, where: str) -> WarmPrompt:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from error
+    kinds = {"prompt": str, "token_ids": list, "messages": list}
+    names = [name for name in kinds if isinstance(found, dict) and name in found]
+    if len(names) != 1 or not isinstance(found[names[0]], kinds[names[0]]):
+        raise ConfigError(
+            f'{where} must be an object with one of "prompt" (a text), "token_ids" (a list) and '
+            '"messages" (a list)'
+        )
+    options = {name: found.get(name, "") for name in ("tenant", "salt")}
+    if not all(isinstance(value, str) for value in options.values()):
+        raise ConfigError(f'{where}: "tenant" and "salt" must be texts')
+    return WarmPrompt(found[names[0]], **options)

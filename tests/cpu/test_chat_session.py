@@ -1,0 +1,225 @@
+"""Conversations turn by turn: what is rendered, which ids are kept, and what is computed again."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.engine.llm import LLM
+from ramify.engine.session import Session
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.errors import ChatTemplateError, InvalidParamsError
+from ramify.params import SamplingParams
+from ramify.testing import TINY_CHAT_TEMPLATE, write_tiny_checkpoint
+from tests.pure.engine_bench import Bench
+
+END = 2
+# Drops what an answer says before </think>, as templates of thinking models do.
+FORGETFUL = TINY_CHAT_TEMPLATE.replace(
+    "message.content ~", "(message.content.split('</think>')[-1] if message.content else '') ~"
+)
+# No special token anywhere.
+PLAIN = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("chat") / "llama", "llama")
+
+
+def tokenizer_of(folder: Path, template: str = TINY_CHAT_TEMPLATE) -> Tokenizer:
+    import tokenizers
+
+    found = Tokenizer.load(folder)
+    return Tokenizer(
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+        special_tokens=found.special_tokens,
+        chat_templates={"default": template},
+    )
+
+
+def talking(tokenizer: Tokenizer) -> tuple[LLM, Callable[[Sequence[int]], None]]:
+    script: list[int] = []
+    bench = Bench(page_size=1, next_token=lambda context: script.pop(0))
+    bench.core.vocab_size = 400
+    bench.core.eos_token_ids = frozenset({END})
+    bench.core._text_decoder = lambda: Detokenizer(tokenizer)
+
+    def say(ids: Sequence[int]) -> None:
+        script[:] = ids
+
+    return LLM.over(bench.core, tokenizer), say
+
+
+def rendered(tokenizer: Tokenizer, session: Session) -> array[int]:
+    return tokenizer.encode_chat(session.messages)
+
+
+def test_turns_are_the_conversation_rendered_at_once(folder: Path) -> None:
+    """Every prompt is that of the whole; a turn computes what was said since the last answer."""
+    tokenizer = tokenizer_of(folder)
+    llm, say = talking(tokenizer)
+    session = llm.session(system="You are kind.")
+    for question, answer in (("who?", "the other line"), ("when?", " in the north"), ("so", "a")):
+        session.append(question)
+        wanted = rendered(tokenizer, session)
+        known = len(session.token_ids)
+        say([*tokenizer.encode(answer, add_special_tokens=False), END])
+
+        output = session.generate(SamplingParams(max_tokens=50))
+
+        assert output.prompt_token_ids == tuple(wanted)
+        assert output.text == answer
+        assert output.cache.read_tokens >= known - 1
+        assert session.messages[-1] == {"role": "assistant", "content": answer}
+
+
+def test_generated_ids_stay_whatever_the_tokenizer_would_make_of_them(folder: Path) -> None:
+    """Byte by byte is not how a tokenizer writes; the text is the same, and the cache is hit."""
+    tokenizer = tokenizer_of(folder)
+    llm, say = talking(tokenizer)
+    session = llm.session(messages=[{"role": "user", "content": "x"}])
+    odd = [token for letter in "the the" for token in tokenizer.encode(letter, False)]
+    assert odd != list(tokenizer.encode("the the", False))
+    say([*odd, END])
+    session.generate()
+    known = session.token_ids
+    session.append("more")
+    say([END])
+
+    output = session.generate()
+
+    assert output.prompt_token_ids[: len(known)] == known
+    assert tokenizer.decode(output.prompt_token_ids, False) == tokenizer.apply_chat_template(
+        session.messages[:-1]
+    )
+    assert output.cache.read_tokens == len(known) - 1
+
+
+def test_an_answer_cut_short_is_ended_by_the_template(folder: Path) -> None:
+    """Its ids stay; the end that the template writes is new."""
+    tokenizer = tokenizer_of(folder)
+    llm, say = talking(tokenizer)
+    session = llm.session(messages=[{"role": "user", "content": "x"}])
+    say(list(tokenizer.encode("the other", False)))
+    session.generate(SamplingParams(max_tokens=len(tokenizer.encode("the other", False))))
+    known = session.token_ids
+    session.append("more")
+    say([END])
+
+    output = session.generate()
+
+    assert output.prompt_token_ids == tuple(tokenizer.encode_chat(session.messages[:-1]))
+    assert output.cache.read_tokens == len(known) - 1
+
+
+def test_what_the_template_drops_is_tokenised_again(folder: Path) -> None:
+    """From the first answer that it renders otherwise; what is before it stays."""
+    tokenizer = tokenizer_of(folder, FORGETFUL)
+    llm, say = talking(tokenizer)
+    session = llm.session(messages=[{"role": "user", "content": "x"}])
+    for answer in ("so", "hm</think>the", "on"):
+        say([*tokenizer.encode(answer, add_special_tokens=False), END])
+        session.generate()
+        session.append("and?")
+    before = len(tokenizer.encode_chat(session.messages[:3])) - 2
+    say([END])
+
+    output = session.generate()
+
+    assert output.prompt_token_ids == tuple(tokenizer.encode_chat(session.messages[:-1]))
+    assert "think" not in tokenizer.decode(output.prompt_token_ids, False)
+    assert output.cache.read_tokens >= before
+
+
+def test_a_template_without_special_tokens_keeps_what_was_generated(folder: Path) -> None:
+    """The text is the template's; the ids of the answers are those that were generated."""
+    tokenizer = tokenizer_of(folder, PLAIN)
+    llm, say = talking(tokenizer)
+    session = llm.session(messages=[{"role": "user", "content": "x"}])
+    answer = tokenizer.encode(" the", add_special_tokens=False)
+    say([*answer, END])
+    first = session.generate()
+    session.rollback(1)
+    session.append({"role": "assistant", "content": "the"})
+    session.append("more")
+    say([END])
+
+    output = session.generate()
+
+    assert tokenizer.decode(output.prompt_token_ids, False) == (
+        "user: x\nassistant: the\nuser: more\nassistant:"
+    )
+    assert output.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
+
+
+def test_forks_and_rollbacks_of_a_conversation(folder: Path) -> None:
+    """By messages or to a mark; a refused message leaves the session usable."""
+    tokenizer = tokenizer_of(folder)
+    llm, say = talking(tokenizer)
+    session = llm.session(system="kind", messages=[{"role": "user", "content": "x"}])
+    mark = session.mark()
+    say([*tokenizer.encode("one", False), END])
+    session.generate()
+    [twin] = session.fork(1)
+    twin.append({"role": "nobody", "content": "?"})
+    with pytest.raises(ChatTemplateError):
+        twin.generate()
+    twin.rollback(1)
+    twin.rollback(mark)
+    say([*tokenizer.encode("two", False), END])
+
+    assert twin.generate().text == "two"
+    assert [one["content"] for one in session.messages] == ["kind", "x", "one"]
+    assert [one["content"] for one in twin.messages] == ["kind", "x", "two"]
+    with pytest.raises(InvalidParamsError, match="messages"):
+        twin.append([1, 2])
+    with pytest.raises(InvalidParamsError, match="3 messages"):
+        twin.rollback(4)
+
+
+TEXTS = st.text("the on in wé<|>end\n", max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    story=st.lists(st.tuples(st.sampled_from("ugcr"), TEXTS, st.booleans()), max_size=12),
+    template=st.sampled_from([TINY_CHAT_TEMPLATE, FORGETFUL]),
+)
+def test_any_conversation_is_as_from_scratch(
+    folder: Path, story: list[tuple[str, str, bool]], template: str
+) -> None:
+    """With answers as a tokenizer writes them, all ids are; else the text is."""
+    tokenizer = tokenizer_of(folder, template)
+    llm, say = talking(tokenizer)
+    session = llm.session(messages=[{"role": "system", "content": "s"}])
+    is_plain = True
+    for kind, text, flag in story:
+        if kind == "u":
+            session.append(text)
+        elif kind == "c":
+            session.append({"role": "assistant", "content": text})
+        elif kind == "r":
+            session.rollback(min(int(flag) + 1, len(session.messages)))
+        else:
+            text = text.replace("<|end|>", "")
+            ids = list(tokenizer.encode(text, add_special_tokens=False))
+            if flag and is_plain and text.isascii():
+                ids = [token for letter in text for token in tokenizer.encode(letter, False)]
+                is_plain = ids == list(tokenizer.encode(text, add_special_tokens=False))
+            wanted = rendered(tokenizer, session)
+            say([*ids, END])
+            output = session.generate(SamplingParams(max_tokens=60))
+            if is_plain:
+                assert output.prompt_token_ids == tuple(wanted)
+            assert tokenizer.decode(output.prompt_token_ids, False) == tokenizer.decode(
+                wanted, False
+            )

@@ -1,0 +1,35 @@
+"""The page about the engine says what is so: its code runs, and prints what it shows."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from ramify.engine.cache_view import CacheView
+from tests.cpu.engine_cases import assert_idle
+from tests.pure.test_docs import blocks
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "engine.md").read_text(encoding="utf-8")
+
+
+def test_every_block_of_code_runs() -> None:
+    """One after the other, in one namespace, with the assertions in them; nothing is left held."""
+    names: dict[str, Any] = {}
+    printed = io.StringIO()
+
+    with contextlib.redirect_stdout(printed):
+        for number, code in enumerate(blocks(PAGE, "python")):
+            exec(compile(code, f"engine, block {number}", "exec"), names)
+
+    assert printed.getvalue() == blocks(PAGE, "text")[0]
+    assert_idle(names["llm"])
+
+
+def test_the_table_has_every_call_of_the_cache() -> None:
+    """All that is public, and nothing that is gone."""
+    part = PAGE.partition("## The cache")[2].partition("## Serving")[0]
+    rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+
+    assert told == {name for name in vars(CacheView) if name[0] != "_"}

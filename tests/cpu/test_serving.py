@@ -1,0 +1,126 @@
+"""`AsyncLLM`, weights that change, and what is cached, on tiny checkpoints."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import LLM, AsyncLLM, SamplingParams
+from ramify.errors import CheckpointError, ConfigError, ModelError
+from ramify.testing import write_tiny_checkpoint
+from tests.cpu.engine_cases import assert_idle
+
+PROMPTS = [f"the rain in the north is on the other line {name}" for name in ("a", "b", "who")]
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"kv_cache_tokens": 2048, "page_size": 4, "max_batch_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("old") / "llama", "llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("new") / "llama", "llama", seed=2)
+
+
+def answers(path: Path) -> list[tuple[int, ...]]:
+    outputs = LLM(path, **OPTIONS).generate(PROMPTS, PARAMS)
+    return [one.token_ids for one in outputs]
+
+
+def test_weights_change_and_old_prefixes_are_never_hit(old: Path, new: Path) -> None:
+    """Answers are those of a fresh engine on each checkpoint, whatever is in the cache; and back."""
+    wanted = {path: answers(path) for path in (old, new)}
+    assert wanted[old] != wanted[new]
+    llm = LLM(old, **OPTIONS)
+    assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted[old]
+    mine = llm.add_request(PROMPTS[0], PARAMS)
+    llm.step()
+
+    for path in (new, old):
+        llm.reload_weights(path)
+        outputs = llm.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in outputs] == wanted[path]
+        assert outputs[0].cache.read_tokens == 0
+        assert llm.path == path
+        warm = llm.generate(PROMPTS, PARAMS)
+        assert all(one.cache.read_tokens for one in warm)
+        assert [one.token_ids for one in warm] == wanted[path]
+
+    while llm.has_unfinished():
+        llm.step()
+    assert llm.take_output(mine).token_ids == wanted[old][0]  # it had finished on its weights
+    assert sum(one.is_stale for one in llm.cache.tree().nodes) >= 2
+    assert_idle(llm)
+
+
+def test_a_restarted_request_goes_on_with_the_new_weights(old: Path, new: Path) -> None:
+    """Its next tokens are what the new weights say after its prompt and the tokens it has."""
+    llm = LLM(old, **OPTIONS)
+    request = llm.add_request(PROMPTS[0], PARAMS)
+    told: list[int] = []
+    while len(told) < 3:
+        for _, tokens, _ in llm.step():
+            told += tokens
+
+    llm.reload_weights(new, running="restart")
+    while llm.has_unfinished():
+        llm.step()
+
+    output = llm.take_output(request)
+    assert list(output.token_ids[:3]) == told
+    fresh = LLM(new, **OPTIONS)
+    rest = SamplingParams(max_tokens=5, ignore_eos=True)
+    [wanted] = fresh.generate([[*output.prompt_token_ids, *told]], rest)
+    assert output.token_ids[3:] == wanted.token_ids
+    assert_idle(llm)
+
+
+def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None:
+    """And nothing has changed."""
+    wanted = answers(old)
+    llm = LLM(old, **OPTIONS)
+    other = write_tiny_checkpoint(tmp_path / "other", "llama", num_hidden_layers=2)
+
+    with pytest.raises(ModelError, match="num_layers is 2 and not 3"):
+        llm.reload_weights(other)
+    with pytest.raises(CheckpointError):
+        llm.reload_weights(tmp_path / "nothing")
+    (other / "model.safetensors").write_bytes(b"no weights")
+    (other / "config.json").write_bytes((old / "config.json").read_bytes())
+    with pytest.raises(CheckpointError):
+        llm.reload_weights(other)
+    with pytest.raises(ConfigError, match="running='now'"):
+        llm.reload_weights(old, running="now")  # type: ignore[arg-type]
+
+    assert llm.path == old
+    assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted
+
+
+def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path) -> None:
+    """Texts, conversations and a change of weights while it serves."""
+    wanted, changed = answers(old), answers(new)
+    llm = AsyncLLM(old, **OPTIONS)
+    talk = [{"role": "user", "content": "hello"}]
+    [said] = LLM(old, **OPTIONS).chat(talk, PARAMS)
+
+    async def main() -> None:
+        async with llm:
+            outputs = await asyncio.gather(*(llm.generate(one, PARAMS) for one in PROMPTS))
+            assert [one.token_ids for one in outputs] == wanted
+            text = ""
+            async for event in llm.stream_chat(talk, PARAMS):
+                text += event.text
+            assert text == said.text == (await llm.chat(talk, PARAMS)).text
+            assert (await llm.cache.explain(PROMPTS[0])).hit_tokens > 0
+            found = await llm.cache.clear(prefix=talk)
+            assert found.num_pages > 0
+            running = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
+            await llm.reload_weights(new)
+            assert (await llm.generate(PROMPTS[1], PARAMS)).token_ids == changed[1]
+            await running
+
+    asyncio.run(main())

@@ -1,0 +1,458 @@
+"""`AsyncLLM` over a fake device: streams, slow readers, leaving, limits, and every way to end."""
+
+import asyncio
+import gc
+import random
+import threading
+
+import pytest
+
+from ramify.engine.core import EngineCore, StepOutput
+from ramify.errors import (
+    ConfigError,
+    DrainingError,
+    EngineStoppedError,
+    InvalidParamsError,
+    OutOfPagesError,
+    OverloadedError,
+    PromptTooLongError,
+    UnknownRequestError,
+)
+from ramify.params import FinishReason, RequestOutput, SamplingParams
+from tests.pure.async_bench import AsyncBench, expected, no_request, run, until_idle
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def asked(max_tokens: int, **others: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)  # type: ignore[arg-type]
+
+
+def test_the_increments_are_the_answer() -> None:
+    """Tokens and text of all increments together; the last one has everything."""
+    made = AsyncBench()
+
+    async def main() -> list[StepOutput]:
+        async with made.llm as llm:
+            return [event async for event in llm.stream(PROMPT, asked(12))]
+
+    events = run(main())
+
+    tokens = [token for event in events for token in event.new_token_ids]
+    assert tokens == expected(PROMPT, 12, ends=())
+    assert [event.output for event in events[:-1]] == [None] * (len(events) - 1)
+    output = events[-1].output
+    assert output is not None
+    assert list(output.token_ids) == tokens
+    assert "".join(event.text for event in events) == output.text
+    assert events[-1].finish_reason is output.finish_reason is FinishReason.LENGTH
+    made.assert_nothing_left()
+
+
+def test_several_answers_are_told_by_index() -> None:
+    """The increment with the output is the last one, whichever answer ends last."""
+    made = AsyncBench()
+
+    async def main() -> list[StepOutput]:
+        async with made.llm as llm:
+            stream = llm.stream(PROMPT, asked(9, n=3, temperature=1.0, seed=4))
+            first = await anext(stream)
+            await until_idle(llm)
+            return [first, *[event async for event in stream]]
+
+    events = run(main())
+
+    output = events[-1].output
+    assert output is not None
+    for index, completion in enumerate(output.completions):
+        told = [t for event in events if event.index == index for t in event.new_token_ids]
+        assert told == list(completion.token_ids)
+
+
+def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
+    """What it has not taken is merged; the engine did not wait for it."""
+    made = AsyncBench()
+
+    async def main() -> list[StepOutput]:
+        async with made.llm as llm:
+            stream = llm.stream(PROMPT, asked(200, logprobs=1))
+            first = await anext(stream)
+            await until_idle(llm)
+            return [first, *[event async for event in stream]]
+
+    events = run(main())
+
+    assert len(events) == 2
+    assert [t for e in events for t in e.new_token_ids] == expected(PROMPT, 200, ends=())
+    assert sum(len(event.logprobs) for event in events) == 200
+
+
+@pytest.mark.parametrize(
+    ("way", "num_read"),
+    [*((way, n) for way in ("break", "aclose") for n in (0, 1, 2, 5)), ("cancel", 1)],
+)
+def test_whoever_leaves_ends_the_request_at_once(way: str, num_read: int) -> None:
+    """After some increments, while a step is computed: it is gone before the step after it."""
+    made = AsyncBench(closed=True)
+
+    async def read(queued: asyncio.Event) -> None:
+        stream = made.llm.stream(PROMPT, asked(50))
+        await stream.accepted()
+        queued.set()
+        left = num_read
+        async for _ in stream:
+            left -= 1
+            if left <= 0 and way != "cancel":
+                break
+        if way == "aclose":
+            await stream.aclose()
+
+    async def main() -> None:
+        async with made.llm as llm:
+            queued = asyncio.Event()
+            task = asyncio.create_task(read(queued))
+            await queued.wait()
+            for _ in range(max(1, num_read)):
+                await made.gate.arrive()
+                if way == "cancel":
+                    continue
+                made.gate.allowed.release()
+            if way == "cancel":
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                await task
+            steps = made.bench.device.num_steps
+            made.gate.allowed.release()
+            assert await no_request(llm)
+            assert made.bench.device.num_steps <= steps + 1
+            made.gate.open()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_request_cancelled_before_it_was_queued_never_is() -> None:
+    """Its command is still in the queue, behind a step."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            other = asyncio.create_task(llm.generate(PROMPT, asked(1)))
+            await made.gate.arrive()
+            late = asyncio.create_task(llm.generate(PROMPT[::-1], asked(50)))
+            await asyncio.sleep(0)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            made.gate.open()
+            assert list((await other).token_ids) == expected(PROMPT, 1)
+            assert await llm.run(lambda core: next(core._ids)) == 1  # one id was given out
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_stream_that_nobody_keeps_ends() -> None:
+    """No `aclose` is needed: the last reference is enough."""
+    made = AsyncBench()
+
+    async def main() -> None:
+        async with made.llm as llm:
+            stream = llm.stream(PROMPT, asked(1500))
+            await anext(stream)
+            del stream
+            gc.collect()
+            assert await no_request(llm)
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_what_cannot_be_served_is_told_and_nothing_else_is_hurt() -> None:
+    """Before the first increment; a server asks `accepted` for it."""
+    made = AsyncBench(max_model_len=64)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            with pytest.raises(PromptTooLongError):
+                await llm.stream(PROMPT * 20).accepted()
+            with pytest.raises(InvalidParamsError, match="no tokenizer"):
+                await llm.generate("a text")
+            with pytest.raises(InvalidParamsError, match="priority"):
+                await llm.generate(PROMPT, priority="high")  # type: ignore[arg-type]
+            with pytest.raises(ZeroDivisionError):
+                await llm.run(lambda core: 1 // 0)
+            with pytest.raises(UnknownRequestError):
+                await llm.abort(77)
+            assert list((await llm.generate(PROMPT, asked(3))).token_ids) == expected(
+                PROMPT, 3, ends=()
+            )
+
+    run(main())
+    made.assert_nothing_left()
+    with pytest.raises(ConfigError, match="max_waiting=0"):
+        AsyncBench(max_waiting=0)
+
+
+def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
+    """As from `LLM.generate`: its `error` says what happened."""
+    made = AsyncBench(fail_at={2, 3})
+
+    async def main() -> RequestOutput:
+        async with made.llm as llm:
+            return await llm.generate(PROMPT, asked(9))
+
+    output = run(main())
+
+    assert output.finish_reason is FinishReason.ERROR
+    assert len(output.token_ids) == 2
+    assert "failed" in str(output.error)
+
+
+def test_too_many_waiting_requests_are_refused_with_a_hint() -> None:
+    """Those that wait already are served."""
+    made = AsyncBench(max_num_seqs=1, max_waiting=2, closed=True)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            first = asyncio.create_task(llm.generate(PROMPT, asked(2)))
+            await made.gate.arrive()
+            more = [llm.stream(PROMPT[k:], asked(2)) for k in range(1, 4)]
+            tasks = [asyncio.create_task(one.accepted()) for one in more]
+            await asyncio.sleep(0)
+            made.gate.open()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(found[2], OverloadedError)
+            assert found[2].retry_after_s > 0
+            assert "max_waiting is 2" in str(found[2])
+            assert [len((await one.whole()).token_ids) for one in more[:2]] == [2, 2]
+            await first
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_draining_finishes_what_is_there() -> None:
+    """New requests are refused with a hint; then the engine is closed."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        llm = made.llm
+        task = asyncio.create_task(llm.generate(PROMPT, asked(5)))
+        await made.gate.arrive()
+        drained = asyncio.create_task(llm.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(DrainingError) as refused:
+            await llm.generate(PROMPT)
+        assert refused.value.retry_after_s > 0
+        assert str(llm.health().state) == "draining"
+        made.gate.open()
+        assert await drained
+        assert list((await task).token_ids) == expected(PROMPT, 5, ends=())
+        with pytest.raises(EngineStoppedError, match="was closed"):
+            await llm.generate(PROMPT)
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_draining_ends_in_time() -> None:
+    """Who has not finished is told so, with what there is."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        llm = made.llm
+        task = asyncio.create_task(llm.generate(PROMPT, asked(500)))
+        await made.gate.arrive()
+        drained = asyncio.create_task(llm.drain(0.0))
+        asyncio.get_running_loop().call_later(0.01, made.gate.open)  # when time has run out
+        assert not await drained
+        assert (await task).finish_reason is FinishReason.ABORT
+
+    run(main())
+    made.assert_nothing_left()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_after_close_everything_is_an_error(used: bool) -> None:
+    """Streams that were open end with `abort`; closing twice is fine; also before any use."""
+    made = AsyncBench()
+
+    async def main() -> None:
+        llm = made.llm
+        stream = llm.stream(PROMPT, asked(1500))
+        if used:
+            await anext(stream)
+        await llm.aclose()
+        await llm.aclose()
+        if used:
+            assert (await stream.whole()).finish_reason is FinishReason.ABORT
+        with pytest.raises(EngineStoppedError):
+            await llm.generate(PROMPT)
+        with pytest.raises(EngineStoppedError):
+            await llm.run(lambda core: core)
+        assert not llm.health().is_alive
+        assert await llm.drain()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
+    """Nobody hangs, and health says so."""
+    made = AsyncBench(fail_at={3}, error=SystemExit("broken"))
+
+    async def main() -> None:
+        llm = made.llm
+        tasks = [asyncio.create_task(llm.generate(PROMPT[k:], asked(50))) for k in range(4)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, EngineStoppedError) for one in found)
+        assert "SystemExit: broken" in str(found[0])
+        await asyncio.to_thread(llm._loop.join)
+        health = llm.health()
+        assert not health.is_alive
+        assert "broken" in str(health.error)
+        with pytest.raises(EngineStoppedError, match="bug"):
+            await llm.generate(PROMPT)
+        await llm.aclose()
+
+    run(main())
+
+
+def test_health_tells_how_old_a_step_is() -> None:
+    """Without waiting for the engine, which is in one."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            assert llm.health().step_age_s is None
+            task = asyncio.create_task(llm.generate(PROMPT, asked(2)))
+            await made.gate.arrive()
+            health = llm.health()
+            assert health.is_alive
+            assert health.is_busy
+            assert health.step_age_s is not None
+            made.gate.open()
+            await task
+            stats = await llm.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_steps) == (0, 0, 2)
+            assert not llm.health().is_busy
+
+    run(main())
+
+
+def test_several_event_loops_share_an_engine() -> None:
+    """Each gets what is its own."""
+    made = AsyncBench()
+    found: dict[int, list[int]] = {}
+
+    def serve(number: int) -> None:
+        async def main() -> None:
+            outputs = await asyncio.gather(
+                *(made.llm.generate([number, *PROMPT, k], asked(20)) for k in range(4))
+            )
+            found[number] = [token for one in outputs for token in one.token_ids]
+
+        asyncio.run(main())
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(made.llm.aclose())
+
+    for number in range(4):
+        wanted = [expected([number, *PROMPT, k], 20, ends=()) for k in range(4)]
+        assert found[number] == [token for one in wanted for token in one]
+    made.assert_nothing_left()
+
+
+def test_an_event_loop_that_is_gone_holds_nothing() -> None:
+    """Its requests end at the next thing there is to tell it."""
+    made = AsyncBench()
+    streams = []
+
+    async def begin() -> None:
+        stream = made.llm.stream(PROMPT, asked(1500))
+        streams.append(stream)
+        await anext(stream)
+
+    asyncio.run(begin())
+
+    async def main() -> None:
+        await until_idle(made.llm)
+        await made.llm.aclose()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
+    """The engine goes on: it does not wait for pins that may never end."""
+    made = AsyncBench(pool_tokens=48, page_size=4)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            await llm.generate(list(range(1, 24)), asked(2))
+
+            def pin(core: EngineCore) -> None:
+                from ramify.cache import CacheKey
+
+                core.cache.pin(CacheKey(range(1, 24), core.namespace), "a test")
+
+            await llm.run(pin)
+            with pytest.raises(OutOfPagesError):
+                await llm.generate(list(range(24, 48)), asked(20))
+            assert len((await llm.generate([5, 6], asked(2))).token_ids) == 2
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_two_hundred_streams_with_random_leavers_and_slow_readers() -> None:
+    """Every stream ends; what was read is right; no page, request or task is left."""
+    made = AsyncBench(pool_tokens=2048, max_num_seqs=32, max_batch_tokens=128)
+    rng = random.Random(5)
+    ended: list[str] = []
+
+    async def read(number: int) -> None:
+        prompt = [*PROMPT * rng.randrange(1, 4), number % 50, number // 50]
+        kind = rng.choice(["whole", "slow", "leave", "cancel"])
+        length = rng.randrange(1, 40)
+        told: list[int] = []
+        stream = made.llm.stream(prompt, asked(length), tenant=rng.choice(["", "a"]))
+        limit = rng.randrange(length + 1) if kind in ("leave", "cancel") else length + 1
+        try:
+            async for event in stream:
+                told += event.new_token_ids
+                if kind == "slow":
+                    for _ in range(rng.randrange(50)):
+                        await asyncio.sleep(0)
+                if len(told) >= limit:
+                    if kind == "leave":
+                        break
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.cancel()
+        finally:
+            wanted = expected(prompt, length, ends=())
+            assert told == wanted[: len(told)]
+            if kind in ("whole", "slow"):
+                assert told == wanted
+            ended.append(kind)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            tasks = [asyncio.create_task(read(number)) for number in range(200)]
+            for task in rng.sample(tasks, 20):
+                task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert not [one for one in done if isinstance(one, Exception)]
+            assert await no_request(llm)
+
+    run(main())
+    assert len(ended) > 170
+    made.assert_nothing_left()

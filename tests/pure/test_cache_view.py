@@ -1,0 +1,224 @@
+"""What an operator sees of the cache and does to it, also while requests run."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.cache import CacheKey, namespace_of
+from ramify.cache.key import namespace_parts
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.cache_view import AsyncCacheView, CacheView, Cleared
+from ramify.engine.llm import LLM
+from ramify.engine.warm import WarmPrompt, read_prompts
+from ramify.errors import ConfigError, InvalidParamsError, PinError, RequestError
+from ramify.params import SamplingParams
+from tests.pure.async_bench import AsyncBench, run
+from tests.pure.engine_bench import Bench
+
+STEM = list(range(1, 13))  # three pages
+ONE = SamplingParams(max_tokens=1)
+
+
+def served(**options: Any) -> LLM:
+    return LLM.over(Bench(**options).core)
+
+
+def test_a_cleared_prefix_takes_what_follows_it_and_leaves_what_others_share() -> None:
+    """Its own first pages stay as long as another prompt begins with them."""
+    llm = served()
+    llm.generate([[*STEM, 20, 21, 22, 23, 9], [*STEM, 30, 31, 32, 33, 9], STEM[::-1]], ONE)
+    pages = llm.cache.stats().cached_pages
+
+    first = llm.cache.clear(prefix=[*STEM, 20, 21])
+    again = llm.cache.clear(prefix=[*STEM, 20, 21])
+    second = llm.cache.clear(prefix=STEM)
+
+    assert (first, again) == (Cleared(1, 0), Cleared(0, 0))
+    assert second == Cleared(4, 0)
+    assert llm.cache.stats().cached_pages == pages - 5 == 3
+    assert llm.cache.core.match(CacheKey([*STEM[::-1], 1])).num_tokens == 12
+    llm.cache.check()
+
+
+def test_a_prefix_may_end_inside_a_page_or_a_run() -> None:
+    """What begins with all of it goes, and of its pages those that nobody else has."""
+    llm = served()
+    llm.generate([[*STEM, 5], [1, 2, 9, 9, 9, 9, 9, 9, 9]], ONE)
+
+    assert llm.cache.clear(prefix=[1, 2, 3]) == Cleared(3, 0)
+    assert llm.cache.clear(prefix=[1, 7]) == Cleared(0, 0)
+    assert llm.cache.clear(prefix=[1]) == Cleared(2, 0)
+
+
+def test_clear_by_tenant_salt_and_age() -> None:
+    """Everything that is given must hold."""
+    bench = Bench()
+    llm = LLM.over(bench.core)
+    llm.generate([STEM] * 3, ONE, tenant=["", "a", "a"], salt=["", "", "s"])
+    bench.time += 10.0
+    llm.generate([STEM[::-1]] * 2, ONE, tenant=["b", "a"])
+    assert llm.cache.stats().cached_pages == 15
+
+    assert llm.cache.clear(tenant="a", older_than_s=5).num_pages == 6
+    assert llm.cache.clear(tenant="nobody").num_pages == 0
+    assert llm.cache.clear(prefix=STEM[::-1], tenant="b") == Cleared(3, 0)
+    assert llm.cache.clear(older_than_s=5) == Cleared(3, 0)
+    assert llm.cache.clear(older_than_s=0) == Cleared(3, 0)
+    llm.cache.check()
+    with pytest.raises(ConfigError, match="older_than_s=-1"):
+        llm.cache.clear(older_than_s=-1)
+
+
+def test_clear_while_requests_run_keeps_their_pages() -> None:
+    """And says how many; the answers are those of an engine that nobody cleared."""
+    bench = Bench()
+    llm = LLM.over(bench.core)
+    llm.generate([STEM[::-1]], ONE)
+    request = llm.add_request([*STEM, 5], SamplingParams(max_tokens=9, ignore_eos=True))
+    llm.step()
+    llm.step()
+
+    assert llm.cache.clear(prefix=STEM) == Cleared(0, 3)
+    assert llm.cache.clear() == Cleared(3, 3)
+    while llm.has_unfinished():
+        llm.step()
+
+    assert len(llm.take_output(request).token_ids) == 9
+    assert llm.cache.clear(prefix=STEM).num_kept == 0
+
+
+def test_the_tree_tells_runs_of_pages_after_their_parents() -> None:
+    """With hits, tenants and their first tokens; the most used ones if there is no room for all."""
+    llm = served()
+    llm.generate([[*STEM, 20, 21, 22, 23, 9], [*STEM, 30, 31, 32, 33, 9]], ONE)
+    llm.generate([[*STEM, 30, 31, 32, 33, 9]], ONE)
+    llm.generate([STEM[::-1]], ONE, tenant="a")
+
+    tree = llm.cache.tree()
+
+    assert tree.num_nodes == len(tree.nodes) == 4
+    root = next(one for one in tree.nodes if one.token_ids == tuple(STEM))
+    below = [one for one in tree.nodes if one.parent == root.id]
+    assert [one.level for one in (root, *below)] == [0, 1, 1]
+    assert (root.num_pages, root.num_children, root.start) == (3, 2, 0)
+    assert {one.start for one in below} == {12}
+    assert tree.nodes.index(root) < min(map(tree.nodes.index, below))
+    assert [one.tenant for one in tree.nodes if one.tenant] == ["a"]
+    [top] = llm.cache.tree(1).nodes
+    assert top.id == root.id
+    two = llm.cache.tree(2).nodes
+    assert [one.token_ids[0] for one in two] == [1, 30]
+    with pytest.raises(ConfigError, match="max_nodes=0"):
+        llm.cache.tree(0)
+
+
+def test_a_namespace_tells_its_parts() -> None:
+    """Only one that `namespace_of` made."""
+    parts: dict[str, str | bytes | int] = {"base": b"\x00\xff", "tenant": "ü", "epoch": -3}
+
+    assert namespace_parts(namespace_of(**parts)) == parts
+    assert namespace_parts(b"something else") == namespace_parts(b"") == {}
+    assert namespace_parts(namespace_of(**parts)[:-1]) == {}
+
+
+def test_pins_explanations_and_prompts_that_cannot_be() -> None:
+    """By token ids; a text needs a tokenizer."""
+    llm = served()
+    with pytest.raises(PinError, match="compute"):
+        llm.cache.pin(STEM)
+    llm.generate([[*STEM, 9]], ONE, tenant="a")
+
+    pin = llm.cache.pin(STEM, owner="me", tenant="a")
+
+    assert pin.num_pages == 3
+    assert llm.cache.pins("me") == [pin]
+    assert llm.cache.clear() == Cleared(0, 3)
+    assert llm.cache.explain([*STEM, 40, 41], tenant="a").hit_tokens == 12
+    assert llm.cache.explain([*STEM, 40, 41]).reason == "namespace"
+    llm.cache.unpin(pin)
+    assert llm.cache.clear() == Cleared(3, 0)
+    with pytest.raises(InvalidParamsError, match="tokenizer"):
+        llm.cache.explain("a text")
+    with pytest.raises(RequestError):
+        llm.cache.clear(prefix=[-1])
+
+
+def test_warming_tells_what_was_computed_and_what_was_there(tmp_path: Path) -> None:
+    """A line that cannot be served is told, and stops nothing; a bad file computes nothing."""
+    llm = served()
+    file = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"token_ids": STEM},
+        {"token_ids": [*STEM, 40, 41, 42, 43, 44]},
+        {"token_ids": STEM, "tenant": "a"},
+        {"token_ids": []},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+
+    found = llm.cache.warm(file)
+
+    assert (found.num_prompts, found.num_failed) == (4, 1)
+    assert (found.computed_tokens, found.found_tokens) == (12 + 5 + 12, 12)
+    assert "0 tokens" in found.errors[0]
+    again = llm.cache.warm([WarmPrompt([*STEM, 40, 41, 42, 43, 44])])
+    assert (again.computed_tokens, again.found_tokens) == (1, 16)
+    assert llm.cache.warm([WarmPrompt([])]).num_failed == 1
+    assert llm.cache.warm([]).num_prompts == 0
+    for bad in (
+        '{"token_ids": [1]}\nno json',
+        '{"prompt": 3}',
+        '["x"]',
+        '{"prompt": "a", "salt":1}',
+    ):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=r"prompts\.jsonl, line"):
+            llm.cache.warm(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        llm.cache.warm(tmp_path / "nothing")
+    with pytest.raises(InvalidParamsError):
+        llm.cache.warm(3)  # type: ignore[arg-type]
+
+
+def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
+    """Blank lines are none; braces are no JSON there."""
+    file = tmp_path / "prompts.txt"
+    file.write_text('one\n\n{"prompt": "two"}\n')
+
+    assert [one.prompt for one in read_prompts(file)] == ["one", '{"prompt": "two"}']
+
+
+def test_the_same_calls_while_an_async_engine_serves() -> None:
+    """Each runs between two steps; a stream goes on meanwhile and is not disturbed."""
+    made = AsyncBench()
+
+    async def main(llm: AsyncLLM) -> None:
+        async with llm:
+            params = SamplingParams(max_tokens=300, ignore_eos=True)
+            task = asyncio.create_task(llm.generate(STEM, params))
+            warmed = await llm.cache.warm([WarmPrompt(STEM[::-1]), WarmPrompt([99])])
+            assert (warmed.computed_tokens, warmed.num_failed) == (12, 1)
+            pin = await llm.cache.pin(STEM[::-1], ttl_s=1000)
+            assert await llm.cache.pins() == [pin]
+            assert (await llm.cache.explain([*STEM[::-1], 5, 5])).hit_tokens == 12
+            await llm.cache.unpin(pin)
+            assert await llm.cache.clear(prefix=STEM[::-1]) == Cleared(3, 0)
+            assert (await llm.cache.tree()).nodes
+            await llm.cache.check()
+            assert (await llm.cache.stats()).cached_pages
+            assert len((await task).token_ids) == 300
+
+    run(main(made.llm))
+    made.assert_nothing_left()
+
+
+def test_both_views_have_the_same_calls() -> None:
+    """All but `core`, which is for the engine's own thread."""
+
+    def calls(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert calls(CacheView) - calls(AsyncCacheView) == {"core"}
+    assert calls(AsyncCacheView) <= calls(CacheView)

@@ -1,0 +1,166 @@
+"""What `LLM` makes of a core, without a model: options, events, statistics, interrupts, the bar."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ramify.engine.llm import LLM
+from ramify.engine.progress import answers_bar
+from ramify.errors import ConfigError, InvalidParamsError, UnknownRequestError
+from ramify.params import RequestOutput, SamplingParams
+from tests.pure.engine_bench import Bench, expected
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def made(**options: Any) -> tuple[LLM, Bench]:
+    bench = Bench(**options)
+    return LLM.over(bench.core), bench
+
+
+def asked(max_tokens: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+def test_options_are_for_all_prompts_or_for_each() -> None:
+    """Tenants and salts share nothing with each other; a list has one for each prompt."""
+    llm, _ = made()
+
+    llm.generate([PROMPT] * 2, asked(1), tenant="a")
+    outputs = llm.generate(
+        [PROMPT] * 4, asked(1), tenant=["a", "a", "b", ""], salt=["", "x", "", ""]
+    )
+
+    assert [one.cache.read_tokens for one in outputs] == [4, 0, 0, 0]
+    assert llm.generate(PROMPT, asked(1), priority=3)[0].cache.read_tokens == 4
+    with pytest.raises(InvalidParamsError, match="2 of them"):
+        llm.generate([PROMPT] * 3, tenant=["a", "b"])
+    with pytest.raises(InvalidParamsError, match="priority"):
+        llm.generate(PROMPT, priority="x")  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match="tenant"):
+        llm.add_request(PROMPT, tenant=3)  # type: ignore[arg-type]
+
+
+def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
+    """Whoever unpacks three things goes on working, with several answers too."""
+    llm, _ = made()
+    request = llm.add_request(PROMPT, asked(5, n=2, temperature=1.0, seed=3))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    ends = []
+
+    while llm.has_unfinished():
+        for event in llm.step():
+            key, tokens, finished = event
+            assert key == request
+            told[event.index] += tokens
+            ends.append(finished)
+
+    output = llm.take_output(request)
+    assert [list(one.token_ids) for one in output.completions] == [told[0], told[1]]
+    assert ends.count(True) == 1
+    assert ends[-1]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
+    """Requests of others go on; nobody hears of those that the interrupt has ended."""
+    llm, bench = made(fail_at={at}, error=KeyboardInterrupt(), max_num_seqs=3)
+    mine = llm.add_request(PROMPT, asked(9))
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT[::-1], PROMPT[2:], PROMPT[3:]], asked(3))
+    told: list[int] = []
+    while llm.has_unfinished():
+        for key, tokens, _ in llm.step():
+            assert key == mine
+            told += tokens
+
+    assert told == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
+    assert list(llm.generate(PROMPT[2:], asked(3))[0].token_ids) == expected(PROMPT[2:], 3, ends=())
+    assert not bench.core.live_requests
+    llm.cache.clear()
+    assert llm.cache.stats().free_pages == llm.cache.core.num_pages
+    with pytest.raises(UnknownRequestError):
+        llm.take_output(mine)
+
+
+def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
+    """What a step did for a call that was given up reaches nobody."""
+
+    def on_finished(output: RequestOutput) -> None:
+        raise KeyboardInterrupt
+
+    llm, _ = made()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT, PROMPT[1:]], [asked(1), asked(50)], on_finished=on_finished)
+
+    assert not llm.has_unfinished()
+    assert llm.step() == []
+
+
+def test_statistics_count_requests_and_work() -> None:
+    """Now and since the beginning."""
+    llm, _ = made(max_num_seqs=1)
+    for _ in range(3):
+        llm.add_request(PROMPT, asked(2))
+    llm.step()
+
+    now = llm.stats()
+    while llm.has_unfinished():
+        llm.step()
+    later = llm.stats()
+
+    assert (now.num_running, now.num_waiting, now.num_steps) == (1, 2, 1)
+    assert (later.num_running, later.num_waiting, later.num_preemptions) == (0, 0, 0)
+    assert later.num_computed_tokens == 8 + 4 + 4 + 3  # the first page is shared
+    assert later.cache == llm.cache.stats()
+    assert llm.run(lambda core: core.num_steps) == later.num_steps
+
+
+def test_an_engine_without_a_model_says_so() -> None:
+    """Instead of an AttributeError."""
+    llm, _ = made()
+
+    with pytest.raises(ConfigError, match="without a model"):
+        llm.reload_weights("ramify-tiny")
+    with pytest.raises(ConfigError, match="without a model"):
+        print(llm.num_weight_bytes)  # noqa: T201
+
+
+@pytest.mark.parametrize(
+    ("prompts", "progress", "shown"),
+    [
+        ([PROMPT] * 3, True, True),
+        ([PROMPT] * 3, None, False),  # stderr is no terminal here
+        ([PROMPT] * 3, False, False),
+        ([PROMPT], True, True),
+    ],
+)
+def test_a_bar_is_shown_on_a_terminal_or_when_asked(
+    prompts: Sequence[Sequence[int]],
+    progress: bool | None,
+    shown: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On stderr; with the numbers of answers and tokens."""
+    llm, _ = made()
+
+    llm.generate(prompts, asked(4), progress=progress)
+
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert (f"{len(prompts)}/{len(prompts)}" in told.err) == shown
+    assert bool(told.err) == shown
+    if shown:
+        assert f"{4 * len(prompts)} tokens" in told.err.replace("\n", " ")
+
+
+def test_the_bar_counts_outputs_that_failed() -> None:
+    """It says nothing of cached shares when there was no prompt."""
+    llm, _ = made()
+    outputs = llm.generate([PROMPT, [-1]], asked(1), progress=True)
+
+    assert outputs[1].error is not None
+    with answers_bar(1, False) as count:
+        count(outputs[1])

@@ -1,0 +1,143 @@
+"""Weights that change under a core: what was computed with the old ones is never read again."""
+
+import asyncio
+from array import array
+from typing import Any
+
+import pytest
+
+from ramify.cache import CacheKey
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.core import EngineCore
+from ramify.engine.reload import change_weights
+from ramify.engine.step import StepPlan, StepResult
+from ramify.params import SamplingParams
+from ramify.testing import FakeExecutor
+from tests.pure.async_bench import AsyncBench, run
+from tests.pure.engine_bench import Bench, expected
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+EPOCH = b"new weights"
+
+
+class Aging:
+    """A fake device that marks pages with the weights that wrote them."""
+
+    def __init__(self, device: FakeExecutor) -> None:
+        self.device, self.epoch = device, b""
+        self.written: dict[int, bytes] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        batch = plan.batch
+        for slot in batch.slot_mapping.tolist():
+            self.written[slot] = self.epoch
+        for seq in range(batch.num_seqs):
+            for slot in batch.kv_slots(seq).tolist():
+                assert self.written[slot] == self.epoch, "K/V of other weights is read"
+        return self.device.execute(plan)
+
+    def erase_pages(self, pages: Any) -> None:
+        self.device.erase_pages(pages)
+
+    def copy_pages(self, pairs: Any) -> None:
+        size = self.device.page_size
+        for source, target in pairs:
+            for place in range(size):
+                self.written[target * size + place] = self.written.get(source * size + place, b"")
+        self.device.copy_pages(pairs)
+
+    def swap(self) -> bytes:
+        self.epoch += EPOCH
+        return self.epoch
+
+
+def aging(bench: Bench) -> Aging:
+    device = Aging(bench.device)
+    bench.core.executor = device
+    return device
+
+
+@pytest.mark.parametrize("num_steps", range(7))
+@pytest.mark.parametrize("budget", [5, 512])
+def test_live_requests_go_on_with_new_keys_and_values(num_steps: int, budget: int) -> None:
+    """At every point of a prompt in chunks, of branches, of a queue; each tenant for itself."""
+    bench = Bench(max_batch_tokens=budget, max_num_seqs=4)
+    device = aging(bench)
+    first = bench.add(PROMPT, max_tokens=9, ignore_eos=True)
+    bench.add(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    other = bench.core.add_request(
+        PROMPT[::-1], SamplingParams(max_tokens=5, prompt_logprobs=1), tenant="a", salt="s"
+    )
+    bench.tokens[other] = []
+    for _ in range(num_steps):
+        bench.step()
+
+    num_live = change_weights(bench.core, device.swap)
+    bench.check()
+    bench.add(PROMPT, max_tokens=3, ignore_eos=True)
+    outputs = bench.run()
+
+    assert num_live <= 5
+    assert list(outputs[first].token_ids) == expected(PROMPT, 9, ends=())
+    assert list(outputs[other].token_ids) == expected(PROMPT[::-1], 5)
+    bench.assert_nothing_leaked()
+
+
+def test_no_prefix_is_found_across_epochs() -> None:
+    """Nor after two changes; the old pages are there until they are evicted."""
+    bench = Bench()
+    device = aging(bench)
+    for _ in range(3):
+        bench.add(PROMPT, max_tokens=1)
+        computed = bench.core.num_computed_tokens
+        bench.run()
+        assert bench.core.num_computed_tokens == computed + len(PROMPT)
+        old = bench.core.namespace
+        change_weights(bench.core, device.swap)
+        assert bench.core.cache.match(CacheKey(array("i", PROMPT), old)).num_tokens == 8
+
+    assert bench.core.cache.stats().cached_pages == 6
+
+
+def test_weights_that_cannot_be_put_in_change_nothing() -> None:
+    """The requests go on as if nobody had asked."""
+    bench = Bench()
+    request = bench.add(PROMPT, max_tokens=4, ignore_eos=True)
+    bench.step()
+
+    with pytest.raises(ZeroDivisionError):
+        change_weights(bench.core, lambda: bytes(1 // 0))
+    bench.check()
+
+    assert list(bench.run()[request].token_ids) == expected(PROMPT, 4, ends=())
+    assert bench.core.namespace == b""
+
+
+def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> None:
+    """What `reload_weights` does for running="finish" in an engine that serves."""
+    made = AsyncBench(closed=True)
+    device = Aging(made.bench.device)
+    made.gate.device = device  # type: ignore[assignment]
+
+    async def main(llm: AsyncLLM) -> None:
+        async with llm:
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            before = llm.stream(PROMPT, params)
+            await before.accepted()
+            await made.gate.arrive()
+
+            def change(core: EngineCore) -> int:
+                return change_weights(core, device.swap)
+
+            changed = asyncio.wrap_future(llm._loop.call_when_idle(change))
+            later = asyncio.create_task(llm.generate(PROMPT, params))
+            await asyncio.sleep(0)
+            made.gate.open()
+            assert await changed == 0
+            outputs = [await before.whole(), await later]
+            assert outputs[1].cache.read_tokens == 0
+            for one in outputs:
+                assert list(one.token_ids) == expected(PROMPT, 20, ends=())
+
+    run(main(made.llm))
+    made.assert_nothing_left()
