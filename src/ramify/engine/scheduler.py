@@ -10,7 +10,7 @@ from ramify.attention.planner import RadixAttentionPlanner
 from ramify.engine.prefill import MIN_CHUNK, Prefill
 from ramify.engine.request import Request
 from ramify.engine.waiting import PRIORITY_TOKENS, WaitingQueue
-from ramify.errors import OutOfPagesError
+from ramify.errors import OutOfPagesError, OverloadedError
 
 PREFILL_SHARE = 8  # prompts get one part in so many of a budget that decodes could fill
 
@@ -85,6 +85,18 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether anyone waits or runs."""
         return bool(self.waiting or self.running)
+
+    def require_place(self, max_waiting: int | None, now_s: float) -> None:
+        """Raise OverloadedError if so many requests wait; None is no limit.
+
+        It is worth trying again when half of those that wait have begun: as long as the one that
+        came first has waited for its place, halved, but 1 s to 60 s.
+        """
+        count = len(self.waiting)
+        if max_waiting is None or count < max_waiting:
+            return
+        waited_s = now_s - min(one.arrival_s for one in self.waiting)
+        raise OverloadedError(count, max_waiting, min(60.0, max(1.0, waited_s / 2)))
 
     def add(self, request: Request) -> None:
         """Queue a new request, or a branch, which came when its leader did."""
