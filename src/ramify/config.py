@@ -100,17 +100,16 @@ class EngineConfig:
             ("max_num_seqs", self.scheduler.max_num_seqs),
             ("max_batch_tokens", self.scheduler.max_batch_tokens),
             ("max_waiting", self.scheduler.max_waiting),
+            ("coalesce_steps", self.scheduler.coalesce_steps),
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
             ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
         ):
             if value is None and name not in ("page_size", "max_num_seqs", "max_batch_tokens"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} but it must be an integer >= 1")
-        held = self.scheduler.coalesce_steps
-        if not isinstance(held, int) or isinstance(held, bool) or held < 0:
-            raise ConfigError(f"coalesce_steps={held!r} but it must be an integer >= 0")
+            least = 0 if name == "coalesce_steps" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r} but it must be an integer >= {least}")
         for name, flag in (
             ("prefix_cache", self.cache.prefix_cache),
             ("exact", self.attention.exact),

@@ -92,7 +92,7 @@ class RadixAttentionPlanner:
             for one, key in zip(others, keys, strict=True):
                 if one.lease is None:
                     self._attach(one, key)
-            asked = self._asked(others, rest, keys) + len(growing)
+            asked = self._demand(others, rest, keys, len(growing))
             if asked and asked > self.cache.num_available:
                 stats = self.cache.stats()
                 raise OutOfPagesError(
@@ -172,13 +172,16 @@ class RadixAttentionPlanner:
                 return None
         return one.key(len(one.tokens))
 
-    def _asked(
+    def _demand(
         self,
         sequences: Sequence[RadixSequence],
         limits: Sequence[int],
         keys: Sequence[CacheKey | None],
+        num_growing: int = 0,
     ) -> int:
-        return num_pages_asked(sequences, limits, keys, page_size=self.page_size, share=self.share)
+        """Pages that a plan will reserve."""
+        size, share = self.page_size, self.share
+        return num_growing + num_pages_asked(sequences, limits, keys, page_size=size, share=share)
 
     def _attach(self, one: RadixSequence, key: CacheKey | None) -> None:
         known = key if key is not None and one.reuse else CacheKey(b"", one.namespace)
@@ -388,7 +391,7 @@ class RadixAttentionPlanner:
             keys = [self._key(one, limit) for one, limit in zip(longer, limits, strict=True)]
             for one, key in zip(longer, keys, strict=True):
                 self._attach(one, key)
-            return self.cache.can_reserve(self._asked(longer, limits, keys))
+            return self.cache.can_reserve(self._demand(longer, limits, keys))
         except CacheError:
             return False
         finally:

@@ -75,7 +75,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_tokens = 0  # of all planned steps: the clock
         self._returned: set[Request] = set()  # waiting ones that ran before
-        self._step = 0
+        self._step = self._turn = 0
         self._num_held = 0  # steps in a row without admissions, to coalesce them
         self._prefill = Prefill(
             planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
@@ -243,9 +243,10 @@ class Scheduler:
             work, admitted = self._prefill.choose(prefills, left, rows=rows, num_decodes=count)
             used = sum(num_new for _, num_new in work + admitted)
         rest = budget - used
-        if rest < count:
-            decodes.sort(key=lambda one: (one.last_step, one.id))
-            del decodes[rest:]
+        if rest < count:  # those that paused are first, and the others pause in turn
+            turn = self._turn % count
+            decodes = sorted(decodes[turn:] + decodes[:turn], key=lambda one: one.last_step)[:rest]
+            self._turn += rest
         if not num_draft:
             return [(one, 1) for one in decodes] + work, admitted
         rest -= len(decodes)
