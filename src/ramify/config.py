@@ -43,10 +43,18 @@ class CacheSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
-    """How much one step may do."""
+    """How much one step may do, and who comes first.
+
+    `coalesce_steps` holds new prompts back for up to so many decode steps, until those that wait
+    fill a step. It helps where short prompts trickle in while others decode: a step with one short
+    prompt costs almost as much as one with several, and each makes the decodes wait. It costs
+    the prompts that wait a first token that is later by up to so many steps.
+    """
 
     max_num_seqs: int = 64  # beyond it a step on a few cores only gets longer, not more efficient
     max_batch_tokens: int = 512  # matmuls are near their peak, and a decode step waits for 1 chunk
+    coalesce_steps: int = 0  # a prompt that waits for company waits in vain, unless many are short
+    max_waiting: int | None = None  # requests; a library has no one to send away, a server has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +99,17 @@ class EngineConfig:
             ("page_size", self.cache.page_size),
             ("max_num_seqs", self.scheduler.max_num_seqs),
             ("max_batch_tokens", self.scheduler.max_batch_tokens),
+            ("max_waiting", self.scheduler.max_waiting),
+            ("coalesce_steps", self.scheduler.coalesce_steps),
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
             ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
         ):
-            if value is None and name in ("kv_cache_tokens", "kv_cache_memory", "max_model_len"):
+            if value is None and name not in ("page_size", "max_num_seqs", "max_batch_tokens"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} but it must be an integer >= 1")
+            least = 0 if name == "coalesce_steps" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r} but it must be an integer >= {least}")
         for name, flag in (
             ("prefix_cache", self.cache.prefix_cache),
             ("exact", self.attention.exact),

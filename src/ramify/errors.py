@@ -16,7 +16,8 @@ RamifyError
 │  ├─ InvalidParamsError          a sampling parameter outside its range
 │  ├─ DeadEndError                the allowed tokens lead nowhere
 │  ├─ ChatTemplateError           no chat template, or it cannot render these messages
-│  └─ UnknownRequestError         no live request has this id
+│  ├─ UnknownRequestError         no live request has this id
+│  └─ OverloadedError             too many requests wait; says when to try again
 ├─ CacheError                     misuse of the cache core, or too little room in it
 │  ├─ OutOfPagesError             nothing was evicted and nothing was changed
 │  ├─ InvalidKeyError             atoms or a namespace that cannot be compared
@@ -165,6 +166,17 @@ class UnknownRequestError(RequestError, KeyError):
     def __init__(self, request_id: object) -> None:
         self.request_id = request_id
         super().__init__(f"no live request has id {request_id!r}; it has ended or never existed")
+
+
+class OverloadedError(RequestError):
+    """As many requests wait as may; nothing was queued."""
+
+    def __init__(self, num_waiting: int, limit: int, retry_after_s: float) -> None:
+        self.num_waiting, self.limit, self.retry_after_s = num_waiting, limit, retry_after_s
+        super().__init__(
+            f"{num_waiting} requests wait and max_waiting is {limit}; try again in "
+            f"{retry_after_s:.0f} s, or start with a larger max_waiting"
+        )
 
 
 class CacheError(RamifyError):

@@ -42,6 +42,7 @@ class Bench:
     error: BaseException | None = None
     next_token: Callable[[Sequence[int]], int] | None = None
     drafter: Drafter | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the scheduler, others than above
     tokens: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Bench:
             max_num_seqs=self.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,
             prefix_cache=self.prefix_cache,
+            **self.options,
         )
         config = resolve(asked, model_max_len=self.max_model_len, token_bytes=1, free_memory=0)
         self.device = FakeExecutor(
@@ -75,8 +77,12 @@ class Bench:
             clock=lambda: self.time,
         )
 
-    def add(self, prompt: Sequence[int], **params: Any) -> int:
-        request_id = self.core.add_request(prompt, SamplingParams(**params))
+    def add(
+        self, prompt: Sequence[int], *, priority: int = 0, tenant: str = "", **params: Any
+    ) -> int:
+        request_id = self.core.add_request(
+            prompt, SamplingParams(**params), priority=priority, tenant=tenant
+        )
         self.tokens[request_id] = []
         return request_id
 

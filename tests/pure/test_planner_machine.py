@@ -48,8 +48,9 @@ class CountingPlanner(RadixAttentionPlanner):
         sequences: Sequence[RadixSequence],
         limits: Sequence[int],
         keys: Sequence[CacheKey | None],
+        num_growing: int = 0,
     ) -> int:
-        self.demand = super()._demand(sequences, limits, keys)
+        self.demand = super()._demand(sequences, limits, keys, num_growing)
         return self.demand
 
 

@@ -74,25 +74,46 @@ class AttentionBatch:
             sharing: per request (an earlier one, tokens in common), as `PrefixCache.sharing`
                 tells; by default nothing is known to be shared.
         """
-        page_size = table.page_size
-        rows = np.fromiter((one.row for one in extends), np.int64, len(extends))
-        cached = np.fromiter((one.num_cached for one in extends), np.int32, len(extends))
-        new = np.fromiter((one.num_new for one in extends), np.int32, len(extends))
+        count = len(extends)
+        rows = np.fromiter((one.row for one in extends), np.int64, count)
+        cached = np.fromiter((one.num_cached for one in extends), np.int32, count)
+        new = np.fromiter((one.num_new for one in extends), np.int32, count)
+        return cls.of(rows, cached, new, table, sharing_arrays(sharing, count))
+
+    @classmethod
+    def of(
+        cls,
+        rows: NDArray[np.int64],
+        cached: NDArray[np.int32],
+        new: NDArray[np.int32],
+        table: BlockTable,
+        sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
+    ) -> AttentionBatch:
+        """The same from arrays: rows of the table, tokens cached and new of each request, [B] each.
+
+        Args:
+            sharing: as `sharing_arrays` makes it.
+        """
+        page_size, count = table.page_size, len(rows)
         kv = cached + new
-        cu_q = np.zeros(len(extends) + 1, np.int32)
+        cu_q = np.zeros(count + 1, np.int32)
         np.cumsum(new, out=cu_q[1:])
         total, max_kv = int(cu_q[-1]), int(kv.max(initial=0))
         width = -(-max_kv // page_size)
         pages = table.array[rows, :width]
-        pages[np.arange(width) >= -(-kv[:, None] // page_size)] = -1
-        owner = np.repeat(np.arange(len(extends)), new)
-        positions = np.arange(total, dtype=np.int32) - np.repeat(cu_q[:-1] - cached, new)
-        page_of = pages[owner, positions // page_size].astype(np.int64)
+        used = -(-kv // page_size)
+        if count and (used.min() < width or pages.min() < 0):
+            pages[np.arange(width, dtype=np.int32) >= used[:, None]] = -1
+        if total == count and int(new.max(initial=1)) == 1:  # a token each
+            positions = cached.copy()
+            page_of = pages[np.arange(count), positions // page_size].astype(np.int64)
+        else:
+            positions = np.arange(total, dtype=np.int32) - np.repeat(cu_q[:-1] - cached, new)
+            owner = np.repeat(np.arange(count), new)
+            page_of = pages[owner, positions // page_size].astype(np.int64)
         assert total == 0 or page_of.min() >= 0, "a new token has no page"
         slots = page_of * page_size + positions % page_size
-        common = np.array(sharing or [(-1, 0)] * len(extends), np.int32).reshape(-1, 2)
-        others, lengths = np.ascontiguousarray(common.T)
-        arrays = (cu_q, kv, cached, pages, positions, slots, others, lengths)
+        arrays = (cu_q, kv, cached, pages, positions, slots, *sharing)
         for array in arrays:
             array.flags.writeable = False
         return cls(
@@ -125,3 +146,16 @@ class AttentionBatch:
         slots: NDArray[np.int64] = pages[position // self.page_size] * self.page_size
         slots += position % self.page_size
         return slots
+
+
+def sharing_arrays(
+    sharing: Sequence[tuple[int, int]], num_seqs: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What `PrefixCache.sharing` tells as `shared_with` and `shared_len`, [B] each, read-only.
+
+    If it tells nothing, nothing is known to be shared.
+    """
+    common = np.array(sharing or [(-1, 0)] * num_seqs, np.int32).reshape(-1, 2)
+    others, lengths = np.ascontiguousarray(common.T)
+    others.flags.writeable = lengths.flags.writeable = False
+    return others, lengths

@@ -11,9 +11,13 @@ from array import array
 from collections.abc import Sequence
 from itertools import count
 
-from ramify.attention.batch import AttentionBatch, Extend
+import numpy as np
+
+from ramify.attention.batch import AttentionBatch, sharing_arrays
+from ramify.attention.demand import num_pages_asked, sort_out
 from ramify.attention.sequence import RadixSequence
-from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages, pack
+from ramify.cache.key import CacheKey, pack
+from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.values import Lease
 from ramify.errors import CacheError, ConfigError, OutOfPagesError
@@ -51,6 +55,8 @@ class RadixAttentionPlanner:
         self._order = count(1)
         self._holders: dict[int, RadixSequence] = {}  # lease id → its sequence
         self._deferred: list[RadixSequence] = []  # committed before their leader
+        self._batched: list[RadixSequence] = []  # of the last plan, while they share what they did
+        self._sharing = sharing_arrays((), 0)
 
     # -- plan ------------------------------------------------------------------------------
 
@@ -72,50 +78,58 @@ class RadixAttentionPlanner:
         Whatever else is raised half-way, an interrupt too, all sequences are as before.
         """
         limits = [one.num_uncomputed for one in sequences] if num_new is None else list(num_new)
-        self._validate(sequences, limits)
-        keys = [self._key(one, limit) for one, limit in zip(sequences, limits, strict=True)]
-        fresh = [one for one in sequences if one.lease is None]
+        if len(set(map(id, sequences))) != len(sequences):
+            raise CacheError("a sequence is named twice in one plan")
+        decodes, growing, others, rest = sort_out(
+            sequences, limits, page_size=self.page_size, max_tokens=self.table.max_tokens
+        )
+        self._validate(others, rest)
+        keys = [self._key(one, limit) for one, limit in zip(others, rest, strict=True)]
+        fresh = [one for one in others if one.lease is None]
         begun: list[tuple[RadixSequence, int, int]] = []
         spare: list[Lease] = []  # first ones of fresh sequences that have a second one
         try:
-            for one, key in zip(sequences, keys, strict=True):
+            for one, key in zip(others, keys, strict=True):
                 if one.lease is None:
                     self._attach(one, key)
-            asked = self._demand(sequences, limits, keys)
-            if asked > self.cache.num_available:
+            asked = self._demand(others, rest, keys, len(growing))
+            if asked and asked > self.cache.num_available:
                 stats = self.cache.stats()
                 raise OutOfPagesError(
                     asked, stats.free_pages, stats.evictable_pages, stats.num_pages
                 )
-            for one, limit, key in zip(sequences, limits, keys, strict=True):
+            for one, limit, key in zip(others, rest, keys, strict=True):
                 assert one.lease is not None
                 begun.append((one, one.lease.num_tokens, len(one.private)))
                 self._begin(one, limit, key, spare)
-            extends = [
-                Extend(one.order, self._row(one), one.num_computed, one.num_planned)
-                for one in sequences
-            ]
-            leases = [one.lease for one in sequences if one.lease is not None]
-            batch = AttentionBatch.build(extends, self.table, self.cache.sharing(leases))
+            self._grow(growing, begun)
+            for one in decodes:
+                one.num_planned = 1
+            batch = self._batch(sequences, num_decodes=len(decodes))
             while spare:
                 self.cache.cancel(spare[-1])
                 spare.pop()
         except BaseException:
-            for one, num_tokens, num_private in reversed(begun):  # followers before leaders
-                self._undo(one, num_tokens, num_private)
-                if one in fresh:
-                    self._detach(one)
-            for one in fresh:
-                if one.lease is not None:
-                    self._detach(one)
-            for lease in spare:
-                self.cache.cancel(lease)
+            self._take_back(begun, fresh, spare, decodes)
             raise
         return batch
 
+    def _batch(self, sequences: Sequence[RadixSequence], *, num_decodes: int) -> AttentionBatch:
+        """The metadata of planned sequences; what they share is kept while it cannot change."""
+        count = len(sequences)
+        if self._batched != list(sequences):
+            leases = [one.lease for one in sequences if one.lease is not None]
+            self._sharing = sharing_arrays(self.cache.sharing(leases), count)
+            self._batched = list(sequences)
+        rows = np.array([one.row for one in sequences], np.int64)
+        cached = np.array([one.num_computed for one in sequences], np.int32)
+        if num_decodes == count:
+            new = np.ones(count, np.int32)
+        else:
+            new = np.array([one.num_planned for one in sequences], np.int32)
+        return AttentionBatch.of(rows, cached, new, self.table, self._sharing)
+
     def _validate(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> None:
-        if len(set(map(id, sequences))) != len(sequences):
-            raise CacheError("a sequence is named twice in one plan")
         rows = 0
         for one, limit in zip(sequences, limits, strict=True):
             if one.released:
@@ -163,33 +177,11 @@ class RadixAttentionPlanner:
         sequences: Sequence[RadixSequence],
         limits: Sequence[int],
         keys: Sequence[CacheKey | None],
+        num_growing: int = 0,
     ) -> int:
-        """Pages that `_begin` will reserve in all, sharing inside the batch included."""
-        page_size, page_bytes = self.page_size, self.page_size * ATOM_BYTES
-        leaders: dict[tuple[bytes, bytes], list[bytes]] = {}
-        total = 0
-        for one, limit, key in zip(sequences, limits, keys, strict=True):
-            assert one.lease is not None
-            begin, first = one.num_computed, len(one.lease.pages)
-            held = first + len(one.private)
-            follows = one.row is None and self.share and one.reuse
-            if key is not None:
-                atoms = key.atoms
-                start = first * page_bytes
-                group = leaders.setdefault((one.namespace, atoms[: start + page_bytes]), [])
-                if follows and group:
-                    usable = atoms[: (len(one.tokens) - 1) // page_size * page_bytes]
-                    shared = max(common_pages(usable, each, page_bytes, start) for each in group)
-                    held, begin = held + shared, begin + shared * page_size
-                end = min(len(one.tokens), begin + limit)
-                known = one.shareable(end)
-                announced = atoms[: known // page_size * page_bytes]
-                # not announced: single tokens, and what another announces below the same node
-                if known - begin > 1 and len(announced) > start and (follows or not group):
-                    group.append(announced)
-            end = min(len(one.tokens), begin + limit)
-            total += max(0, -(-end // page_size) - held)
-        return total
+        """Pages that a plan will reserve."""
+        size, share = self.page_size, self.share
+        return num_growing + num_pages_asked(sequences, limits, keys, page_size=size, share=share)
 
     def _attach(self, one: RadixSequence, key: CacheKey | None) -> None:
         known = key if key is not None and one.reuse else CacheKey(b"", one.namespace)
@@ -211,6 +203,7 @@ class RadixAttentionPlanner:
         """Pages, row and announcement of one sequence; capacity is known to suffice."""
         one.order = next(self._order)
         if one.row is None:
+            self._batched = []
             first = one.lease
             self._attach(one, key)  # again: earlier sequences of this batch have announced pages
             assert first is not None
@@ -232,6 +225,40 @@ class RadixAttentionPlanner:
         if key is not None and known - one.num_computed > 1:
             self._move(one, self.cache.announce(one.lease, key.prefix(known), one.private))
 
+    def _take_back(
+        self,
+        begun: list[tuple[RadixSequence, int, int]],
+        fresh: list[RadixSequence],
+        spare: list[Lease],
+        decodes: list[RadixSequence],
+    ) -> None:
+        """A plan broke off: all its sequences are as before."""
+        self._batched = []
+        for one in decodes:
+            one.num_planned = 0
+        for one, num_tokens, num_private in reversed(begun):  # followers before leaders
+            self._undo(one, num_tokens, num_private)
+            if one in fresh:
+                self._detach(one)
+        for one in fresh:
+            if one.lease is not None:
+                self._detach(one)
+        for lease in spare:
+            self.cache.cancel(lease)
+
+    def _grow(
+        self, sequences: Sequence[RadixSequence], begun: list[tuple[RadixSequence, int, int]]
+    ) -> None:
+        """A page for each; capacity is known to suffice."""
+        if not sequences:
+            return
+        pages = self.cache.reserve(len(sequences))
+        for one, page in zip(sequences, pages, strict=True):
+            assert one.lease is not None
+            begun.append((one, one.lease.num_tokens, len(one.private)))
+            one.private.append(page)
+            self.table.append(self._row(one), (page,))
+
     def _undo(self, one: RadixSequence, num_tokens: int, num_private: int) -> None:
         """Put a sequence back whose `_begin` was carried out or broke off."""
         assert one.lease is not None
@@ -249,10 +276,14 @@ class RadixAttentionPlanner:
         assert old is not None
         if lease is old:
             return
-        start = len(old.pages)
+        start = len(old.packed) // ID_BYTES
         self._holders[lease.id] = self._holders.pop(old.id)
-        del one.private[: len(lease.pages) - start]
-        self.table.rewrite(self._row(one), start, lease.pages[start:])
+        pages = lease.pages[start:]
+        taken = one.private[: len(pages)]
+        del one.private[: len(pages)]
+        if taken != pages:  # others had computed the same: from now on they are shared
+            self._batched = []
+            self.table.rewrite(self._row(one), start, pages)
 
     @staticmethod
     def _row(one: RadixSequence) -> int:
@@ -286,12 +317,20 @@ class RadixAttentionPlanner:
                     f"{num_kept} tokens kept, but others depend on pages up to token "
                     f"{one.lease.num_tokens}, which were announced"
                 )
+        page_size, waiting = self.page_size, self._deferred
         for one, num_kept in zip(sequences, counts, strict=True):
-            one.num_computed += num_kept
+            one.num_computed = end = one.num_computed + num_kept
             one.num_planned = one.num_draft = 0
-            self._retract(one, one.num_computed)
-        both = {id(one): one for one in (*self._deferred, *sequences)}
-        waiting = sorted(both.values(), key=lambda one: one.order)
+            lease = one.lease
+            assert lease is not None
+            if end < lease.num_tokens:
+                self._retract(one, end)
+                waiting.append(one)
+            elif self.share and (end >= lease.num_tokens + page_size or lease.num_pending):
+                waiting.append(one)
+        if not waiting:
+            return
+        waiting = sorted({id(one): one for one in waiting}.values(), key=lambda one: one.order)
         before = len(waiting) + 1
         while len(waiting) < before:  # a leader may have been planned again after its followers
             before = len(waiting)
@@ -302,6 +341,7 @@ class RadixAttentionPlanner:
         old = one.lease
         assert old is not None
         if num_tokens < old.num_tokens:
+            self._batched = []
             lease, pages = self.cache.retract(old, num_tokens)
             one.lease, one.private = lease, [*pages, *one.private]
             self._holders[lease.id] = self._holders.pop(old.id)
@@ -313,7 +353,7 @@ class RadixAttentionPlanner:
         if self.cache.is_blocked(one.lease) or one.lease.num_tokens > one.num_computed:
             return False  # the latter: planned again already, its own commit will publish
         end = max(one.shareable(one.num_computed), one.lease.num_tokens)
-        if end // self.page_size > len(one.lease.pages) or one.lease.num_pending:
+        if end >= one.lease.num_tokens + self.page_size or one.lease.num_pending:
             key = one.key(end)
             self._move(one, self.cache.publish(one.lease, key, one.private))
         return True
@@ -406,6 +446,7 @@ class RadixAttentionPlanner:
         if not 0 <= num_tokens <= one.num_computed:
             raise CacheError(f"{num_tokens} tokens to keep of {one.num_computed} computed ones")
         if num_tokens < one.lease.num_tokens:
+            self._batched = []
             old, one.lease = one.lease, self.cache.fork(one.lease, num_tokens)
             self._holders[one.lease.id] = self._holders.pop(old.id)
             self.cache.release(old, one.private)

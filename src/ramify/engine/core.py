@@ -105,6 +105,7 @@ class EngineCore:
             self.planner,
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
+            coalesce_steps=config.asked.scheduler.coalesce_steps,
         )
         self.rechecks = Rechecks(config.asked.attention.verify_sample)
         self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
@@ -139,6 +140,7 @@ class EngineCore:
                 those of the answer included.
 
         Raises:
+            OverloadedError: `max_waiting` requests wait already.
             RequestError: it can never be served. Nothing is queued, others are untouched.
         """
         if not isinstance(params, SamplingParams):
@@ -155,6 +157,7 @@ class EngineCore:
         check_vocabulary(params, self.vocab_size)
         if params.stop and self._text_decoder is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
+        self.scheduler.require_place(self.config.asked.scheduler.max_waiting, self._clock())
         namespace = self.namespace_for(tenant, salt)
         request = self._new_request(ids, params, namespace, longest)
         request.prompt, request.priority, request.tenant = prompt, priority, tenant

@@ -56,6 +56,9 @@ class Request:
     num_taken: int = 0  # characters of it that were told
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    due: int = 0  # when it came, in computed tokens, less what its priority is worth
+    rank: int = 0  # `due` and what it has to compute: the least is first; see `engine.waiting`
+    behind: Request | None = None  # whom it waits for, who computes a part of its prompt
     last_step: int = 0
     first_step_s: float | None = None
     first_token_s: float | None = None

@@ -1,91 +1,138 @@
-"""Who computes what in the next step: first come, first served, around the cache."""
+"""Who computes what in the next step: decodes, then the least work, around the cache."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.planner import RadixAttentionPlanner
-from ramify.cache.key import ATOM_BYTES, common_pages
+from ramify.engine.prefill import MIN_CHUNK, Prefill
 from ramify.engine.request import Request
-from ramify.errors import OutOfPagesError
+from ramify.engine.waiting import PRIORITY_TOKENS, WaitingQueue
+from ramify.errors import OutOfPagesError, OverloadedError
+
+PREFILL_SHARE = 8  # prompts get one part in so many of a budget that decodes could fill
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A planned step: its requests in batch order, and those that it had to preempt."""
+    """A planned step: its requests in batch order, leaders before followers."""
 
     requests: tuple[Request, ...]
     batch: AttentionBatch
 
 
-@dataclass(frozen=True, slots=True)
-class _Leader:
-    """A live computation that a waiting request may share, or must wait for."""
-
-    namespace: bytes
-    atoms: bytes  # everything it will compute
-    num_tokens: int  # computed, or announced in this step for others to attach to
-
-
 class Scheduler:
     """Owns the queues; decides with the cache's own answers and lets `plan` be the judge.
 
-    A step takes those first that waited longest: as a rule everybody's decode token, then the
-    next chunk of whoever is part-way. Then it admits from the queue while budget, rows and pages
-    last. A waiting request that shares a prefix
-    with a live computation attaches to it if this step completes the shared part, and waits
-    otherwise, so that no token is computed twice.
+    **Decodes first.** Each running request that decodes gets its token in each step, as long as
+    the budget has one for each. If it has not, they take turns, and prompts get an eighth of it (of
+    a budget below 8: every eighth step), so that no decode keeps a prompt out for ever.
+
+    **Then prompts**, those part-way and those that wait, in one order (`engine.waiting`): fair
+    between tenants, larger priorities first, then the least uncached work, with ageing. A short
+    prompt so passes a long one that is part-way, which goes on with what is left and has its turn
+    when the clock reaches its rank. Chunks end on page boundaries if that leaves at most a 16th of
+    the budget unused, and a prompt is not cut into pieces below `MIN_CHUNK` tokens that another
+    chunk of the step leaves over. The first of the order that finds no pages or row holds up those
+    behind it, so that large requests are not passed for ever either.
+
+    **Single flight.** A waiting request that shares a prefix with a live computation attaches to
+    it if this step completes the shared part, and is parked until then otherwise, so that no token
+    is computed twice. When the leader is gone, its followers wait like others, and the first of
+    them leads.
+
+    Per step the cost does not depend on the number of waiting requests: at most as many lookups
+    as there are free rows, `MAX_LOOKS` and `NUM_REFRESHED`.
+
+    **When pages run out**, the running request of the lowest priority goes back to the queue, and
+    among those the one that has the least computed, but never the one of the least `due`: the first
+    that came (with priorities counted as in `engine.waiting`) is never preempted, so that there is
+    always one that ends.
 
     Args:
         planner: the cache and block table behind it are the engine's.
         max_num_seqs: running requests at once.
         max_batch_tokens: new tokens per step; may be smaller than max_num_seqs.
+        coalesce_steps: hold admissions for up to so many steps while others decode and the waiting
+            prompts do not fill the budget, so that more of them are computed together.
     """
 
     def __init__(
-        self, planner: RadixAttentionPlanner, *, max_num_seqs: int, max_batch_tokens: int
+        self,
+        planner: RadixAttentionPlanner,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        coalesce_steps: int = 0,
     ) -> None:
         self.planner = planner
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
-        self.waiting: deque[Request] = deque()
+        self.coalesce_steps = coalesce_steps
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self._step = 0
+        self.num_tokens = 0  # of all planned steps: the clock
+        self._returned: set[Request] = set()  # waiting ones that ran before
+        self._step = self._turn = 0
+        self._num_held = 0  # steps in a row without admissions, to coalesce them
+        self._prefill = Prefill(
+            planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
+        )
 
     @property
     def has_unfinished(self) -> bool:
         """Whether anyone waits or runs."""
         return bool(self.waiting or self.running)
 
+    def require_place(self, max_waiting: int | None, now_s: float) -> None:
+        """Raise OverloadedError if so many requests wait; None is no limit.
+
+        It is worth trying again when half of those that wait have begun: as long as the one that
+        came first has waited for its place, halved, but 1 s to 60 s.
+        """
+        count = len(self.waiting)
+        if max_waiting is None or count < max_waiting:
+            return
+        waited_s = now_s - min(one.arrival_s for one in self.waiting)
+        raise OverloadedError(count, max_waiting, min(60.0, max(1.0, waited_s / 2)))
+
     def add(self, request: Request) -> None:
-        """Queue a new request."""
-        self.waiting.append(request)
+        """Queue a new request, or a branch, which came when its leader did."""
+        if request.leader is not None:
+            request.due = request.leader.due
+        else:
+            request.due = self.num_tokens - PRIORITY_TOKENS * request.priority
+        self._enqueue(request)
 
     def join(self, request: Request) -> None:
         """Take in a branch that holds its pages and a row already."""
+        if request.leader is not None:
+            request.due = request.rank = request.leader.due
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
         """Take an ended request out; its published pages stay warm."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:  # not a branch whose prompt is still computed
-            self.waiting.remove(request)
-        self.send_back(self._requests_of(self.planner.release([request.sequence])))
+        self._returned.discard(request)
+        if not self.waiting.remove(request) and request in self.running:
+            self.running.remove(request)  # else a branch whose prompt is still computed
+        back = self.planner.release([request.sequence])
+        if back:
+            wanted = set(map(id, back))
+            self.send_back([one for one in self.running if id(one.sequence) in wanted])
 
     def send_back(self, requests: Iterable[Request]) -> None:
-        """Running requests that hold nothing any more wait again, in order of arrival."""
-        back = list(requests)
-        for request in back:
+        """Running requests that hold nothing any more wait again, as if they had always waited."""
+        for request in list(requests):
             if request in self.running:
                 self.running.remove(request)
             request.restart()
-            self.waiting.append(request)
-        if back:
-            self.waiting = deque(sorted(self.waiting, key=lambda one: one.id))
+            self._enqueue(request)
+            self._returned.add(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self.waiting.add(request, self._prefill.num_uncached(request))
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when there is nothing to do.
@@ -95,40 +142,53 @@ class Scheduler:
                 hold the pages; nothing changed, and it fits once they are released.
         """
         self._step += 1
-        work, admitted = self._suspect()
-        if not work and not admitted:
-            work = self._continue_running()
-            admitted = self._admit(work)
+        work, admitted = self._suspect() or self._choose()
+        try:
+            return self._planned(work, admitted)
+        except BaseException:
+            self._drop(admitted, len(admitted))
+            raise
+
+    def _planned(
+        self, work: list[tuple[Request, int]], admitted: list[tuple[Request, int]]
+    ) -> Scheduled | None:
         while work or admitted:
+            chosen = work + admitted
             try:
-                batch = self._plan(work + admitted)
+                batch = self._plan(chosen)
             except OutOfPagesError as error:
                 if any(one.draft for one, _ in work):  # guesses are the first to go
                     work = [(one, num_new - len(one.draft)) for one, num_new in work]
                     for one, _ in work:
                         one.draft = ()
-                elif work and admitted:
-                    self._drop(admitted, error.asked - error.free - error.evictable, keep=0)
-                elif len(admitted) > 1:  # with nobody running, the first must go on
-                    self._drop(admitted, error.asked - error.free - error.evictable, keep=1)
+                elif admitted and (work or len(admitted) > 1):
+                    # with nobody running, the first must go on; a suspect is tried alone
+                    missing = max(1, error.asked - error.free - error.evictable)
+                    self._drop(admitted, len(admitted) - (not work), missing)
                 elif len(self.running) + len(admitted) < 2:
                     raise  # somebody outside the engine holds leases; it can go on without them
                 elif admitted:  # a suspect is tried alone, and those that pause make room
                     self._preempt(work)
                 else:
-                    work = self._preempt(work) or self._continue_running()
+                    work = self._preempt(work) or self._choose(admit=False)[0]
                 continue
+            step, counts = self._step, self.waiting.counts
             for request, _ in admitted:
-                self.waiting.remove(request)
                 self.running.append(request)
-            for request, _ in work + admitted:
-                request.last_step = self._step
-            return Scheduled(tuple(one for one, _ in work + admitted), batch)
+                self._returned.discard(request)
+            for request, _ in chosen:
+                request.last_step = step
+            if counts:  # admissions were charged when they were chosen
+                for request, num_new in work:
+                    self.waiting.charge(request, num_new)
+            self.num_tokens += batch.num_tokens
+            return Scheduled(tuple([one for one, _ in chosen]), batch)
         return None
 
     def _plan(self, chosen: list[tuple[Request, int]]) -> AttentionBatch:
         """`plan` with everybody's drafts behind the tokens that are known."""
-        for one, _ in chosen:
+        drafting = [one for one, _ in chosen if one.draft]
+        for one in drafting:
             one.sequence.tokens.extend(one.draft)
             one.sequence.num_draft = len(one.draft)
         try:
@@ -136,149 +196,113 @@ class Scheduler:
                 [one.sequence for one, _ in chosen], [num_new for _, num_new in chosen]
             )
         except BaseException:
-            for one, _ in chosen:
+            for one in drafting:
                 del one.sequence.tokens[len(one.sequence.tokens) - len(one.draft) :]
                 one.sequence.num_draft = 0
             raise
 
     # -- choosing ----------------------------------------------------------------------------
 
-    def _suspect(self) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
+    def _suspect(self) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]] | None:
         """Work and admissions when a step has failed: its oldest request, alone, until it has a
         new token, then the next. So a request that always fails takes nobody with it.
         """  # noqa: D205
-        for queue, admits in ((self.running, False), (self.waiting, True)):
+        for queue, admits in ((self.running, False), (self._returned, True)):
             one = min((one for one in queue if one.failures), key=lambda one: one.id, default=None)
             if one is not None:
                 alone = [(one, min(one.sequence.num_uncomputed, self.max_batch_tokens))]
-                return ([], alone) if admits else (alone, [])
-        return [], []
+                if not admits:
+                    return alone, []
+                self.waiting.admit(one)
+                self.waiting.charge(one, alone[0][1])
+                return [], alone
+        return None
 
-    def _continue_running(self) -> list[tuple[Request, int]]:
-        """Running requests, those that waited longest first, decode before prefill on a tie."""
-        budget, work = self.max_batch_tokens, []
-        order = sorted(self.running, key=lambda one: (one.last_step, one.is_prefill, one.id))
-        for request in order:
-            if not budget:
-                break
-            num_new = min(request.sequence.num_uncomputed, budget)
-            request.draft = request.draft[: budget - num_new]
-            num_new += len(request.draft)
-            work.append((request, num_new))
-            budget -= num_new
-        return work
-
-    def _admit(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        budget = self.max_batch_tokens - sum(num_new for _, num_new in work)
-        rows = self.max_num_seqs - len(self.running)
-        if not (budget and rows and self.waiting):
-            return []
-        page_size, cache = self.planner.page_size, self.planner.cache
-        leaders = self._leaders(work)
-        room = cache.num_available - self._outstanding()
-        admitted: list[tuple[Request, int]] = []
-        for request in self.waiting:
-            if not budget or not rows:
-                break
-            sequence = request.sequence
-            atoms = sequence.tokens.tobytes()
-            cached = 0
-            if self.planner.share and sequence.reuse:
-                cached = cache.match(sequence.key(len(sequence.tokens))).num_tokens
-                shared = self._shared_tokens(request.namespace, atoms, cached, leaders)
-                if shared is None:
-                    continue  # a leader is still on its way through the common prefix
-                cached = max(cached, shared)
-            need = -(-len(sequence.tokens) // page_size) - cached // page_size
-            alone = not work and not admitted
-            if need > room and not alone:
-                break
-            num_new = min(len(sequence.tokens) - cached, budget)
-            admitted.append((request, num_new))
-            announced = cached + _num_announced(request, num_new)
-            leaders.append(_Leader(request.namespace, atoms, announced))
-            budget, rows, room = budget - num_new, rows - 1, room - need - 1
-        return admitted
-
-    def _leaders(self, work: list[tuple[Request, int]]) -> list[_Leader]:
-        """Running prefills, whether or not they are in this step."""
-        planned = {id(request): num_new for request, num_new in work}
-        return [
-            _Leader(
-                one.namespace,
-                one.sequence.tokens[: one.sequence.max_shared].tobytes(),
-                one.sequence.num_computed + _num_announced(one, planned.get(id(one), 0)),
-            )
-            for one in self.running
-            if one.is_prefill
-        ]
-
-    def _shared_tokens(
-        self, namespace: bytes, atoms: bytes, cached: int, leaders: list[_Leader]
-    ) -> int | None:
-        """Tokens that leaders of this step compute for the caller, or None: it should wait."""
-        page_size = self.planner.page_size
-        page_bytes = page_size * ATOM_BYTES
-        start = cached * ATOM_BYTES
-        usable = atoms[: (len(atoms) // ATOM_BYTES - 1) // page_size * page_bytes]
-        best = cached
-        for leader in leaders:
-            if (
-                leader.namespace != namespace
-                or leader.atoms[: start + page_bytes] != (usable[: start + page_bytes])
-            ):
-                continue
-            common = cached + common_pages(usable, leader.atoms, page_bytes, start) * page_size
-            ready = leader.num_tokens // page_size * page_size
-            if common > ready and leader.num_tokens * ATOM_BYTES < len(leader.atoms):
-                return None
-            best = max(best, min(common, ready))
-        return best
-
-    def _outstanding(self) -> int:
-        """Pages that running requests will ask for to finish their prefill, and one each."""
-        page_size = self.planner.page_size
-        total = 0
+    def _choose(
+        self, *, admit: bool = True
+    ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
+        """What running requests compute in this step, and whom to admit."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        num_draft = 0
         for one in self.running:
             sequence = one.sequence
-            held = len(sequence.private) + (
-                0 if sequence.lease is None else len(sequence.lease.pages)
-            )
-            total += max(0, -(-len(sequence.tokens) // page_size) - held) + 1
-        return total
+            if len(sequence.tokens) - sequence.num_computed > 1:
+                prefills.append(one)
+            else:
+                decodes.append(one)
+                num_draft += len(one.draft)
+        budget, count = self.max_batch_tokens, len(decodes)
+        rows = self.max_num_seqs - len(self.running) if admit and self.waiting else 0
+        if self._holds(rows, budget - count, prefills):
+            rows = 0
+        work, admitted, used = list[tuple[Request, int]](), list[tuple[Request, int]](), 0
+        if prefills or rows:
+            least = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
+            left = max(budget - count, least)
+            work, admitted = self._prefill.choose(prefills, left, rows=rows, num_decodes=count)
+            used = sum(num_new for _, num_new in work + admitted)
+        rest = budget - used
+        if rest < count:  # those that paused are first, and the others pause in turn
+            turn = self._turn % count
+            decodes = sorted(decodes[turn:] + decodes[:turn], key=lambda one: one.last_step)[:rest]
+            self._turn += rest
+        if not num_draft:
+            return [(one, 1) for one in decodes] + work, admitted
+        rest -= len(decodes)
+        tokens = []
+        for one in decodes:
+            one.draft = one.draft[:rest]
+            rest -= len(one.draft)
+            tokens.append((one, 1 + len(one.draft)))
+        return tokens + work, admitted
+
+    def _holds(self, rows: int, left: int, prefills: list[Request]) -> bool:
+        """Whether to admit nobody in this step, since more may come to be computed together."""
+        if not rows or not self.coalesce_steps:
+            return False
+        enough = len(self.waiting) >= rows or self.waiting.num_uncached >= left
+        if enough or prefills or not self.running or self._num_held >= self.coalesce_steps:
+            self._num_held = 0
+            return False
+        self._num_held += 1
+        return True
 
     # -- when pages run out --------------------------------------------------------------------
 
-    def _drop(self, admitted: list[tuple[Request, int]], missing: int, keep: int) -> None:
-        """Leave the newest admissions for later, until about `missing` pages are saved.
-
-        What they pin is not counted: without them, that can be evicted too.
-        """
-        while len(admitted) > keep and missing > 0:
-            _, num_new = admitted.pop()
-            missing -= -(-num_new // self.planner.page_size)
+    def _drop(
+        self, admitted: list[tuple[Request, int]], most: int, missing: int | None = None
+    ) -> None:
+        """Leave up to `most` of the newest admissions for later, until about `missing` pages are
+        saved. What they pin is not counted: without them, that can be evicted too.
+        """  # noqa: D205
+        while most and (missing is None or missing > 0):
+            request, num_new = admitted.pop()
+            self.waiting.charge(request, -num_new)
+            self.waiting.add(request, request.rank - request.due)
+            most -= 1
+            if missing is not None:
+                missing -= -(-num_new // self.planner.page_size)
 
     def _preempt(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Send the newest running request back to the queue; the step goes on without it.
+        """Send a running request back to the queue; the step goes on without it.
 
         Nobody follows a running request in this step any more: admissions were dropped first.
         """
-        victim = max(self.running, key=lambda one: one.id)
+        senior = min(self.running, key=lambda one: (one.due, one.id))
+        victim = min(
+            (one for one in self.running if one is not senior),
+            key=lambda one: (one.priority, _num_lost(one), -one.id),
+            default=senior,
+        )
         self.num_preemptions += 1
         victim.preemptions += 1
         self.planner.release([victim.sequence])
         self.send_back([victim])
         return [(one, num_new) for one, num_new in work if one is not victim]
 
-    def _requests_of(self, sequences: Iterable[object]) -> list[Request]:
-        wanted = set(map(id, sequences))
-        return [one for one in self.running if id(one.sequence) in wanted]
 
-
-def _num_announced(request: Request, num_new: int) -> int:
-    """Of the tokens that a step computes, those that `plan` lets others attach to at once.
-
-    Not single ones, and not those of a request that must not read: the tree may know its first
-    pages already, and then nothing can be announced behind them before they are published.
-    """
-    return num_new if num_new > 1 and request.sequence.reuse else 0
+def _num_lost(request: Request) -> int:
+    """Tokens that a running request has computed itself: what it may have to compute again."""
+    sequence = request.sequence
+    return sequence.num_computed - sequence.num_read - sequence.num_shared

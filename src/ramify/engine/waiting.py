@@ -1,0 +1,200 @@
+"""The order of waiting requests: least work first with ageing, and fair between tenants.
+
+The clock is the number of tokens that the engine has computed, so that order depends on no wall
+clock. A request that comes at clock t with u uncached tokens has
+
+    due = t - PRIORITY_TOKENS * priority        rank = due + u
+
+and within a tenant the least rank is first. Little work thus goes before much, and a larger
+priority before a smaller one, both for a while: of the requests of one tenant that come after the
+clock has reached a request's `due + number of its tokens`, none of the same or a smaller priority
+goes before it, however warm and short (a priority that is larger by d goes before it for
+`d * PRIORITY_TOKENS` computed tokens more). A rank changes only when pages are cached or evicted.
+
+Between tenants the one that was served the fewest tokens is first, as in VTC (Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024): whoever begins to wait is lifted to the
+count of the tenant that was served last, so that nobody saves up. A tenant's first request
+therefore waits, once there is a row and room, for at most one admission of each other tenant,
+however many of their requests wait. Priorities order the requests of one tenant only: they are the
+tenant's own to give.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+
+from ramify.engine.request import Request
+
+PRIORITY_TOKENS = 1 << 17  # that one more class of priority is worth: above most prompts' lengths
+SPARE_TENANTS = 64  # that are remembered though nobody waits, so that few calls look for them
+
+
+class _Tenant:
+    __slots__ = ("heap", "in_line", "number", "served")
+
+    def __init__(self, number: int, served: int) -> None:
+        self.number, self.served = number, served
+        self.heap: list[tuple[int, int, Request]] = []  # rank, id; those that moved stay behind
+        self.in_line = False
+
+
+class WaitingQueue:
+    """Waiting requests: `first` is whom to admit next. All calls are O(log n), amortised.
+
+    A request may be parked behind another that computes its prefix; it is not `first` until it is
+    woken. It counts as waiting all the same.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, Request] = OrderedDict()  # `some` passes through it in turn
+        self._tenants: dict[str, _Tenant] = {}
+        self._line: list[tuple[int, int, _Tenant]] = []  # served when entered, a lower bound
+        self._served_last = 0  # what the tenant of the last admission had been served before it
+        self._num_tenants = 0  # ever seen
+        self.num_uncached = 0  # tokens that all of them have to compute, as far as known
+        self._parked: dict[Request, list[tuple[int, Request]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return self._waiting.get(request.id) is request
+
+    def add(self, request: Request, num_uncached: int) -> None:
+        """Queue a request whose `due` is set, or give one that waits another rank."""
+        if request in self:
+            if request.rank == request.due + num_uncached and request.behind is None:
+                return
+            self.num_uncached -= request.rank - request.due
+        self.num_uncached += num_uncached
+        request.rank = request.due + num_uncached
+        request.behind = None
+        self._waiting[request.id] = request
+        tenant = self._tenant(request.tenant)
+        heappush(tenant.heap, (request.rank, request.id, request))
+        if not tenant.in_line:
+            tenant.in_line = True
+            tenant.served = max(tenant.served, self._served_last)
+            heappush(self._line, (tenant.served, tenant.number, tenant))
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out; whether it was in."""
+        if request not in self:
+            return False
+        del self._waiting[request.id]
+        self.num_uncached -= request.rank - request.due
+        request.behind = None
+        return True
+
+    def first(self) -> Request | None:
+        """Whom to admit next."""
+        line, waiting = self._line, self._waiting
+        while line:
+            served, _, tenant = line[0]
+            heap = tenant.heap
+            while heap:
+                rank, number, request = heap[0]
+                if waiting.get(number) is request and request.rank == rank and not request.behind:
+                    if served == tenant.served:
+                        return request
+                    break
+                heappop(heap)
+            else:
+                heappop(line)
+                tenant.in_line = False
+                continue
+            heapreplace(line, (tenant.served, tenant.number, tenant))
+        return None
+
+    def admit(self, request: Request) -> None:
+        """Take out a request that is about to be computed."""
+        self._served_last = max(self._served_last, self._tenant(request.tenant).served)
+        self.remove(request)
+        if len(self._tenants) > 2 * len(self._line) + SPARE_TENANTS:
+            self._tenants = {
+                name: one
+                for name, one in self._tenants.items()
+                if one.in_line or one.served > self._served_last
+            }
+
+    # -- tenants -----------------------------------------------------------------------------
+
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            self._num_tenants += 1
+            tenant = self._tenants[name] = _Tenant(self._num_tenants, self._served_last)
+        return tenant
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is more than one tenant, so that it matters who is served how much."""
+        return self._num_tenants > 1
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that are computed for a request's tenant; negative ones are given back."""
+        if not self.counts:
+            return
+        tenant = self._tenant(request.tenant)
+        tenant.served += num_tokens
+        if num_tokens < 0 and tenant.in_line:  # the line holds lower bounds
+            self._line = [(one.served, one.number, one) for _, _, one in self._line]
+            heapify(self._line)
+
+    def key(self, request: Request) -> tuple[int, int, int]:
+        """What orders requests, running ones too: the least first."""
+        served = self._tenant(request.tenant).served if self.counts else 0
+        return served, request.rank, request.id
+
+    # -- requests that wait for one that runs ------------------------------------------------
+
+    def park(self, request: Request, leader: Request, num_tokens: int) -> None:
+        """Pass over a request until `leader` has computed its first `num_tokens` tokens.
+
+        The leader takes over the follower's rank if that is less, so that nobody waits for it
+        longer than for himself.
+        """
+        request.behind = leader
+        self._parked.setdefault(leader, []).append((num_tokens, request))
+        leader.rank = min(leader.rank, request.rank)
+
+    def wake(self, leader: Request, num_tokens: int) -> None:
+        """The leader has computed so many tokens, or does so in this step."""
+        followers = self._parked.pop(leader, None)
+        if followers is None:
+            return
+        later = []
+        for common, request in followers:
+            if request not in self or request.behind is not leader:
+                continue
+            if common <= num_tokens:
+                self.add(request, len(request.sequence.tokens) - common)
+            else:
+                later.append((common, request))
+        if later:
+            self._parked[leader] = later
+
+    def wake_all(self, leader: Request) -> None:
+        """The leader computes nothing any more, whatever the reason: others may lead."""
+        for _, request in self._parked.pop(leader, ()):
+            if request in self and request.behind is leader:
+                self.add(request, request.rank - request.due)
+
+    def leaders(self) -> list[Request]:
+        """Those behind whom somebody is parked."""
+        return list(self._parked)
+
+    def some(self, count: int) -> list[Request]:
+        """The next few in turn, whose ranks may be out of date."""
+        found: list[Request] = []
+        for _ in range(min(count, len(self._waiting))):
+            number, request = next(iter(self._waiting.items()))
+            self._waiting.move_to_end(number)
+            if request.behind is None:
+                found.append(request)
+        return found

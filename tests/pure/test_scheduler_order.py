@@ -1,0 +1,328 @@
+"""Who comes first: least work with ageing, priorities, tenants, and a cost that no queue changes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache.key import CacheKey
+from ramify.cache.values import Match
+from ramify.engine.prefill import MAX_LOOKS, NUM_REFRESHED
+from ramify.engine.request import Request
+from ramify.engine.waiting import PRIORITY_TOKENS, WaitingQueue
+from ramify.errors import ConfigError, OverloadedError, PromptTooLongError
+from ramify.params import SamplingParams
+from tests.pure.engine_bench import Bench, expected
+
+
+def begun(bench: Bench, keys: Sequence[int]) -> list[int]:
+    """Those of some live requests that are not waiting, in the order of their ids."""
+    waiting = {one.id for one in bench.core.scheduler.waiting}
+    return [key for key in keys if key not in waiting]
+
+
+# -- least work first, with ageing -----------------------------------------------------------
+
+
+def test_of_those_that_come_together_the_least_uncached_work_is_first() -> None:
+    """A long warm prompt goes before a shorter cold one."""
+    bench = Bench(max_num_seqs=1)
+    bench.add([7] * 60, max_tokens=1)
+    bench.run()
+    blocker = bench.add([1], max_tokens=2, ignore_eos=True)
+    bench.step()
+    cold = bench.add([2] * 20, max_tokens=1)
+    warm = bench.add([7] * 60 + [3], max_tokens=1)
+
+    order = [event.request_id for _ in range(3) for event in bench.step() if event.output]
+
+    assert order == [blocker, warm, cold]
+
+
+@pytest.mark.parametrize("num_queued", [0, 40, 200])
+def test_short_warm_prompts_pass_a_long_cold_one_for_a_bounded_time(num_queued: int) -> None:
+    """More short work comes than can be done, and goes first just until the clock says no.
+
+    The clock counts computed tokens. Who comes when it has reached the long prompt's rank (when it
+    came, and its length) or later is begun later, however long the queue is: the order never
+    changes to another.
+    """
+    bench = Bench(20_000, 4, max_num_seqs=4, max_batch_tokens=32)
+    bench.add([7] * 40, max_tokens=1)
+    bench.run()
+    scheduler = bench.core.scheduler
+    filling = [bench.add([7] * 40 + [9, at % 40], max_tokens=8) for at in range(num_queued)]
+    long = bench.add([2] * 300, max_tokens=1)
+    rank = scheduler.num_tokens + 300
+    passed, late = 0, []
+    while not begun(bench, [long]):
+        for at in range(5):
+            key = bench.add([7] * 40 + [1 + at], max_tokens=8, ignore_eos=True)
+            if scheduler.num_tokens >= rank:
+                late.append(key)
+            else:
+                passed += 1
+        bench.core.step()
+        assert begun(bench, late) == []
+        assert scheduler.num_tokens < rank + 32 * (num_queued + passed + 10)
+
+    assert passed > 100
+    assert len(begun(bench, filling)) == num_queued
+    bench.check()
+
+
+def test_eb15_decodes_that_fill_the_budget_keep_no_prompt_out() -> None:
+    """Rows are free and each running request takes its token: six of six begin in a bounded time.
+
+    An eighth of the budget is for prompts: 24 tokens each take 24 steps, one after the other.
+    """
+    bench = Bench(4096, 4, max_num_seqs=16, max_batch_tokens=8)
+    for at in range(8):
+        bench.add([20 + at], max_tokens=800, ignore_eos=True)
+    bench.step()
+    assert len(bench.core.scheduler.running) == 8
+    late = [bench.add([1 + at] * 24, max_tokens=1) for at in range(6)]
+
+    for _ in range(6 * 24 + 6):
+        bench.step()
+
+    assert all(key in bench.outputs for key in late)
+    counts = [len(bench.tokens[key]) for key in range(8)]
+    assert min(counts) >= 6 * 24 * 3 // 4  # an eighth, and what had begun meanwhile
+    assert max(counts) - min(counts) <= 8  # a round
+    for key in range(8):
+        bench.abort(key)
+    bench.run()
+
+
+# -- priorities ------------------------------------------------------------------------------
+
+
+def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -> None:
+    """However much longer its prompt is; and one class is worth PRIORITY_TOKENS, no more."""
+    queue = WaitingQueue()
+    bench = Bench()
+    for prompt, priority in (([1], 0), ([2] * 900, 1), ([3], -1), ([4] * 9, 1)):
+        bench.add(prompt, priority=priority, max_tokens=1)
+    requests = list(bench.core.scheduler.waiting)
+    assert drained(bench.core.scheduler.waiting) == [3, 1, 0, 2]
+
+    for one, came in zip(requests, (0, PRIORITY_TOKENS + 1000, 0, 0), strict=True):
+        one.due = came - PRIORITY_TOKENS * one.priority
+        queue.add(one, len(one.prompt_ids))
+
+    assert drained(queue) == [3, 0, 1, 2]
+
+
+def drained(queue: WaitingQueue) -> list[int]:
+    found = []
+    while (one := queue.first()) is not None:
+        queue.admit(one)
+        found.append(one.id)
+    return found
+
+
+def test_the_lowest_priority_is_preempted_and_the_first_never() -> None:
+    """Of four that outgrow the pool, those of priority 0 go back; the first that came stays."""
+    bench = Bench(48, 4, max_batch_tokens=64)
+    keys = [
+        bench.add([1 + at] * 4, max_tokens=19, ignore_eos=True, priority=priority)
+        for at, priority in enumerate((1, 0, 1, 0))
+    ]
+
+    outputs = bench.run()
+
+    counts = [outputs[key].metrics.preemptions for key in keys]
+    assert counts[0] == 0
+    assert counts[1] + counts[3] > counts[2]
+    for at, key in enumerate(keys):
+        assert list(outputs[key].token_ids) == expected([1 + at] * 4, 19, ends=())
+
+
+def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
+    """Not simply the newest: the one that loses the least."""
+    bench = Bench(64, 4, max_batch_tokens=64)
+    first = bench.add([1] * 8, max_tokens=30, ignore_eos=True)
+    little = bench.add([2] * 4, max_tokens=30, ignore_eos=True)
+    much = bench.add([3] * 24, max_tokens=10, ignore_eos=True)
+
+    outputs = bench.run()
+
+    told = [outputs[key].metrics.preemptions for key in (first, little, much)]
+    assert told[0] == told[2] == 0
+    assert told[1] > 0
+
+
+# -- tenants ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_others", [10, 1000])
+def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_others: int) -> None:
+    """The single one begins with the first row that is free after the one being given away."""
+    bench = Bench(8000, 4, max_num_seqs=2, max_batch_tokens=32)
+    many = [
+        bench.add([1 + at % 40, 3], tenant="many", max_tokens=4, ignore_eos=True, priority=at % 3)
+        for at in range(num_others)
+    ]
+    for _ in range(6):
+        bench.step()
+    before = len(begun(bench, many))
+    one = bench.add([2] * 90, tenant="one", max_tokens=2)
+
+    while not begun(bench, [one]):
+        bench.step()
+
+    assert len(begun(bench, many)) <= before + 1
+    for _ in range(90 // 30 + 3):
+        bench.step()
+    assert one in bench.outputs
+    for key in many:
+        if key not in bench.outputs:
+            bench.abort(key)
+    bench.run()
+
+
+def test_tenants_are_served_the_same_number_of_tokens() -> None:
+    """One asks for much at a time, the other for little: neither gets more than the other."""
+    bench = Bench(8000, 4, max_num_seqs=3, max_batch_tokens=32)
+    heavy = [bench.add([1 + at % 9] * 100 + [at], tenant="heavy", max_tokens=9) for at in range(40)]
+    light = [bench.add([20, at % 49], tenant="light", max_tokens=9) for at in range(400)]
+    served = {"heavy": 0, "light": 0}
+    execute = bench.device.execute
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bench.device, name)
+
+        def execute(self, plan: Any) -> Any:
+            lengths = plan.batch.cu_seqlens_q[1:] - plan.batch.cu_seqlens_q[:-1]
+            for name, length in zip(plan.request_ids, lengths.tolist(), strict=True):
+                served["heavy" if name in heavy else "light"] += length
+            return execute(plan)
+
+    bench.core.executor = Counting()
+    while len(begun(bench, light)) < 150:
+        bench.step()
+
+    longest = 100 + 9 + 32
+    assert abs(served["heavy"] - served["light"]) <= 3 * longest
+    for key in (*heavy, *light):
+        if key not in bench.outputs:
+            bench.abort(key)
+    bench.run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(0, 50), st.sampled_from(["add", "take"])),
+        max_size=60,
+    )
+)
+def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
+    """Of any number of tenants, whatever is charged: each is admitted once, least served first."""
+    queue, bench = WaitingQueue(), Bench()
+    live: dict[int, Request] = {}
+    for tenant, cost, job in jobs:
+        if job == "add":
+            key = bench.add([1], tenant=tenant)
+            one = bench.core._requests[key]
+            queue.add(one, cost)
+            live[key] = one
+        elif (found := queue.first()) is not None:
+            assert live.pop(found.id) is found
+            lowest = min(queue.key(one)[0] for one in (found, *live.values()))
+            assert queue.key(found)[0] == lowest
+            assert queue.key(found) == min(
+                queue.key(one) for one in (found, *live.values()) if one.tenant == found.tenant
+            )
+            queue.admit(found)
+            queue.charge(found, cost)
+    assert len(queue) == len(live)
+
+    rest = drained(queue)
+
+    assert sorted(rest) == sorted(live)
+    assert queue.num_uncached == 0
+
+
+# -- overload, and what a step costs ---------------------------------------------------------
+
+
+def test_ab11_too_many_waiting_requests_are_refused_with_a_time() -> None:
+    """Nothing is queued; those that can never be served are told that instead."""
+    bench = Bench(max_num_seqs=1, options={"max_waiting": 3}, max_model_len=64)
+    for at in range(3):
+        bench.add([1 + at], max_tokens=2)
+    bench.time = 30.0
+
+    with pytest.raises(OverloadedError, match="3 requests wait and max_waiting is 3") as caught:
+        bench.core.add_request([9], SamplingParams())
+    with pytest.raises(PromptTooLongError):
+        bench.core.add_request([9] * 64, SamplingParams())
+
+    told = caught.value
+    assert (told.num_waiting, told.limit, told.retry_after_s) == (3, 3, 15.0)
+    assert len(bench.run()) == 3
+    bench.add([9], max_tokens=1)
+    bench.run()
+
+
+@pytest.mark.parametrize("options", [{"max_waiting": 0}, {"coalesce_steps": -1}])
+def test_options_outside_their_range_are_refused(options: dict[str, Any]) -> None:
+    """By name."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Bench(options=options)
+
+
+@pytest.mark.parametrize("hold", [0, 4])
+def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> None:
+    """Held for up to so many steps while another decodes; at once when nobody does."""
+    bench = Bench(options={"coalesce_steps": hold}, max_batch_tokens=64)
+    bench.add([1], max_tokens=40, ignore_eos=True)
+    assert bench.step()
+    with_prompt = 0
+    for at in range(20):
+        key = bench.add([2 + at] * 3, max_tokens=1)
+        with_prompt += any(event.request_id > 0 for event in bench.step())
+        waited = bench.core._requests.get(key)
+        assert waited is None or hold
+
+    bench.run()
+
+    assert with_prompt == (20 if not hold else 4)
+    waits = [output.metrics.ttft_s for output in bench.outputs.values()]
+    assert max(one for one in waits if one is not None) <= 1 + hold
+
+
+class CountingMatches:
+    """Counts the lookups of a cache."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.count, self._match = 0, bench.core.cache.match
+        bench.core.cache.match = self  # type: ignore[method-assign]
+
+    def __call__(self, key: CacheKey) -> Match:
+        self.count += 1
+        return self._match(key)
+
+
+@pytest.mark.parametrize("num_waiting", [100, 2000])
+@pytest.mark.parametrize("shared", [0, 40])
+def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
+    num_waiting: int, shared: int
+) -> None:
+    """With and without free rows, and also when all of them wait for one leader."""
+    rows = 4
+    bench = Bench(4096, 4, max_num_seqs=rows, max_batch_tokens=16)
+    for at in range(num_waiting):
+        bench.add([7] * shared + [at % 40, at // 40], max_tokens=3)
+    counting = CountingMatches(bench)
+
+    for _ in range(30):
+        counting.count = 0
+        full = len(bench.core.scheduler.running) == rows
+        bench.core.step()
+        assert counting.count <= (0 if full else rows + MAX_LOOKS + NUM_REFRESHED)
