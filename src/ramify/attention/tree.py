@@ -65,7 +65,6 @@ class TreeBackend:
         self._state = np.zeros((0, 0), np.float32)
         use_threads(self._num_workers)
         self._compile()
-        torch.set_num_threads(self._num_workers)  # Numba starts all there are, in torch's pool too
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -365,3 +364,5 @@ def use_threads(count: int) -> None:
             "omp"  # torch's OpenMP: one pool, no thread waits for another
         )
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != count:  # Numba starts all there are, in torch's pool too
+        torch.set_num_threads(count)

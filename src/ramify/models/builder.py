@@ -9,32 +9,24 @@ import torch
 from torch import Tensor
 
 from ramify.attention.exact import Exactness, ProbeStore
-from ramify.models.layers import (
-    Linear,
-    RMSNorm,
-    choose_linear,
-    choose_rows,
-    sample_rows,
-    silu_mul,
-)
+from ramify.models.layers import RMSNorm, silu_mul
+from ramify.models.linear import Linear, choose_linear
+from ramify.models.rows import choose_rows, sample_rows
 
 Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)); `gate_up` is one matrix or two."""
+    """down(silu(gate(x)) * up(x)); the matrices of gate and up are one."""
 
-    gate_up: tuple[Linear, ...]
+    gate_up: Linear
     silu_mul: Callable[..., Tensor]
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden_size] -> the same."""
-        if len(self.gate_up) == 1:
-            gate, up = self.gate_up[0](x).chunk(2, -1)
-        else:
-            gate, up = (part(x) for part in self.gate_up)
+        gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.silu_mul(gate, up))
 
 
@@ -57,7 +49,6 @@ class LayerBuilder:
     ) -> None:
         self.dtype, self.exact = dtype, exact
         self._weights, self._strategy = weights, linear_strategy
-        self.joins = dtype == torch.float32  # joined parts are strided views of one matrix's rows
         self._store = ProbeStore.default() if store is None else store
         self._verdicts: dict[tuple[str, tuple[int, ...]], Exactness] = {}
 
@@ -79,14 +70,12 @@ class LayerBuilder:
         inner = self._weights[f"{prefix}gate_proj.weight"].shape[0]
         return GatedMlp(gate_up, self._silu_mul(inner), self.linear(f"{prefix}down_proj"))
 
-    def joined(self, *names: str) -> tuple[Linear, ...]:
-        """One matrix for projections of the same input in float32, else one each."""
-        if not self.joins:
-            return tuple(self.linear(name) for name in names)
+    def joined(self, *names: str) -> Linear:
+        """One matrix for projections of the same input."""
         weight = torch.cat([self._weights[f"{name}.weight"] for name in names])
         biases = [self._weights.get(f"{name}.bias") for name in names]
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        return (self.matrix(weight, bias),)
+        return self.matrix(weight, bias)
 
     def linear(self, name: str) -> Linear:
         """The projection of that name."""
@@ -112,7 +101,7 @@ class LayerBuilder:
     def _silu_mul(self, inner: int) -> Callable[..., Tensor]:
         def samples() -> tuple[Tensor, ...]:
             gate, up = sample_rows(2 * inner, dtype=self.dtype).chunk(2, -1)
-            return (gate, up) if self.joins else (gate.contiguous(), up.contiguous())
+            return gate, up
 
         return self.rows("silu_mul", silu_mul, (inner,), samples)
 

@@ -16,8 +16,10 @@ from ramify.attention.sparse import IndexQuery
 from ramify.models.builder import GatedMlp, LayerBuilder, Norm
 from ramify.models.config import ModelConfig
 from ramify.models.latent import IndexConfig, MlaConfig
-from ramify.models.layers import PAD_ROWS, Linear, Rotary, rotate, sample_rows
+from ramify.models.layers import Rotary, rotate
+from ramify.models.linear import PAD_ROWS, Linear
 from ramify.models.moe import Experts
+from ramify.models.rows import sample_rows
 
 # attend(layer, query, latent [T, latent_dim], rope [T, rope_dim][, index key [T, dim]]) ->
 # [T, num_heads, value_dim]. The callee stores what follows the query and attends.

@@ -12,7 +12,9 @@ from torch import Tensor
 from ramify.attention.exact import Exactness, ProbeStore
 from ramify.models.builder import GatedMlp, LayerBuilder, Norm
 from ramify.models.config import ModelConfig
-from ramify.models.layers import Linear, RMSNorm, Rotary, rotate, sample_rows
+from ramify.models.layers import RMSNorm, Rotary, rotate
+from ramify.models.linear import Linear
+from ramify.models.rows import sample_rows
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
 # callee stores k and v and attends with scale head_dim ** -0.5.
@@ -21,10 +23,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One decoder layer; `qkv` is one matrix, or one per part."""
+    """One decoder layer; the matrices of q, k and v are one."""
 
     attention_norm: Norm
-    qkv: tuple[Linear, ...]
+    qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
     output: Linear
@@ -59,8 +61,7 @@ class DenseDecoder:
                 probe's choice; tests put faults in with it.
             on_layer: called after each layer, for progress.
 
-        float32 matrices that read the same input become one (packing copies them in any case);
-        others stay views of the memory-mapped file.
+        Matrices that read the same input become one; most are copied, as their strategy wants them.
         """
         self.config, self.dtype, self.exact = config, dtype, exact
         self._build = LayerBuilder(
@@ -113,11 +114,8 @@ class DenseDecoder:
         """Queries, keys and values as [T, heads, head_dim], normalised but not yet turned."""
         config = self.config
         num_kv = config.num_kv_heads
-        if len(layer.qkv) == 1:
-            heads = layer.qkv[0](x).unflatten(-1, (-1, config.head_dim))
-            q, k, v = heads.split((config.num_heads, num_kv, num_kv), 1)
-        else:
-            q, k, v = (part(x).unflatten(-1, (-1, config.head_dim)) for part in layer.qkv)
+        heads = layer.qkv(x).unflatten(-1, (-1, config.head_dim))
+        q, k, v = heads.split((config.num_heads, num_kv, num_kv), 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
         return q, k, v
@@ -145,8 +143,7 @@ class DenseDecoder:
         shape = (num_heads, self.config.head_dim)
 
         def samples() -> tuple[Tensor, ...]:
-            heads = sample_rows(num_joined, shape[1], dtype=self.dtype)[:, :num_heads]
-            return (heads if self._build.joins else heads.contiguous(),)
+            return (sample_rows(num_joined, shape[1], dtype=self.dtype)[:, :num_heads],)
 
         return self._build.rows("rms_norm of heads", norm, shape, samples)
 
