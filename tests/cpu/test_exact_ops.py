@@ -358,12 +358,31 @@ def test_nothing_is_probed_when_exactness_is_not_asked_for(tmp_path: Path) -> No
     assert {entry.reason for entry in model.exactness()} == {"exact=False"}
 
 
-def test_the_report_names_every_operation(tmp_path: Path) -> None:
-    """`ramify info` shows what this returns."""
+@pytest.mark.parametrize(
+    ("strategy", "operations"),
+    [
+        (
+            "panels",
+            {
+                "linear",
+                "rms_norm, linear",
+                "rms_norm, linear, silu_mul",
+                "rms_norm of heads, rotary",
+            },
+        ),
+        ("padded", {"linear", "rms_norm", "rms_norm of heads", "rotary", "silu_mul"}),
+    ],
+)
+def test_the_report_names_every_operation(
+    tmp_path: Path, strategy: str, operations: set[str]
+) -> None:
+    """`ramify info` shows what this returns: what one kernel does is one operation."""
+    reason = why_not(strategy, torch.zeros(8, 8))
+    if reason is not None:
+        pytest.skip(f"no {strategy} linears: {reason}")
     path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
 
-    report = load_model(path, store=ProbeStore(None)).exactness()
+    report = load_model(path, store=ProbeStore(None), linear_strategy=strategy).exactness()
 
-    operations = {entry.operation for entry in report}
-    assert operations == {"linear", "rms_norm", "rms_norm of heads", "rotary", "silu_mul"}
+    assert {entry.operation for entry in report} == operations
     assert all(entry.dtype == "float32" and entry.reason for entry in report)

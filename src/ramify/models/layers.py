@@ -54,8 +54,8 @@ class Rotary:
         """
         positions = torch.arange(max_len, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-        self._cos = (angles.cos() * rope.attention_factor).to(dtype)
-        self._sin = (angles.sin() * rope.attention_factor).to(dtype)
+        self.cos = (angles.cos() * rope.attention_factor).to(dtype)
+        self.sin = (angles.sin() * rope.attention_factor).to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin, [rows, 1, head_dim] each, for positions [rows] int64.
@@ -63,7 +63,7 @@ class Rotary:
         The sign that rotate-half gives the first half is in the sine: -(x * s) is x * (-s), bit
         for bit.
         """
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self.cos[positions], self.sin[positions]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 

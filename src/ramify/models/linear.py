@@ -68,6 +68,12 @@ class Linear:
             return x.new_empty((0, self.out_width))
         return self._run(x)
 
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the result to sums [rows, out_width], in place; returns them."""
+        if isinstance(self._run, panels.Panels):
+            return self._run.add_to(sums, x)
+        return sums.add_(self(x))
+
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Apply:
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)  # noqa: SLF001
@@ -215,9 +221,14 @@ def choose_linear(
 
 def _differing(linear: Linear, weight: Tensor) -> tuple[int, ...]:
     """The row counts that fail, tried on the weight itself with random rows."""
+    counts = probe_counts(weight)
+    rows = random_rows(max(counts) + SPARE_ROWS, weight.shape[1], weight.dtype)
+    return differing_row_counts(linear, rows.to(weight.device), counts)
+
+
+def probe_counts(weight: Tensor) -> tuple[int, ...]:
+    """The row counts at which a matrix of this size is tried."""
     fitting = [
         counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
     ]
-    counts = fitting[0] if fitting else PROBE_COUNTS[-1]
-    rows = random_rows(max(counts) + SPARE_ROWS, weight.shape[1], weight.dtype)
-    return differing_row_counts(linear, rows.to(weight.device), counts)
+    return fitting[0] if fitting else PROBE_COUNTS[-1]

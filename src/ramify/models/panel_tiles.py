@@ -16,6 +16,7 @@ from ramify.attention.simd import (
     SIZES,
     _call,
     _const,
+    _exp,
     _f32,
     _fill,
     _i32,
@@ -167,18 +168,82 @@ def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def store_line(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """PANEL floats as elements of `kind`, a literal; to the nearest, ties to even."""
+    """PANEL sums as elements of `kind`, a literal."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
         stored = kind.literal_value
-        for v in range(2):
-            x = _load(builder, builder.add(source, _i64(4 * LANES * v)), _vec(LANES))
-            at = builder.add(into, _i64(SIZES[stored] * LANES * v))
+        for x, at in zip(_halves(builder, source), _places(builder, into, stored), strict=True):
             _store(builder, narrow(builder, x, stored), at)
         return context.get_dummy_value()
 
     return types.void(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def add_line(_: Any, source: Any, into: Any, kind: Any) -> Any:
+    """PANEL sums, rounded to `kind`, are added to the elements at `into`."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, _ = args
+        stored = kind.literal_value
+        for x, at in zip(_halves(builder, source), _places(builder, into, stored), strict=True):
+            before = _widen(builder, at, stored, LANES)
+            total = builder.fadd(before, rounded(builder, x, stored))
+            _store(builder, narrow(builder, total, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def gate_line(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
+    """silu(gate) * up of PANEL sums each, rounded to `kind` after each of the three."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        gate, up, into, _ = args
+        stored = kind.literal_value
+        both = zip(
+            _halves(builder, gate),
+            _halves(builder, up),
+            _places(builder, into, stored),
+            strict=True,
+        )
+        for g, u, at in both:
+            active = rounded(builder, silu(builder, rounded(builder, g, stored)), stored)
+            product = builder.fmul(active, rounded(builder, u, stored))
+            _store(builder, narrow(builder, product, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, kind), code
+
+
+def _halves(builder: Any, source: Any) -> list[Any]:
+    """A line of PANEL sums."""
+    return [_load(builder, builder.add(source, _i64(4 * LANES * v)), _vec(LANES)) for v in (0, 1)]
+
+
+def _places(builder: Any, into: Any, kind: int) -> list[Any]:
+    return [builder.add(into, _i64(SIZES[kind] * LANES * v)) for v in (0, 1)]
+
+
+def silu(builder: Any, x: Any) -> Any:
+    """x / (1 + exp(-x)) of a float32 vector, by exp of what is not positive."""
+    lanes = x.type.count
+    zero, one = _const(0.0, lanes), _const(1.0, lanes)
+    e = _exp(builder, builder.fsub(zero, _call(builder, "fabs", x)))
+    negative = builder.fcmp_ordered("<", x, zero)
+    over = builder.select(negative, builder.fmul(x, e), x)
+    return builder.fdiv(over, builder.fadd(one, e))
+
+
+def rounded(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector with the values that `kind` can hold."""
+    if kind == F32:
+        return x
+    lanes = x.type.count
+    wide = builder.zext(narrow(builder, x, kind), _vec(lanes, _i32))
+    return builder.bitcast(builder.shl(wide, _const(16, lanes, _i32)), x.type)
 
 
 def narrow(builder: Any, x: Any, kind: int) -> Any:

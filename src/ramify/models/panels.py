@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ramify.attention.tree import use_threads
+from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,53 +46,179 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def pack_bias(bias: Tensor) -> Tensor:
-    """[out_width] of any float dtype as [panels * PANEL] float32."""
+    """[out_width] of any float dtype as [panels, PANEL] float32."""
     from ramify.models.panel_tiles import PANEL
 
-    return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL)).contiguous()
+    return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL)).view(-1, PANEL)
 
 
 class Panels:
-    """x @ weight.T + bias, accumulated in float32; the weight is copied."""
+    """x @ weight.T + bias, accumulated in float32; the weight is copied.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Lay out a weight [out_width, in_width], float32 or bfloat16, and its bias [out_width]."""
+    Args:
+        weight: [out_width, in_width], float32 or bfloat16; if gated, the rows of gate, then those of
+            up, equally many.
+        bias: [out_width].
+        norm: weights [in_width] and eps of an RMS norm of x that goes before.
+        gated: the result is silu(gate) * up, of half the width.
+
+    Whatever is fused is rounded to the weight's dtype where separate operations would round.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+    ) -> None:
         from ramify.models import panel_kernels
 
         self._kernels = panel_kernels
-        self._out_width, self._kind = weight.shape[0], KINDS[weight.dtype]
-        self._weight = pack(weight)
-        self._bias = None if bias is None else pack_bias(bias)
+        self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
+        self._in_width, self._dtype = weight.shape[1], weight.dtype
+        self._mode = panel_kernels.GATE if gated else panel_kernels.STORE
+        parts = weight.chunk(2) if gated else (weight,)
+        # panels of gate and up take turns
+        self._weight = torch.stack([pack(part) for part in parts], 1).flatten(0, 1)
+        self._bias = None
+        if bias is not None:
+            biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
+            self._bias = torch.stack(biases, 1).flatten()
+        self._norm = None if norm is None else norm[0].contiguous()
+        self._eps = 0.0 if norm is None else float(norm[1])
+        self._fixed = (
+            0 if self._norm is None else self._norm.data_ptr(),
+            self._weight.data_ptr(),
+            len(self._weight),
+            0 if self._bias is None else self._bias.data_ptr(),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
 
         Rows of x may be far apart; if their elements are, x is copied first.
+
+        Raises:
+            ConfigError: x has another width or dtype.
         """
-        kernels = self._kernels
-        num_rows, width = x.shape
-        out = x.new_empty((num_rows, self._out_width))
-        if out.numel() == 0:
-            return out
+        out = torch.empty((x.shape[0], self.out_width), dtype=self._dtype)
+        self._run(x, out, self._mode)
+        return out
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the result to sums [rows, out_width], contiguous, in place; returns them.
+
+        Raises:
+            ConfigError: shapes or dtypes disagree, or the layer is gated.
+        """
+        if self._mode == self._kernels.GATE:
+            raise ConfigError("a gated product is made anew, not added to something")
+        if sums.shape != (x.shape[0], self.out_width) or sums.dtype != self._dtype:
+            raise ConfigError(
+                f"sums are {sums.dtype} {tuple(sums.shape)}; they must be {self._dtype} "
+                f"{(x.shape[0], self.out_width)}"
+            )
+        if not sums.is_contiguous():
+            raise ConfigError(f"sums have strides {sums.stride()}; they must be contiguous")
+        self._run(x, sums, self._kernels.ADD)
+        return sums
+
+    def _run(self, x: Tensor, out: Tensor, mode: int) -> None:
+        if x.dim() != 2 or x.shape[1] != self._in_width or x.dtype != self._dtype:
+            raise ConfigError(
+                f"x is {x.dtype} {tuple(x.shape)}; it must be {self._dtype} "
+                f"[rows, {self._in_width}]"
+            )
+        num_rows = x.shape[0]
+        if num_rows == 0 or self.out_width == 0:
+            return
         if x.stride(1) != 1:
             x = x.contiguous()
-        size = x.element_size()
-        bias = 0 if self._bias is None else self._bias.data_ptr()
-        product = kernels.Product(
-            self._kind, x.data_ptr(), x.stride(0) * size, num_rows, width,
-            self._weight.data_ptr(), bias, out.data_ptr(), self._out_width * size, self._out_width,
-        )  # fmt: skip
-        num_workers = max(1, torch.get_num_threads())
+        kernels, size, num_workers = self._kernels, self._dtype.itemsize, torch.get_num_threads()
         num_blocks = -(-num_rows // kernels.BLOCK_ROWS)
         tile = _tile_for(-(-num_rows // num_blocks), kernels.TILES)
         rows = kernels.TILES[tile]
         block_rows = -(-num_rows // (num_blocks * rows)) * rows
-        pieces = -(-TASKS_PER_WORKER * num_workers // num_blocks)
-        cut = kernels.Cut(block_rows, tile, min(pieces, len(self._weight)), num_workers)
+        pieces = min(-(-TASKS_PER_WORKER * num_workers // num_blocks), len(self._weight))
+        numbers = np.array(
+            (
+                KINDS[self._dtype], mode, x.data_ptr(), x.stride(0) * size, num_rows, self._in_width,
+                *self._fixed, out.data_ptr(), self.out_width * size, self.out_width,
+                block_rows, tile, pieces, num_workers,
+            ),
+            np.int64,
+        )  # fmt: skip
         use_threads(num_workers)
-        scratch = _scratch.of(num_workers, kernels.scratch_floats(block_rows, width))
-        kernels.multiply(product, cut, scratch, _scratch.counter)
-        return out
+        scratch = _scratch.of(num_workers, kernels.scratch_floats(block_rows, self._in_width))
+        kernels.multiply(numbers, self._eps, scratch, _scratch.counter)
+
+
+class Turn:
+    """Norms of heads and rotary positions, in place, in one pass over the rows of q, k and v.
+
+    Args:
+        cos, sin: [positions, head_dim / 2] in the model's dtype, float32 or bfloat16.
+        num_q, num_k: heads of a row that are turned: queries first, then keys.
+        norms: weights [head_dim] for queries and for keys, and their eps; None: not normalised.
+    """
+
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_q: int,
+        num_k: int,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+    ) -> None:
+        from ramify.models import row_kernels
+
+        self._turn = row_kernels.turn
+        self._tables = cos.contiguous(), sin.contiguous()
+        self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
+        self._eps = 0.0 if norms is None else float(norms[2])
+        self._shape = num_q, num_k, 2 * cos.shape[1]
+        weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
+        self._fixed = (
+            *self._shape,
+            *weights,
+            *(table.data_ptr() for table in self._tables),
+            len(cos),
+        )
+
+    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
+
+        Returns rows.
+
+        Raises:
+            ConfigError: shapes or dtypes disagree.
+            IndexError: a position is outside the tables; its row is as it was.
+        """
+        num_q, num_k, head_dim = self._shape
+        fits = rows.dim() == 2 and rows.shape[1] >= (num_q + num_k) * head_dim
+        if not fits or rows.dtype != self._tables[0].dtype or rows.stride(1) != 1:
+            raise ConfigError(
+                f"rows are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}; they must "
+                f"be {self._tables[0].dtype} [tokens, at least {(num_q + num_k) * head_dim}]"
+            )
+        if positions.shape != rows.shape[:1] or positions.dtype != torch.int64:
+            raise ConfigError(
+                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
+                f"[{rows.shape[0]}]"
+            )
+        num_workers = torch.get_num_threads()
+        numbers = np.array(
+            (KINDS[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.element_size(),
+             *self._fixed, num_workers, 0), np.int64,
+        )  # fmt: skip
+        use_threads(num_workers)
+        self._turn(numbers, self._eps, positions.contiguous().numpy())
+        if numbers[-1]:
+            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+        return rows
 
 
 def _tile_for(num_rows: int, tiles: tuple[int, ...]) -> int:

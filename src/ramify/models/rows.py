@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ def choose_rows(
     *,
     exact: bool,
     store: ProbeStore,
+    counts: Sequence[int] = ROW_COUNTS,
 ) -> tuple[Callable[..., Tensor], Exactness]:
     """`op` if its rows are independent, else `op` row by row; and why.
 
@@ -34,6 +35,7 @@ def choose_rows(
         shape: of one row, for the report.
         samples: makes the arguments of a trial, each [max(ROW_COUNTS) + SPARE_ROWS, ...], laid out
             in memory as the model will lay them out.
+        counts: rows of the trials.
     """
     if not exact:
         return op, Exactness(operation, shape, dtype_name(dtype), "together", "exact=False")
@@ -45,7 +47,7 @@ def choose_rows(
             start, stop = int(indices[0]), int(indices[-1]) + 1
             return op(*(arg[start:stop] for arg in args))
 
-        differing = differing_row_counts(run, torch.arange(args[0].shape[0]))
+        differing = differing_row_counts(run, torch.arange(args[0].shape[0]), counts)
         if not differing:
             return "together", "rows agree at every count tried"
         return "rowwise", f"together: rows differ at {', '.join(map(str, differing))} rows"
