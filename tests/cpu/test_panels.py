@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exact import ROW_COUNTS, differing_row_counts
-from ramify.models.panels import Panels, why_not_panels
+from ramify.errors import ConfigError
+from ramify.models.config import RopeConfig
+from ramify.models.layers import Rotary, rms_norm, rotate, silu_mul
+from ramify.models.panels import Panels, Turn, why_not_panels
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
@@ -123,3 +126,134 @@ def test_what_cannot_be_computed_is_refused_with_the_reason() -> None:
     assert why_not_panels(torch.zeros(2, 2)) is None
     assert "float64" in (why_not_panels(torch.zeros(2, 2, dtype=torch.float64)) or "")
     assert "device meta" in (why_not_panels(torch.zeros(2, 2, device="meta")) or "")
+
+
+def reference(x: Tensor, weight: Tensor, norm: Tensor | None, gated: bool) -> Tensor:
+    """What separate operations give, each rounded to the dtype."""
+    if norm is not None:
+        x = rms_norm(x, norm, 1e-5)
+    y = F.linear(x.float(), weight.float()).to(x.dtype)
+    return silu_mul(*y.chunk(2, -1)) if gated else y
+
+
+FUSED = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("normed", "gated"), FUSED)
+@pytest.mark.parametrize("shape", [(64, 128), (2, 1), (66, 257), (10, 19), (302, 511)])
+def test_what_is_fused_is_what_separate_operations_give(
+    shape: tuple[int, int], normed: bool, gated: bool, dtype: torch.dtype
+) -> None:
+    """Norm before and gate behind, at odd widths, to a rounding; and no row count changes a bit."""
+    weight = random(*shape, dtype=dtype) / shape[1] ** 0.5
+    norm = random(shape[1], dtype=dtype, seed=3) if normed else None
+    linear = Panels(weight, norm=None if norm is None else (norm, 1e-5), gated=gated)
+    x = 3 * random(600, shape[1], dtype=dtype, seed=2)
+
+    found = linear(x)
+
+    expected = reference(x, weight, norm, gated)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert found.shape == expected.shape
+    assert torch.allclose(found.float(), expected.float(), tolerance, 10 * tolerance)
+    counts = (*range(1, 34), 95, 96, 97, 127, 193, 512)
+    assert differing_row_counts(linear, x, counts) == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 15, 16, 40, 77])
+def test_a_result_is_added_as_if_it_were_there_already(width: int, dtype: torch.dtype) -> None:
+    """In place, with the bits of a sum of the rounded result."""
+    linear = Panels(random(width, 50, dtype=dtype), random(width, dtype=dtype, seed=1))
+    for num_rows in (1, 7, 100):
+        x, sums = random(num_rows, 50, dtype=dtype), random(num_rows, width, dtype=dtype, seed=9)
+        expected = sums + linear(x)
+
+        found = linear.add_to(sums, x)
+
+        assert found is sums
+        assert torch.equal(found, expected)
+
+
+def test_sums_that_do_not_fit_are_refused() -> None:
+    """Another shape or order in memory, or a gated product."""
+    x, weight = random(9, 50), random(40, 50)
+
+    with pytest.raises(ConfigError, match="sums are"):
+        Panels(weight).add_to(random(3, 40), x)
+    with pytest.raises(ConfigError, match="contiguous"):
+        Panels(weight).add_to(random(40, 9).T, x)
+    with pytest.raises(ConfigError, match="gated"):
+        Panels(weight, gated=True).add_to(random(9, 20), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_inside_the_kernel_is_silu(dtype: torch.dtype) -> None:
+    """Far out on both sides, at zero, and for what is not a number."""
+    gate = torch.tensor([-200.0, -100.0, -20.0, -1.0, -0.0, 0.0, 1e-8, 1.0, 20.0, 200.0]).to(dtype)
+    linear = Panels(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), gated=True)
+
+    found = linear(torch.stack((gate, torch.ones_like(gate)), 1))[:, 0]
+
+    expected = F.silu(gate.float())
+    unit = 1e-6 if dtype == torch.float32 else 2.0**-8
+    assert torch.allclose(found.float(), expected, rtol=unit, atol=1e-30)
+    assert linear(torch.tensor([[torch.nan, 1.0]]).to(dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 18, 20, 32, 64, 130])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_turned_as_by_torch(normed: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """Norm and rotation of queries and keys, values untouched; no row count changes a bit."""
+    rotary = Rotary(RopeConfig(10_000.0), head_dim=head_dim, max_len=50, dtype=dtype)
+    norms = [random(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
+    named = (norms[0], norms[1], 1e-6) if normed else None
+    turn = Turn(rotary.cos, rotary.sin, num_q=3, num_k=2, norms=named)
+    rows = random(600, 7 * head_dim, dtype=dtype)
+    positions = torch.arange(600) * 7 % 50
+
+    def turned(indices: Tensor) -> Tensor:
+        return turn(rows[indices], positions[indices])
+
+    found = turned(torch.arange(600)).unflatten(1, (7, head_dim))
+
+    heads = rows.unflatten(1, (7, head_dim))
+    parts = heads.split((3, 2, 2), 1)
+    q, k = (rms_norm(x, w, 1e-6) if normed else x for x, w in zip(parts[:2], norms, strict=True))
+    angles = rotary.at(positions)
+    expected = torch.cat((rotate(q, *angles), rotate(k, *angles), parts[2]), 1)
+    if normed:
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert torch.allclose(found.float(), expected.float(), tolerance, tolerance)
+    else:
+        assert torch.equal(found, expected)
+    counts = (*range(1, 34), 127, 512)
+    assert differing_row_counts(turned, torch.arange(600), counts) == ()
+
+
+def test_a_position_outside_the_tables_is_an_error() -> None:
+    """Its row is left alone; shapes and dtypes that do not fit are refused."""
+    rotary = Rotary(RopeConfig(10_000.0), head_dim=8, max_len=5, dtype=torch.float32)
+    turn = Turn(rotary.cos, rotary.sin, num_q=1, num_k=1)
+    rows = random(2, 24)
+    before = rows.clone()
+
+    with pytest.raises(IndexError, match=r"0\.\.4"):
+        turn(rows, torch.tensor([1, 5]))
+    assert torch.equal(rows[1], before[1])
+    with pytest.raises(ConfigError, match="positions are"):
+        turn(rows, torch.tensor([1]))
+    with pytest.raises(ConfigError, match="rows are"):
+        turn(rows[:, :10], torch.tensor([1, 2]))
+    assert turn(rows[:0], torch.zeros(0, dtype=torch.int64)).shape == (0, 24)
+
+
+def test_rows_of_another_kind_are_refused() -> None:
+    """The kernel is told addresses: a wrong dtype or width must be found before."""
+    linear = Panels(random(20, 30))
+
+    for wrong in (random(3, 29), random(3, 30).bfloat16(), random(30)):
+        with pytest.raises(ConfigError, match="x is"):
+            linear(wrong)

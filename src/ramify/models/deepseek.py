@@ -101,6 +101,11 @@ class DeepseekDecoder:
         """How each distinct operation, shape and dtype is computed, and why."""
         return self._build.verdicts()
 
+    @property
+    def row_multiple(self) -> int:
+        """See `DenseDecoder.row_multiple`."""
+        return PAD_ROWS if self.exact else 1
+
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden rows before the final norm; see `DenseDecoder.forward`."""
         hidden = F.embedding(token_ids, self._embedding)

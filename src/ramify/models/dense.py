@@ -13,7 +13,7 @@ from ramify.attention.exact import Exactness, ProbeStore
 from ramify.models.builder import GatedMlp, LayerBuilder
 from ramify.models.config import ModelConfig
 from ramify.models.heads import Heads, HeadsBuilder
-from ramify.models.linear import Apply, Linear
+from ramify.models.linear import PAD_ROWS, Apply, Linear
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
 # callee stores k and v and attends with scale head_dim ** -0.5.
@@ -80,6 +80,11 @@ class DenseDecoder:
     def exactness(self) -> list[Exactness]:
         """How each distinct operation, shape and dtype is computed, and why."""
         return self._build.verdicts()
+
+    @property
+    def row_multiple(self) -> int:
+        """Whole multiples of so many rows are what a step should have for its bits to be exact."""
+        return 1 if self._heads.fused or not self.exact else PAD_ROWS
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden rows before the final norm; `logits` applies it.

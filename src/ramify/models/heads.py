@@ -25,19 +25,19 @@ class HeadsBuilder:
         self._rotary = Rotary(
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=build.dtype
         )
-        self._fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
+        self.fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
         self._counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
         """What the heads of every layer need to know of positions [T] int64, once per step."""
-        return (positions,) if self._fused else self._rotary.at(positions)
+        return (positions,) if self.fused else self._rotary.at(positions)
 
     def of(self, prefix: str) -> Heads:
         """For the layer whose names begin with `prefix`; its rows may be turned in place."""
         norms = None
         if self._config.qk_norm:
             norms = tuple(self._build.weight(f"{prefix}{part}_norm.weight") for part in "qk")
-        return self._turned(norms) if self._fused else self._by_torch(norms)
+        return self._turned(norms) if self.fused else self._by_torch(norms)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         heads: tuple[Tensor, ...] = rows.unflatten(-1, (-1, self._config.head_dim)).split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 from typing import TYPE_CHECKING
@@ -136,23 +137,34 @@ class Panels:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
-        kernels, size, num_workers = self._kernels, self._dtype.itemsize, torch.get_num_threads()
-        num_blocks = -(-num_rows // kernels.BLOCK_ROWS)
-        tile = _tile_for(-(-num_rows // num_blocks), kernels.TILES)
-        rows = kernels.TILES[tile]
-        block_rows = -(-num_rows // (num_blocks * rows)) * rows
-        pieces = min(-(-TASKS_PER_WORKER * num_workers // num_blocks), len(self._weight))
+        num_workers, size = torch.get_num_threads(), self._dtype.itemsize
+        cut = _cut(num_rows, self._fixed[2], num_workers)
         numbers = np.array(
-            (
-                KINDS[self._dtype], mode, x.data_ptr(), x.stride(0) * size, num_rows, self._in_width,
-                *self._fixed, out.data_ptr(), self.out_width * size, self.out_width,
-                block_rows, tile, pieces, num_workers,
-            ),
-            np.int64,
+            (KINDS[self._dtype], mode, x.data_ptr(), x.stride(0) * size, num_rows, self._in_width,
+             *self._fixed, out.data_ptr(), self.out_width * size, self.out_width, *cut), np.int64,
         )  # fmt: skip
         use_threads(num_workers)
-        scratch = _scratch.of(num_workers, kernels.scratch_floats(block_rows, self._in_width))
-        kernels.multiply(numbers, self._eps, scratch, _scratch.counter)
+        floats = self._kernels.scratch_floats(cut[0], self._in_width)
+        scratch = _scratch.of(num_workers, floats)
+        self._kernels.multiply(numbers, self._eps, scratch, _scratch.counter)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, int, int]:
+    """How a product is cut into tasks: the last four numbers of `panel_kernels.multiply`.
+
+    As few tiles as there can be, and of those the smallest that will do.
+    """
+    from ramify.models.panel_kernels import BLOCK_ROWS
+    from ramify.models.panel_tiles import TILES
+
+    num_blocks = -(-num_rows // BLOCK_ROWS)
+    per_block = -(-num_rows // num_blocks)
+    per_tile = -(-per_block // -(-per_block // TILES[-1]))
+    tile = next(place for place, rows in enumerate(TILES) if rows >= per_tile)
+    block_rows = -(-per_block // TILES[tile]) * TILES[tile]
+    pieces = min(-(-TASKS_PER_WORKER * num_workers // num_blocks), num_panels)
+    return block_rows, tile, pieces, num_workers
 
 
 class Turn:
@@ -219,13 +231,6 @@ class Turn:
         if numbers[-1]:
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
         return rows
-
-
-def _tile_for(num_rows: int, tiles: tuple[int, ...]) -> int:
-    """The place of the tile that computes so many rows with the fewest tiles, then rows."""
-    num_tiles = -(-num_rows // tiles[-1])
-    least = -(-num_rows // num_tiles)
-    return next(place for place, rows in enumerate(tiles) if rows >= least)
 
 
 class _Scratch(threading.local):
