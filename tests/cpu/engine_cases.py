@@ -18,7 +18,7 @@ from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.executors import LocalExecutor
 from ramify.engine.llm import LLM
-from ramify.engine.runner import ROW_MULTIPLE, ModelRunner
+from ramify.engine.runner import ModelRunner
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
@@ -66,7 +66,7 @@ class Model:
     kv_dtype: str = "auto"  # as in `ramify.config`
     backend: type[AttentionBackend] = TreeBackend
     pool: type[KVPool] = KVPool
-    row_multiple: int = ROW_MULTIPLE
+    row_multiple: int | None = None  # what the model wants
 
     @cached_property
     def references(self) -> dict[tuple[Prompt, int], Reference]:

@@ -9,7 +9,7 @@ import torch
 from ramify.attention.backend import AttentionSpec
 from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.exact import differing_row_counts
-from ramify.models.layers import Linear
+from ramify.models.linear import Linear
 from tests.cpu.attention_mutants import (
     CutAtNodeBoundary,
     CutTree,

@@ -22,17 +22,10 @@ from ramify.attention.exact import (
     rowwise,
 )
 from ramify.errors import ConfigError
-from ramify.models.layers import (
-    LINEAR_STRATEGIES,
-    Linear,
-    choose_linear,
-    choose_rows,
-    rms_norm,
-    sample_rows,
-    silu_mul,
-    why_not_packed,
-)
+from ramify.models.layers import rms_norm, silu_mul
+from ramify.models.linear import LINEAR_STRATEGIES, Linear, choose_linear, why_not
 from ramify.models.loader import Decoder, load_model
+from ramify.models.rows import choose_rows, sample_rows
 from ramify.testing import write_tiny_checkpoint
 
 SHAPES = [(100, 64), (64, 100), (45, 67), (300, 64), (1, 33), (513, 130)]
@@ -59,7 +52,7 @@ def test_every_strategy_computes_the_same_product(
     for shape in SHAPES:
         weight = random(*shape, dtype=dtype)
         bias = random(shape[0], dtype=dtype, seed=1) if with_bias else None
-        reason = why_not_packed(weight) if strategy == "packed" else None
+        reason = why_not(strategy, weight)
         if reason is not None:
             with pytest.raises(ConfigError, match="cannot be used here"):
                 Linear(weight, bias, strategy=strategy)
@@ -77,7 +70,7 @@ def test_every_strategy_computes_the_same_product(
 
 def test_an_unknown_strategy_is_refused() -> None:
     """The message lists those there are."""
-    with pytest.raises(ConfigError, match="packed, padded, tiled, single, unpadded"):
+    with pytest.raises(ConfigError, match="panels, packed, padded, tiled, single, unpadded"):
         Linear(random(4, 4), strategy="magic")
 
 
@@ -130,7 +123,9 @@ def test_without_packing_something_else_is_found() -> None:
     weight = random(100, 64)
 
     with torch.backends.mkldnn.flags(enabled=False):
-        linear, verdict = choose_linear(weight, None, exact=True, store=ProbeStore(None))
+        linear, verdict = choose_linear(
+            weight, None, exact=True, store=ProbeStore(None), candidates=("packed", "padded")
+        )
         differing = differing_row_counts(linear, random(521, 64))
 
     assert linear.strategy != "packed"
@@ -284,7 +279,7 @@ def test_verdicts_are_remembered(tmp_path: Path) -> None:
     assert verdict_of(ProbeStore(path), "a") == "a"
     assert verdict_of(ProbeStore(path), "b") == "a"
     entries = json.loads(path.read_text())
-    assert list(entries) == [f"{machine_key()} | op 3x4 float32"]
+    assert list(entries) == [f"{machine_key()} | op 3x4 float32 of a b"]
     assert list(path.parent.iterdir()) == [path]  # no scratch file is left
 
 
@@ -363,12 +358,31 @@ def test_nothing_is_probed_when_exactness_is_not_asked_for(tmp_path: Path) -> No
     assert {entry.reason for entry in model.exactness()} == {"exact=False"}
 
 
-def test_the_report_names_every_operation(tmp_path: Path) -> None:
-    """`ramify info` shows what this returns."""
+@pytest.mark.parametrize(
+    ("strategy", "operations"),
+    [
+        (
+            "panels",
+            {
+                "linear",
+                "rms_norm, linear",
+                "rms_norm, linear, silu_mul",
+                "rms_norm of heads, rotary",
+            },
+        ),
+        ("padded", {"linear", "rms_norm", "rms_norm of heads", "rotary", "silu_mul"}),
+    ],
+)
+def test_the_report_names_every_operation(
+    tmp_path: Path, strategy: str, operations: set[str]
+) -> None:
+    """`ramify info` shows what this returns: what one kernel does is one operation."""
+    reason = why_not(strategy, torch.zeros(8, 8))
+    if reason is not None:
+        pytest.skip(f"no {strategy} linears: {reason}")
     path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
 
-    report = load_model(path, store=ProbeStore(None)).exactness()
+    report = load_model(path, store=ProbeStore(None), linear_strategy=strategy).exactness()
 
-    operations = {entry.operation for entry in report}
-    assert operations == {"linear", "rms_norm", "rms_norm of heads", "rotary", "silu_mul"}
+    assert {entry.operation for entry in report} == operations
     assert all(entry.dtype == "float32" and entry.reason for entry in report)

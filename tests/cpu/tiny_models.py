@@ -8,7 +8,7 @@ import torch
 
 from ramify.attention.blocked import BlockedBackend
 from ramify.attention.tree import TreeBackend
-from ramify.models.layers import LINEAR_STRATEGIES, why_not_packed
+from ramify.models.linear import LINEAR_STRATEGIES, why_not
 from ramify.models.loader import Decoder, load_model
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.engine_cases import LLAMA3_ROPE, Model
@@ -69,9 +69,9 @@ class TinyModels:
             dtype, *words = variant.split("-")
             assert set(words) <= WORDS, f"{variant}: unknown"
             strategy = next((word for word in words if word in LINEAR_STRATEGIES), None)
-            reason = why_not_packed(torch.zeros(8, 8)) if strategy == "packed" else None
+            reason = why_not(strategy, torch.zeros(8, 8)) if strategy else None
             if reason is not None:
-                pytest.skip(f"no packed linears: {reason}")
+                pytest.skip(f"no {strategy} linears: {reason}")
             self._models[family, variant] = Model(
                 f"{family}-{variant}",
                 self._decoder(family, dtype, strategy),

@@ -9,21 +9,17 @@ far its tile reaches changes a bit of it.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, prange
 
-from ramify.attention import simd
+from ramify.attention.compiled import compiled
 from ramify.attention.simd import (
     BF16,
     F16,
     F32,
     INT8,
-    LANES,
     SIZES,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -44,8 +40,6 @@ from ramify.attention.simd import (
     transpose_keys,
     widen_row,
 )
-
-logger = logging.getLogger(__name__)
 
 BLOCK_KEYS = 256
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
@@ -411,21 +405,4 @@ def _attend(
                          scratch[worker])  # fmt: skip
 
 
-def _compiled(function: Any) -> Any:
-    """The parallel kernel, kept on disk between processes where there is a place for it.
-
-    Numba looks at the file of the function alone to see whether what it kept is stale, so the name
-    that it keeps it under has the content of both files in it.
-    """
-    sources = b"".join(Path(one).read_bytes() for one in (__file__, simd.__file__))
-    digest = hashlib.blake2b(sources, digest_size=8).hexdigest()
-    function.__qualname__ = f"attend_{digest}_{LANES}"
-    options = {"nogil": True, "parallel": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError as error:  # no directory that can be written to
-        logger.info("kernels are compiled anew in every process: %s", error)
-        return njit(**options)(function)
-
-
-attend = _compiled(_attend)
+attend = compiled(_attend, __file__)

@@ -15,7 +15,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -151,16 +151,18 @@ class ProbeStore:
         dtype: torch.dtype,
         probe: Callable[[], tuple[str, str]],
         *,
-        strategies: Collection[str],
+        strategies: Sequence[str],
     ) -> Exactness:
         """The remembered verdict, or that of `probe`, which is then remembered.
 
         Args:
             probe: runs the trial and returns (strategy, reason).
-            strategies: those that can be used here; a remembered one outside them is dropped.
+            strategies: those that can be used here, in the order of preference; with others, or in
+                another order, it is another question.
         """
         dtype_name = str(dtype).removeprefix("torch.")
         key = f"{machine_key()} | {operation} {'x'.join(map(str, shape))} {dtype_name}"
+        key += f" of {' '.join(strategies)}"
         known = self._verdicts.get(key)
         if known is not None and known.strategy in strategies:
             return known

@@ -10,6 +10,7 @@ shares a read and never a bit of the result: see `block_kernels`.
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
@@ -65,7 +66,6 @@ class TreeBackend:
         self._state = np.zeros((0, 0), np.float32)
         use_threads(self._num_workers)
         self._compile()
-        torch.set_num_threads(self._num_workers)  # Numba starts all there are, in torch's pool too
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -358,6 +358,8 @@ def frozen(array: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def use_threads(count: int) -> None:
     """Let Numba's kernels run on so many threads, the very ones that torch uses where possible."""
+    if getattr(_asked, "count", None) == count == torch.get_num_threads():
+        return
     import numba
 
     if numba.config.THREADING_LAYER == "default":
@@ -365,3 +367,9 @@ def use_threads(count: int) -> None:
             "omp"  # torch's OpenMP: one pool, no thread waits for another
         )
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != count:  # Numba starts all there are, in torch's pool too
+        torch.set_num_threads(count)
+    _asked.count = count
+
+
+_asked = threading.local()  # Numba keeps the number by thread; asking it takes longer than a norm

@@ -15,14 +15,12 @@ from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
 from ramify.models.loader import Decoder
 
-ROW_MULTIPLE = 8  # float32 rows are independent of each other in multiples of 8
-
 
 class ModelRunner:
     """A model, its pool and its attention backend.
 
-    With `exact`, rows are padded to whole multiples of `row_multiple`; the padding rows write
-    their K/V to the pool's padding page.
+    Rows are padded to whole multiples of `row_multiple`, by default what the model wants to be
+    exact; the padding rows write their K/V to the pool's padding page.
     """
 
     def __init__(
@@ -31,29 +29,33 @@ class ModelRunner:
         pool: KVPool,
         backend: AttentionBackend | MlaAttention,
         *,
-        row_multiple: int = ROW_MULTIPLE,
+        row_multiple: int | None = None,
     ) -> None:
         self.model, self.pool, self.backend = model, pool, backend
-        self.row_multiple = row_multiple
+        self.row_multiple = model.row_multiple if row_multiple is None else row_multiple
         self._planes = [plane.name for plane in pool.layout.planes]
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
         """Hidden rows [T, hidden] of the step; its K/V is in the pool afterwards."""
         batch = plan.batch
+        # copies: torch warns of arrays that must not be written
+        token_ids, positions = plan.token_ids.copy(), batch.positions.astype(np.int64)
+        slots = batch.slot_mapping.copy()
         num_padding = -batch.num_tokens % self.row_multiple
-        page_size = self.pool.page_size
-        spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
-        token_ids = torch.from_numpy(np.pad(plan.token_ids, (0, num_padding)))
-        positions = torch.from_numpy(np.pad(batch.positions.astype(np.int64), (0, num_padding)))
-        slots = torch.from_numpy(np.concatenate([batch.slot_mapping, spare]))
+        if num_padding:
+            page_size = self.pool.page_size
+            spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
+            token_ids, positions = (np.pad(one, (0, num_padding)) for one in (token_ids, positions))
+            slots = np.concatenate([slots, spare])
+        tensors = [torch.from_numpy(one) for one in (token_ids, positions, slots)]
         attention = self.backend.plan(batch)
 
         def attend(layer: int, q: Any, *new: Tensor) -> Tensor:
-            self.pool.write_kv(layer, slots, **dict(zip(self._planes, new, strict=True)))
+            self.pool.write_kv(layer, tensors[2], **dict(zip(self._planes, new, strict=True)))
             return self.backend.run(attention, layer, q, self.pool.planes(layer))
 
-        hidden = self.model.forward(token_ids, positions, attend)
+        hidden = self.model.forward(tensors[0], tensors[1], attend)
         return hidden[: batch.num_tokens]
 
     @torch.inference_mode()

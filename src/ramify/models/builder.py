@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ramify.attention.exact import Exactness, ProbeStore
-from ramify.models.layers import (
-    Linear,
-    RMSNorm,
-    choose_linear,
-    choose_rows,
-    sample_rows,
-    silu_mul,
-)
+from ramify.attention.exact import ROW_COUNTS, Exactness, ProbeStore
+from ramify.models.layers import RMSNorm, silu_mul
+from ramify.models.linear import Apply, Linear, choose_linear, preferred, probe_counts
+from ramify.models.panels import Panels, why_not_panels
+from ramify.models.rows import choose_rows, sample_rows
 
 Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)); `gate_up` is one matrix or two."""
+    """down(silu(gate(x)) * up(x)), with a norm of x before it where it was built with one."""
 
-    gate_up: tuple[Linear, ...]
-    silu_mul: Callable[..., Tensor]
+    inner: Apply  # [rows, hidden_size] -> [rows, intermediate_size]
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden_size] -> the same."""
-        if len(self.gate_up) == 1:
-            gate, up = self.gate_up[0](x).chunk(2, -1)
-        else:
-            gate, up = (part(x) for part in self.gate_up)
-        return self.down(self.silu_mul(gate, up))
+        return self.down(self.inner(x))
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the result to sums, in place; returns them."""
+        return self.down.add_to(sums, self.inner(x))
 
 
 class LayerBuilder:
@@ -57,7 +52,6 @@ class LayerBuilder:
     ) -> None:
         self.dtype, self.exact = dtype, exact
         self._weights, self._strategy = weights, linear_strategy
-        self.joins = dtype == torch.float32  # joined parts are strided views of one matrix's rows
         self._store = ProbeStore.default() if store is None else store
         self._verdicts: dict[tuple[str, tuple[int, ...]], Exactness] = {}
 
@@ -73,20 +67,58 @@ class LayerBuilder:
         """Nothing more will be built: packed copies replace most of the weights."""
         self._weights = {}
 
-    def mlp(self, prefix: str) -> GatedMlp:
-        """The gated MLP whose names begin with `prefix`."""
-        gate_up = self.joined(f"{prefix}gate_proj", f"{prefix}up_proj")
-        inner = self._weights[f"{prefix}gate_proj.weight"].shape[0]
-        return GatedMlp(gate_up, self._silu_mul(inner), self.linear(f"{prefix}down_proj"))
+    def mlp(self, prefix: str, norm: tuple[str, float] | None = None) -> GatedMlp:
+        """The gated MLP whose names begin with `prefix`; `norm` as in `product`."""
+        inner = self.product(f"{prefix}gate_proj", f"{prefix}up_proj", norm=norm, gated=True)
+        return GatedMlp(inner, self.linear(f"{prefix}down_proj"))
 
-    def joined(self, *names: str) -> tuple[Linear, ...]:
-        """One matrix for projections of the same input in float32, else one each."""
-        if not self.joins:
-            return tuple(self.linear(name) for name in names)
-        weight = torch.cat([self._weights[f"{name}.weight"] for name in names])
-        biases = [self._weights.get(f"{name}.bias") for name in names]
-        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        return (self.matrix(weight, bias),)
+    def product(
+        self, *names: str, norm: tuple[str, float] | None = None, gated: bool = False
+    ) -> Apply:
+        """Projections of the same input as one matrix.
+
+        Args:
+            norm: name and eps of an RMS norm of the input that goes before.
+            gated: there are two, gate and up, and the result is silu(gate) * up.
+
+        One kernel does all of it where it can.
+        """
+        weight, bias = self._weights[f"{names[0]}.weight"], self._weights.get(f"{names[0]}.bias")
+        if len(names) > 1:
+            weight = torch.cat([self._weights[f"{name}.weight"] for name in names])
+        if len(names) > 1 and bias is not None:
+            bias = torch.cat([self._weights[f"{name}.bias"] for name in names])
+        if self.fuses(weight) and (norm is not None or gated):
+            return self._fused(weight, bias, norm, gated)
+        linear: Apply = self.matrix(weight, bias)
+        inner = len(weight) // 2
+        first = None if norm is None else self.rms_norm(*norm)
+        last = self._silu_mul(inner) if gated else None
+
+        def run(x: Tensor) -> Tensor:
+            y = linear(x if first is None else first(x))
+            return y if last is None else last(*y.chunk(2, -1))
+
+        return run
+
+    def fuses(self, weight: Tensor) -> bool:
+        """Whether our own kernels are to be used with such a weight."""
+        strategy = self._strategy or preferred(weight)[0]
+        return strategy == "panels" and why_not_panels(weight) is None
+
+    def _fused(
+        self, weight: Tensor, bias: Tensor | None, norm: tuple[str, float] | None, gated: bool
+    ) -> Apply:
+        named = None if norm is None else (self._weights[norm[0]], norm[1])
+        parts = ("rms_norm" if norm else "", "linear", "bias" if bias is not None else "")
+        operation = ", ".join(part for part in (*parts, "silu_mul" if gated else "") if part)
+        return self.rows(
+            operation,
+            Panels(weight, bias, norm=named, gated=gated),
+            (weight.shape[0], weight.shape[1]),
+            lambda: (sample_rows(weight.shape[1], dtype=self.dtype),),
+            counts=probe_counts(weight),
+        )
 
     def linear(self, name: str) -> Linear:
         """The projection of that name."""
@@ -112,7 +144,7 @@ class LayerBuilder:
     def _silu_mul(self, inner: int) -> Callable[..., Tensor]:
         def samples() -> tuple[Tensor, ...]:
             gate, up = sample_rows(2 * inner, dtype=self.dtype).chunk(2, -1)
-            return (gate, up) if self.joins else (gate.contiguous(), up.contiguous())
+            return gate, up
 
         return self.rows("silu_mul", silu_mul, (inner,), samples)
 
@@ -122,10 +154,19 @@ class LayerBuilder:
         op: Callable[..., Tensor],
         shape: tuple[int, ...],
         samples: Callable[[], tuple[Tensor, ...]],
+        *,
+        counts: Sequence[int] = ROW_COUNTS,
     ) -> Callable[..., Tensor]:
         """See `choose_rows`."""
         chosen, verdict = choose_rows(
-            operation, op, shape, self.dtype, samples, exact=self.exact, store=self._store
+            operation,
+            op,
+            shape,
+            self.dtype,
+            samples,
+            exact=self.exact,
+            store=self._store,
+            counts=counts,
         )
         self._record(verdict)
         return chosen

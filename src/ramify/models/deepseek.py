@@ -16,8 +16,10 @@ from ramify.attention.sparse import IndexQuery
 from ramify.models.builder import GatedMlp, LayerBuilder, Norm
 from ramify.models.config import ModelConfig
 from ramify.models.latent import IndexConfig, MlaConfig
-from ramify.models.layers import PAD_ROWS, Linear, Rotary, rotate, sample_rows
+from ramify.models.layers import Rotary, rotate
+from ramify.models.linear import PAD_ROWS, Linear
 from ramify.models.moe import Experts
+from ramify.models.rows import sample_rows
 
 # attend(layer, query, latent [T, latent_dim], rope [T, rope_dim][, index key [T, dim]]) ->
 # [T, num_heads, value_dim]. The callee stores what follows the query and attends.
@@ -98,6 +100,11 @@ class DeepseekDecoder:
     def exactness(self) -> list[Exactness]:
         """How each distinct operation, shape and dtype is computed, and why."""
         return self._build.verdicts()
+
+    @property
+    def row_multiple(self) -> int:
+        """See `DenseDecoder.row_multiple`."""
+        return PAD_ROWS if self.exact else 1
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden rows before the final norm; see `DenseDecoder.forward`."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ramify.models.builder import GatedMlp, LayerBuilder
 from ramify.models.latent import MoeConfig
-from ramify.models.layers import Linear, sample_rows
+from ramify.models.linear import Linear
+from ramify.models.rows import sample_rows
 
 
 def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:

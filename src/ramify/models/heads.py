@@ -1,0 +1,110 @@
+"""From the rows of q, k and v to heads: norms of heads, rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ramify.models.builder import LayerBuilder, Norm
+from ramify.models.config import ModelConfig
+from ramify.models.layers import RMSNorm, Rotary, rotate
+from ramify.models.panels import Turn
+from ramify.models.rows import sample_rows
+
+# heads(rows [T, (num_heads + 2 * num_kv_heads) * head_dim], *angles) -> q, k, v [T, heads, head_dim]
+Heads = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class HeadsBuilder:
+    """How the layers of one decoder make heads: in one kernel where it can, else by torch."""
+
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        self._config, self._build = config, build
+        self._rotary = Rotary(
+            config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=build.dtype
+        )
+        self.fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
+        self._counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """What the heads of every layer need to know of positions [T] int64, once per step."""
+        return (positions,) if self.fused else self._rotary.at(positions)
+
+    def of(self, prefix: str) -> Heads:
+        """For the layer whose names begin with `prefix`; its rows may be turned in place."""
+        norms = None
+        if self._config.qk_norm:
+            norms = tuple(self._build.weight(f"{prefix}{part}_norm.weight") for part in "qk")
+        return self._turned(norms) if self.fused else self._by_torch(norms)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        heads: tuple[Tensor, ...] = rows.unflatten(-1, (-1, self._config.head_dim)).split(
+            self._counts, 1
+        )
+        return heads
+
+    def _turned(self, norms: tuple[Tensor, ...] | None) -> Heads:
+        config, (num_q, num_k, num_v) = self._config, self._counts
+        eps = config.rms_norm_eps
+        turn = Turn(
+            self._rotary.cos,
+            self._rotary.sin,
+            num_q=num_q,
+            num_k=num_k,
+            norms=None if norms is None else (norms[0], norms[1], eps),
+        )
+        width = (num_q + num_k + num_v) * config.head_dim
+
+        def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
+            return turn(rows.clone(), positions)
+
+        def samples() -> tuple[Tensor, ...]:
+            rows = sample_rows(width, dtype=self._build.dtype)
+            return rows, torch.arange(len(rows)) % config.max_model_len
+
+        operation = "rotary" if norms is None else "rms_norm of heads, rotary"
+        shape = (num_q + num_k, config.head_dim)
+        chosen = self._build.rows(operation, on_copy, shape, samples)
+        apply = turn if chosen is on_copy else chosen
+
+        def heads(rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = self._split(apply(rows, positions))
+            return q, k, v
+
+        return heads
+
+    def _by_torch(self, norms: tuple[Tensor, ...] | None) -> Heads:
+        chosen = self._choose_rotate()
+        named = []
+        if norms is not None:
+            named = [self._norm(*one) for one in zip(norms, self._counts[:2], strict=True)]
+
+        def heads(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = self._split(rows)
+            if named:
+                q, k = named[0](q), named[1](k)
+            return chosen(q, cos, sin), chosen(k, cos, sin), v
+
+        return heads
+
+    def _norm(self, weight: Tensor, num_heads: int) -> Norm:
+        norm = RMSNorm(weight, self._config.rms_norm_eps)
+        shape = (num_heads, self._config.head_dim)
+
+        def samples() -> tuple[Tensor, ...]:
+            heads = sample_rows(sum(self._counts), shape[1], dtype=self._build.dtype)
+            return (heads[:, :num_heads],)
+
+        return self._build.rows("rms_norm of heads", norm, shape, samples)
+
+    def _choose_rotate(self) -> Callable[..., Tensor]:
+        shape = (self._config.num_heads, self._config.head_dim)
+
+        def samples() -> tuple[Tensor, ...]:
+            heads = sample_rows(*shape, dtype=self._build.dtype)
+            positions = torch.arange(heads.shape[0]) % self._config.max_model_len
+            return (heads, *self._rotary.at(positions))
+
+        return self._build.rows("rotary", rotate, shape, samples)

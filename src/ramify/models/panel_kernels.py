@@ -1,0 +1,288 @@
+"""Matrix products on CPU whose rows cannot depend on each other, compiled by Numba.
+
+Every element of a result is one fixed expression in float32: the bias, plus one sum per strip of
+`STRIP` inner elements, in ascending order, each a chain of fused multiply-adds in ascending order.
+Tiles, blocks, panels and threads decide what is computed when, never a bit of it. The loops are
+those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008): a strip of
+a panel of weights stays in the first-level cache while the rows of a block pass by.
+
+Weights lie in panels of `PANEL` columns, [panels, in_width, PANEL]. In bfloat16 they lie as pairs,
+column j in the low half of a 32-bit word and column j + LANES in the high half, so that a shift and
+a mask make float32 of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from ramify.attention.compiled import compiled
+from ramify.attention.simd import F32, element_at, put_float, take_next
+from ramify.models import panel_tiles, row_tiles
+from ramify.models.panel_tiles import (
+    GROUPS,
+    PANEL,
+    TILES,
+    add_line,
+    bf16_0,
+    bf16_1,
+    bf16_2,
+    bf16_3,
+    bf16_4,
+    bf16_wide_0,
+    bf16_wide_1,
+    copy_bytes,
+    f32_0,
+    f32_1,
+    f32_2,
+    f32_3,
+    f32_4,
+    f32_wide_0,
+    f32_wide_1,
+    fill_rows,
+    gate_line,
+    pack_rows,
+    store_line,
+)
+from ramify.models.row_tiles import scale_row, sum_squares
+
+BLOCK_ROWS = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
+STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (measured, AVX2)
+_PANEL, _STRIP, _GROUPS, _TILES = PANEL, STRIP, GROUPS, TILES  # globals are constants to Numba
+_ROUND = 8  # rows are packed so many elements at a time
+
+STORE, ADD, GATE = range(3)  # what becomes of the sums
+
+_jit = njit(nogil=True, error_model="numpy")
+
+
+class Product(NamedTuple):
+    """One product as the kernel sees it: addresses, sizes, strides in bytes."""
+
+    kind: int  # of rows, norm, weights and result: F32 or BF16
+    mode: int  # STORE; ADD to what is there; GATE: silu(even panels) * odd panels
+    rows: int  # address of [num_rows, width]
+    row_stride: int
+    num_rows: int
+    width: int
+    norm: int  # address of [width]: rows are RMS-normalised first; or 0
+    weight: int  # address of the panels
+    num_panels: int
+    bias: int  # address of [num_panels * PANEL] float32, or 0
+    out: int  # address of [num_rows, num_columns]
+    out_stride: int
+    num_columns: int
+
+
+@_jit
+def inverse_rms(total: float, width: int, eps: float) -> Any:
+    """1 / sqrt(mean square + eps) in float32."""
+    return np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
+
+
+@_jit
+def _add_strip(
+    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, c: int, c_stride: int, depth: int
+) -> None:  # fmt: skip
+    """The tile of that number for `group` panels: one, or as many as `GROUPS` says."""
+    if kind == F32:
+        if tile == 4:
+            f32_4(a, b, b_stride, c, c_stride, depth)
+        elif tile == 3:
+            f32_3(a, b, b_stride, c, c_stride, depth)
+        elif tile == 2:
+            f32_2(a, b, b_stride, c, c_stride, depth)
+        elif tile == 1 and group == 1:
+            f32_1(a, b, b_stride, c, c_stride, depth)
+        elif tile == 1:
+            f32_wide_1(a, b, b_stride, c, c_stride, depth)
+        elif group == 1:
+            f32_0(a, b, b_stride, c, c_stride, depth)
+        else:
+            f32_wide_0(a, b, b_stride, c, c_stride, depth)
+    elif tile == 4:
+        bf16_4(a, b, b_stride, c, c_stride, depth)
+    elif tile == 3:
+        bf16_3(a, b, b_stride, c, c_stride, depth)
+    elif tile == 2:
+        bf16_2(a, b, b_stride, c, c_stride, depth)
+    elif tile == 1 and group == 1:
+        bf16_1(a, b, b_stride, c, c_stride, depth)
+    elif tile == 1:
+        bf16_wide_1(a, b, b_stride, c, c_stride, depth)
+    elif group == 1:
+        bf16_0(a, b, b_stride, c, c_stride, depth)
+    else:
+        bf16_wide_0(a, b, b_stride, c, c_stride, depth)
+
+
+@_jit
+def _normalise(
+    kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, eps: float, into: int
+) -> None:
+    """Some rows over their root mean square, times the weights at `norm`, to [num_rows, width] float32."""
+    for r in range(num_rows):
+        row, to = source + stride * r, into + 4 * width * r
+        if kind == F32:
+            scale = inverse_rms(sum_squares(row, width, 0), width, eps)
+            scale_row(row, norm, to, width, scale, 0, 0)
+        else:
+            scale = inverse_rms(sum_squares(row, width, 1), width, eps)
+            scale_row(row, norm, to, width, scale, 1, 0)
+
+
+@_jit
+def _pack(
+    product: Product, eps: float, first: int, num_rows: int, into: int, tile: int, lines: int
+) -> None:
+    """[width, tile] float32 from at most `tile` rows, normalised if so wanted; the others hold anything."""
+    kind, width, stride = product.kind, product.width, product.row_stride
+    steps = width // 8
+    for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_rows`
+        at, to, count = product.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
+        if product.norm:
+            _normalise(kind, at, stride, count, width, product.norm, eps, lines)
+            at, stride_now, kind_now = lines, 4 * width, F32
+        else:
+            stride_now, kind_now = stride, kind
+        if kind_now == F32:
+            pack_rows(at, stride_now, count, to, tile, steps, 0)
+        else:
+            pack_rows(at, stride_now, count, to, tile, steps, 1)
+        for k in range(8 * steps, width):
+            for i in range(min(8, tile - r)):
+                row = at + stride_now * min(i, count - 1)
+                if kind_now == F32:
+                    x = element_at(row + 4 * k, 0)
+                else:
+                    x = element_at(row + 2 * k, 1)
+                put_float(to + 4 * (k * tile + i), x)
+
+
+@_jit
+def _store_rows(
+    product: Product, sums: int, ups: int, num_rows: int, columns: int, out: int, spare: int
+) -> None:
+    """Some columns of a panel of sums into the result; `spare` has room for a line."""
+    size = 4 if product.kind == F32 else 2
+    whole = columns == _PANEL
+    for r in range(num_rows):
+        line, up = sums + 4 * _PANEL * r, ups + 4 * _PANEL * r
+        at = out + product.out_stride * r
+        to = at if whole else spare
+        if product.mode == ADD and not whole:
+            copy_bytes(spare, at, size * columns)
+        if product.kind == F32:
+            if product.mode == STORE:
+                store_line(line, to, 0)
+            elif product.mode == ADD:
+                add_line(line, to, 0)
+            else:
+                gate_line(line, up, to, 0)
+        elif product.mode == STORE:
+            store_line(line, to, 1)
+        elif product.mode == ADD:
+            add_line(line, to, 1)
+        else:
+            gate_line(line, up, to, 1)
+        if not whole:
+            copy_bytes(at, spare, size * columns)
+
+
+@_jit
+def _multiply_block(
+    product: Product,
+    tile: int,
+    first: int,
+    rows: int,
+    panels: Any,
+    packed: int,
+    sums: int,
+    spare: int,
+) -> None:
+    """A block of rows, packed already, times panels [from, to)."""
+    size = 4 if product.kind == F32 else 2
+    width, tile_rows, (panel, end) = product.width, _TILES[tile], panels
+    num_tiles = -(-rows // tile_rows)
+    b_stride, c_stride = size * _PANEL * width, 4 * _PANEL * tile_rows * num_tiles
+    unit = 2 if product.mode == GATE else 1  # panels that make one of the result
+    while panel < end:
+        group = _GROUPS[tile]
+        if panel + max(group, unit) > end:
+            group = 1
+        several = max(group, unit)
+        for p in range(several):
+            bias = product.bias + 4 * _PANEL * (panel + p) if product.bias else 0
+            fill_rows(sums + c_stride * p, bias, tile_rows * num_tiles)
+        for p in range(0, several, group):
+            weight, into = product.weight + b_stride * (panel + p), sums + c_stride * p
+            for k in range(0, width, _STRIP):
+                depth, b = min(_STRIP, width - k), weight + size * _PANEL * k
+                for t in range(num_tiles):
+                    a = packed + 4 * tile_rows * (t * width + k)
+                    c = into + 4 * _PANEL * tile_rows * t
+                    _add_strip(product.kind, tile, group, a, b, b_stride, c, c_stride, depth)
+        for p in range(0, several, unit):
+            at = (panel + p) // unit * _PANEL
+            out = product.out + product.out_stride * first + size * at
+            columns = min(_PANEL, product.num_columns - at)
+            line = sums + c_stride * p
+            _store_rows(product, line, line + c_stride, rows, columns, out, spare)
+        panel += several
+
+
+def _multiply(numbers: Any, eps: float, scratch: Any, counter: Any) -> None:
+    """One product; workers take the next task, some panels of a block of rows, as they become free.
+
+    Args:
+        numbers: [17] int64: a `Product`, then block_rows, the tile's place in TILES, pieces and
+            num_workers; block_rows is a multiple of the tile's rows, and each block is computed in
+            so many pieces. No bit of the result depends on these four.
+        eps: of the norm.
+        scratch: [num_workers, scratch_floats] float32.
+        counter: [1] int64, for the workers to share.
+    """
+    product = Product(
+        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6],
+        numbers[7], numbers[8], numbers[9], numbers[10], numbers[11], numbers[12],
+    )  # fmt: skip
+    block_rows, tile, pieces, num_workers = numbers[13], numbers[14], numbers[15], numbers[16]
+    counter[0] = 0
+    shared = counter.ctypes.data
+    tile_rows = _TILES[tile]
+    unit = 2 if product.mode == GATE else 1
+    num_units = product.num_panels // unit
+    num_tasks = -(-product.num_rows // block_rows) * pieces
+    for worker in prange(num_workers):
+        packed = scratch[worker].ctypes.data
+        sums = packed + 4 * (block_rows * product.width + _ROUND)
+        lines = sums + 4 * _PANEL * _GROUPS[0] * block_rows
+        spare = lines + 4 * _ROUND * product.width
+        ready = -1
+        while True:
+            task = take_next(shared)
+            if task >= num_tasks:
+                break
+            block, piece = task // pieces, task % pieces
+            first = block * block_rows
+            rows = min(block_rows, product.num_rows - first)
+            if block != ready:
+                ready = block
+                for r in range(0, rows, tile_rows):
+                    into, count = packed + 4 * product.width * r, min(tile_rows, rows - r)
+                    _pack(product, eps, first + r, count, into, tile_rows, lines)
+            panels = (
+                unit * (num_units * piece // pieces),
+                unit * (num_units * (piece + 1) // pieces),
+            )
+            _multiply_block(product, tile, first, rows, panels, packed, sums, spare)
+
+
+def scratch_floats(block_rows: int, width: int) -> int:
+    """Floats that one worker needs."""
+    return (block_rows + _ROUND) * width + block_rows * GROUPS[0] * PANEL + _ROUND + PANEL
+
+
+multiply = compiled(_multiply, __file__, panel_tiles.__file__, row_tiles.__file__)

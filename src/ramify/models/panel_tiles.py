@@ -1,0 +1,262 @@
+"""Tiles of matrix products as LLVM IR: `attention.simd` for `panel_kernels`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.attention.simd import (
+    BF16,
+    F32,
+    LANES,
+    SIZES,
+    _call,
+    _const,
+    _exp,
+    _f32,
+    _fill,
+    _i32,
+    _i64,
+    _load,
+    _store,
+    _transposed,
+    _vec,
+    _widen,
+)
+
+PANEL = 2 * LANES
+# Rows of a tile. The largest has as many accumulators as hide the latency of an FMA and fit into
+# the registers beside a line of weights and one element of a row.
+TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
+GROUPS = (4, 2, 1, 1, 1)  # panels that a tile of so few rows computes at once, for the same reason
+_int = types.int64
+
+
+def _line(builder: Any, address: Any, kind: int) -> list[Any]:
+    """One line of a panel as two float32 vectors."""
+    if kind == F32:
+        return [
+            _load(builder, builder.add(address, _i64(4 * LANES * v)), _vec(LANES)) for v in (0, 1)
+        ]
+    pairs = _load(builder, address, _vec(LANES, _i32))
+    low = builder.shl(pairs, _const(16, LANES, _i32))
+    high = builder.and_(pairs, _const(-(1 << 16), LANES, _i32))
+    return [builder.bitcast(half, _vec(LANES)) for half in (low, high)]
+
+
+def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
+    @intrinsic
+    def tile(_: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any) -> Any:
+        """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
+
+        Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
+        [num_rows, PANEL], both float32.
+        """
+
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            a, b, b_stride, c, c_stride, depth = args
+            sums = [
+                cgutils.alloca_once(builder, _vec(LANES)) for _ in range(2 * num_rows * num_panels)
+            ]
+            for one in sums:
+                builder.store(_const(0.0, LANES), one)
+            starts = [builder.add(b, builder.mul(b_stride, _i64(p))) for p in range(num_panels)]
+            with cgutils.for_range(builder, depth) as loop:
+                step = builder.mul(loop.index, _i64(PANEL * SIZES[kind]))
+                lines = [_line(builder, builder.add(start, step), kind) for start in starts]
+                column = builder.add(a, builder.mul(loop.index, _i64(4 * num_rows)))
+                at = iter(sums)
+                for r in range(num_rows):
+                    x = _load(builder, builder.add(column, _i64(4 * r)), _f32)
+                    wide = _fill(builder, x, LANES)
+                    for line in lines:
+                        for other in line:
+                            one = next(at)
+                            total = _call(builder, "fma", wide, other, builder.load(one))
+                            builder.store(total, one)
+            at = iter(sums)
+            for r in range(num_rows):
+                for p in range(num_panels):
+                    into = builder.add(c, builder.mul(c_stride, _i64(p)))
+                    for v in range(2):
+                        place = builder.add(into, _i64(4 * LANES * (2 * r + v)))
+                        before = _load(builder, place, _vec(LANES))
+                        _store(builder, builder.fadd(before, builder.load(next(at))), place)
+            return context.get_dummy_value()
+
+        return types.void(_int, _int, _int, _int, _int, _int), code
+
+    return tile
+
+
+f32_0, f32_1, f32_2, f32_3, f32_4 = (_make_tile(rows, 1, F32) for rows in TILES)
+bf16_0, bf16_1, bf16_2, bf16_3, bf16_4 = (_make_tile(rows, 1, BF16) for rows in TILES)
+f32_wide_0, f32_wide_1 = (_make_tile(TILES[i], GROUPS[i], F32) for i in range(2))
+bf16_wide_0, bf16_wide_1 = (_make_tile(TILES[i], GROUPS[i], BF16) for i in range(2))
+
+
+@intrinsic(prefer_literal=True)
+def pack_rows(
+    _: Any, source: Any, stride: Any, count: Any, into: Any, tile: Any, steps: Any, kind: Any
+) -> Any:
+    """into[k, r] = source[r, k] in float32, for k < 8 * steps and r < 8.
+
+    Args:
+        stride: bytes from row to row.
+        count: rows there are; the last one stands for those missing to eight.
+        tile: floats from one k to the next. Where it is less than eight, each k overwrites what
+            the one before wrote beyond it; behind the last one there must be room.
+        kind: a literal, F32 or BF16.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, stride, count, into, tile, steps, _ = args
+        stored, last = kind.literal_value, builder.sub(count, _i64(1))
+        starts = []
+        for r in range(8):
+            row = builder.select(builder.icmp_signed("<", _i64(r), last), _i64(r), last)
+            starts.append(builder.add(source, builder.mul(stride, row)))
+        with cgutils.for_range(builder, steps) as loop:
+            step = builder.mul(loop.index, _i64(8 * SIZES[stored]))
+            rows = [_widen(builder, builder.add(start, step), stored) for start in starts]
+            at = builder.add(into, builder.mul(loop.index, builder.mul(tile, _i64(32))))
+            for k, column in enumerate(_transposed(builder, rows)):
+                _store(builder, column, builder.add(at, builder.mul(tile, _i64(4 * k))))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, _int, _int, kind), code
+
+
+@intrinsic
+def fill_rows(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
+    """`num_rows` lines of PANEL floats: copies of the one at `line`, or zeros if that is 0."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        into, line, num_rows = args
+        places = [cgutils.alloca_once_value(builder, _const(0.0, LANES)) for _ in range(2)]
+        with builder.if_then(builder.icmp_signed("!=", line, _i64(0))):
+            for v, place in enumerate(places):
+                builder.store(
+                    _load(builder, builder.add(line, _i64(4 * LANES * v)), _vec(LANES)), place
+                )
+        values = [builder.load(place) for place in places]
+        with cgutils.for_range(builder, num_rows) as loop:
+            for v, value in enumerate(values):
+                at = builder.add(into, builder.mul(loop.index, _i64(4 * PANEL)))
+                _store(builder, value, builder.add(at, _i64(4 * LANES * v)))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), code
+
+
+@intrinsic
+def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        into, source = (builder.inttoptr(one, pointer) for one in args[:2])
+        cgutils.raw_memcpy(builder, into, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), code
+
+
+@intrinsic(prefer_literal=True)
+def store_line(_: Any, source: Any, into: Any, kind: Any) -> Any:
+    """PANEL sums as elements of `kind`, a literal."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, _ = args
+        stored = kind.literal_value
+        for x, at in zip(_halves(builder, source), _places(builder, into, stored), strict=True):
+            _store(builder, narrow(builder, x, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def add_line(_: Any, source: Any, into: Any, kind: Any) -> Any:
+    """PANEL sums, rounded to `kind`, are added to the elements at `into`."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, _ = args
+        stored = kind.literal_value
+        for x, at in zip(_halves(builder, source), _places(builder, into, stored), strict=True):
+            before = _widen(builder, at, stored, LANES)
+            total = builder.fadd(before, rounded(builder, x, stored))
+            _store(builder, narrow(builder, total, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def gate_line(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
+    """silu(gate) * up of PANEL sums each, rounded to `kind` after each of the three."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        gate, up, into, _ = args
+        stored = kind.literal_value
+        both = zip(
+            _halves(builder, gate),
+            _halves(builder, up),
+            _places(builder, into, stored),
+            strict=True,
+        )
+        for g, u, at in both:
+            active = rounded(builder, silu(builder, rounded(builder, g, stored)), stored)
+            product = builder.fmul(active, rounded(builder, u, stored))
+            _store(builder, narrow(builder, product, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, kind), code
+
+
+def _halves(builder: Any, source: Any) -> list[Any]:
+    """A line of PANEL sums."""
+    return [_load(builder, builder.add(source, _i64(4 * LANES * v)), _vec(LANES)) for v in (0, 1)]
+
+
+def _places(builder: Any, into: Any, kind: int) -> list[Any]:
+    return [builder.add(into, _i64(SIZES[kind] * LANES * v)) for v in (0, 1)]
+
+
+def silu(builder: Any, x: Any) -> Any:
+    """x / (1 + exp(-x)) of a float32 vector, by exp of what is not positive."""
+    lanes = x.type.count
+    zero, one = _const(0.0, lanes), _const(1.0, lanes)
+    e = _exp(builder, builder.fsub(zero, _call(builder, "fabs", x)))
+    negative = builder.fcmp_ordered("<", x, zero)
+    over = builder.select(negative, builder.fmul(x, e), x)
+    return builder.fdiv(over, builder.fadd(one, e))
+
+
+def rounded(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector with the values that `kind` can hold."""
+    if kind == F32:
+        return x
+    lanes = x.type.count
+    wide = builder.zext(narrow(builder, x, kind), _vec(lanes, _i32))
+    return builder.bitcast(builder.shl(wide, _const(16, lanes, _i32)), x.type)
+
+
+def narrow(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector in the dtype of `kind`, to the nearest, ties to even."""
+    if kind == F32:
+        return x
+    lanes = x.type.count
+
+    def c(value: int) -> Any:
+        return _const(value, lanes, _i32)
+
+    bits = builder.bitcast(x, _vec(lanes, _i32))
+    odd = builder.and_(builder.lshr(bits, c(16)), c(1))
+    rounded = builder.add(builder.add(bits, c(0x7FFF)), odd)
+    rounded = builder.select(builder.fcmp_unordered("uno", x, x), c(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, c(16)), _vec(lanes, ir.IntType(16)))

@@ -1,0 +1,249 @@
+"""Linear layers on CPU by `panel_kernels`: rows are independent by construction."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.attention.tree import use_threads
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `attention.simd` numbers them
+TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
+
+
+def why_not_panels(weight: Tensor) -> str | None:
+    """None if the kernels can take this weight, else the reason."""
+    if weight.device.type != "cpu":
+        return f"device {weight.device.type}: written for CPU"
+    if weight.dtype not in KINDS:
+        return f"{weight.dtype}: written for {' and '.join(map(str, KINDS))}"
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed: pip install 'ramify[cpu]'"
+    return None
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[out_width, in_width] laid out for the kernels, out_width filled up to whole panels."""
+    from ramify.attention.simd import LANES
+    from ramify.models.panel_tiles import PANEL
+
+    width = weight.shape[1]
+    missing = -weight.shape[0] % PANEL
+    if missing:
+        weight = torch.cat([weight, weight.new_zeros(missing, width)])
+    if weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
+        return weight.view(-1, 2, LANES, width).permute(0, 3, 2, 1).contiguous()
+    return weight.view(-1, PANEL, width).permute(0, 2, 1).contiguous()
+
+
+def pack_bias(bias: Tensor) -> Tensor:
+    """[out_width] of any float dtype as [panels, PANEL] float32."""
+    from ramify.models.panel_tiles import PANEL
+
+    return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL)).view(-1, PANEL)
+
+
+class Panels:
+    """x @ weight.T + bias, accumulated in float32; the weight is copied.
+
+    Args:
+        weight: [out_width, in_width], float32 or bfloat16; if gated, the rows of gate, then those of
+            up, equally many.
+        bias: [out_width].
+        norm: weights [in_width] and eps of an RMS norm of x that goes before.
+        gated: the result is silu(gate) * up, of half the width.
+
+    Whatever is fused is rounded to the weight's dtype where separate operations would round.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+    ) -> None:
+        from ramify.models import panel_kernels
+
+        self._kernels = panel_kernels
+        self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
+        self._in_width, self._dtype = weight.shape[1], weight.dtype
+        self._mode = panel_kernels.GATE if gated else panel_kernels.STORE
+        parts = weight.chunk(2) if gated else (weight,)
+        # panels of gate and up take turns
+        self._weight = torch.stack([pack(part) for part in parts], 1).flatten(0, 1)
+        self._bias = None
+        if bias is not None:
+            biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
+            self._bias = torch.stack(biases, 1).flatten()
+        self._norm = None if norm is None else norm[0].contiguous()
+        self._eps = 0.0 if norm is None else float(norm[1])
+        self._fixed = (
+            0 if self._norm is None else self._norm.data_ptr(),
+            self._weight.data_ptr(),
+            len(self._weight),
+            0 if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
+
+        Rows of x may be far apart; if their elements are, x is copied first.
+
+        Raises:
+            ConfigError: x has another width or dtype.
+        """
+        out = torch.empty((x.shape[0], self.out_width), dtype=self._dtype)
+        self._run(x, out, self._mode)
+        return out
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the result to sums [rows, out_width], contiguous, in place; returns them.
+
+        Raises:
+            ConfigError: shapes or dtypes disagree, or the layer is gated.
+        """
+        if self._mode == self._kernels.GATE:
+            raise ConfigError("a gated product is made anew, not added to something")
+        if sums.shape != (x.shape[0], self.out_width) or sums.dtype != self._dtype:
+            raise ConfigError(
+                f"sums are {sums.dtype} {tuple(sums.shape)}; they must be {self._dtype} "
+                f"{(x.shape[0], self.out_width)}"
+            )
+        if not sums.is_contiguous():
+            raise ConfigError(f"sums have strides {sums.stride()}; they must be contiguous")
+        self._run(x, sums, self._kernels.ADD)
+        return sums
+
+    def _run(self, x: Tensor, out: Tensor, mode: int) -> None:
+        if x.dim() != 2 or x.shape[1] != self._in_width or x.dtype != self._dtype:
+            raise ConfigError(
+                f"x is {x.dtype} {tuple(x.shape)}; it must be {self._dtype} "
+                f"[rows, {self._in_width}]"
+            )
+        num_rows = x.shape[0]
+        if num_rows == 0 or self.out_width == 0:
+            return
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_workers, size = torch.get_num_threads(), self._dtype.itemsize
+        cut = _cut(num_rows, self._fixed[2], num_workers)
+        numbers = np.array(
+            (KINDS[self._dtype], mode, x.data_ptr(), x.stride(0) * size, num_rows, self._in_width,
+             *self._fixed, out.data_ptr(), self.out_width * size, self.out_width, *cut), np.int64,
+        )  # fmt: skip
+        use_threads(num_workers)
+        floats = self._kernels.scratch_floats(cut[0], self._in_width)
+        scratch = _scratch.of(num_workers, floats)
+        self._kernels.multiply(numbers, self._eps, scratch, _scratch.counter)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, int, int]:
+    """How a product is cut into tasks: the last four numbers of `panel_kernels.multiply`.
+
+    As few tiles as there can be, and of those the smallest that will do.
+    """
+    from ramify.models.panel_kernels import BLOCK_ROWS
+    from ramify.models.panel_tiles import TILES
+
+    num_blocks = -(-num_rows // BLOCK_ROWS)
+    per_block = -(-num_rows // num_blocks)
+    per_tile = -(-per_block // -(-per_block // TILES[-1]))
+    tile = next(place for place, rows in enumerate(TILES) if rows >= per_tile)
+    block_rows = -(-per_block // TILES[tile]) * TILES[tile]
+    pieces = min(-(-TASKS_PER_WORKER * num_workers // num_blocks), num_panels)
+    return block_rows, tile, pieces, num_workers
+
+
+class Turn:
+    """Norms of heads and rotary positions, in place, in one pass over the rows of q, k and v.
+
+    Args:
+        cos, sin: [positions, head_dim / 2] in the model's dtype, float32 or bfloat16.
+        num_q, num_k: heads of a row that are turned: queries first, then keys.
+        norms: weights [head_dim] for queries and for keys, and their eps; None: not normalised.
+    """
+
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_q: int,
+        num_k: int,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+    ) -> None:
+        from ramify.models import row_kernels
+
+        self._turn = row_kernels.turn
+        self._tables = cos.contiguous(), sin.contiguous()
+        self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
+        self._eps = 0.0 if norms is None else float(norms[2])
+        self._shape = num_q, num_k, 2 * cos.shape[1]
+        weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
+        self._fixed = (
+            *self._shape,
+            *weights,
+            *(table.data_ptr() for table in self._tables),
+            len(cos),
+        )
+
+    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
+
+        Returns rows.
+
+        Raises:
+            ConfigError: shapes or dtypes disagree.
+            IndexError: a position is outside the tables; its row is as it was.
+        """
+        num_q, num_k, head_dim = self._shape
+        fits = rows.dim() == 2 and rows.shape[1] >= (num_q + num_k) * head_dim
+        if not fits or rows.dtype != self._tables[0].dtype or rows.stride(1) != 1:
+            raise ConfigError(
+                f"rows are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}; they must "
+                f"be {self._tables[0].dtype} [tokens, at least {(num_q + num_k) * head_dim}]"
+            )
+        if positions.shape != rows.shape[:1] or positions.dtype != torch.int64:
+            raise ConfigError(
+                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
+                f"[{rows.shape[0]}]"
+            )
+        num_workers = torch.get_num_threads()
+        numbers = np.array(
+            (KINDS[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.element_size(),
+             *self._fixed, num_workers, 0), np.int64,
+        )  # fmt: skip
+        use_threads(num_workers)
+        self._turn(numbers, self._eps, positions.contiguous().numpy())
+        if numbers[-1]:
+            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+        return rows
+
+
+class _Scratch(threading.local):
+    """Kept between calls: a fresh allocation costs more than a small product."""
+
+    def __init__(self) -> None:
+        self.counter: NDArray[np.int64] = np.zeros(1, np.int64)
+        self._floats: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+
+    def of(self, num_workers: int, floats: int) -> NDArray[np.float32]:
+        if self._floats.shape[0] < num_workers or self._floats.shape[1] < floats:
+            self._floats = np.zeros((num_workers, floats), np.float32)
+        return self._floats
+
+
+_scratch = _Scratch()

@@ -1,0 +1,73 @@
+"""Operations on rows: each in a way whose rows do not depend on each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ramify.attention.exact import (
+    ROW_COUNTS,
+    SPARE_ROWS,
+    Exactness,
+    ProbeStore,
+    differing_row_counts,
+    rowwise,
+)
+
+
+def choose_rows(
+    operation: str,
+    op: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    samples: Callable[[], tuple[Tensor, ...]],
+    *,
+    exact: bool,
+    store: ProbeStore,
+    counts: Sequence[int] = ROW_COUNTS,
+) -> tuple[Callable[..., Tensor], Exactness]:
+    """`op` if its rows are independent, else `op` row by row; and why.
+
+    Args:
+        shape: of one row, for the report.
+        samples: makes the arguments of a trial, each [max(ROW_COUNTS) + SPARE_ROWS, ...], laid out
+            in memory as the model will lay them out.
+        counts: rows of the trials.
+    """
+    if not exact:
+        return op, Exactness(operation, shape, dtype_name(dtype), "together", "exact=False")
+
+    def probe() -> tuple[str, str]:
+        args = samples()
+
+        def run(indices: Tensor) -> Tensor:
+            start, stop = int(indices[0]), int(indices[-1]) + 1
+            return op(*(arg[start:stop] for arg in args))
+
+        differing = differing_row_counts(run, torch.arange(args[0].shape[0]), counts)
+        if not differing:
+            return "together", "rows agree at every count tried"
+        return "rowwise", f"together: rows differ at {', '.join(map(str, differing))} rows"
+
+    verdict = store.verdict(operation, shape, dtype, probe, strategies=("together", "rowwise"))
+    return (op if verdict.strategy == "together" else rowwise(op)), verdict
+
+
+def sample_rows(*shape: int, dtype: torch.dtype) -> Tensor:
+    """[max(ROW_COUNTS) + SPARE_ROWS, *shape] random values for a trial of `choose_rows`."""
+    num_rows = max(ROW_COUNTS) + SPARE_ROWS
+    return random_rows(num_rows, math.prod(shape), dtype).reshape(num_rows, *shape)
+
+
+def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Seeded normal values, three wide, so that exponentials reach both tails."""
+    generator = torch.Generator().manual_seed(num_rows * 1_000_003 + width)
+    return (3 * torch.randn(num_rows, width, generator=generator)).to(dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `Exactness.dtype`."""
+    return str(dtype).removeprefix("torch.")
