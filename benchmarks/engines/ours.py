@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
 import ramify
 from engines.contract import AbsentError, Answer, Prompts, Setup
+from engines.plant import slowed
 from ramify import LLM, SamplingParams
 from ramify.errors import UnknownOptionError
 
@@ -21,6 +23,7 @@ class Ramify:
         torch.set_num_threads(setup.threads)
         self.version = ramify.__version__
         options = dict(setup.options)
+        plant = float(options.pop("plant", 1.0))
         watch = bool(options.pop("stopwatch", False))
         try:
             self.llm = LLM(
@@ -33,6 +36,9 @@ class Ramify:
             )
         except UnknownOptionError as error:
             raise AbsentError(f"not available in this version: {error}") from error
+        if plant != 1.0:
+            core: Any = self.llm.core
+            core.step = slowed(core.step, plant)
         self._watch = None
         if watch:
             from engines.stopwatch import Stopwatch

@@ -23,4 +23,18 @@ SPECULATION = {
     for name in ("off", "ngram", "tree")
 }
 WATCHED = Entry("ramify-watched", "Ramify, measured inside", "ours", options={"stopwatch": True})
+
+
+def planted(factor: float) -> Entry:
+    """Ramify, with every step so many times as long; the factor is in the name."""
+    return Entry(f"{OURS}*{factor}", "Ramify, slowed down", "ours", options={"plant": factor})
+
+
+def find(name: str) -> Entry:
+    """The entry of a name, in the process of its worker."""
+    if name.startswith(f"{OURS}*"):
+        return planted(float(name.partition("*")[2]))
+    return ALL[name]
+
+
 ALL = {one.name: one for one in (*ENTRIES.values(), *SPECULATION.values(), WATCHED)}
