@@ -19,7 +19,9 @@ ENTRIES = {
     )
 }
 SPECULATION = {
-    name: Entry(f"ramify-{name}", f"speculation: {name}", "ours", options={"speculative": name})
+    name: Entry(
+        f"ramify-speculate-{name}", f"speculation: {name}", "ours", options={"speculative": name}
+    )
     for name in ("off", "ngram", "tree")
 }
 WATCHED = Entry("ramify-watched", "Ramify, measured inside", "ours", options={"stopwatch": True})

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from engines.contract import Prompts
 from engines.roofline import Turn
 
-PAGE = 16  # of Ramify; a cached prefix is whole pages
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -81,9 +79,9 @@ def _long_prefix(rng: random.Random, vocab: int) -> Task:
 
 
 def _talk_turns() -> tuple[Turn, ...]:
-    """What is cached of the system prompt and of each user's earlier turns, in whole pages."""
+    """All of each user's earlier turns is cached but the last token, which nobody computed."""
     lengths = [512 + 64 + turn * 128 for turn in range(4)]
-    held = [0] + [(length + 64 - 1) // PAGE * PAGE for length in lengths[:-1]]
+    held = [0] + [length + 64 - 1 for length in lengths[:-1]]
     return tuple(
         Turn(cached, 512, length, 8, 64) for cached, length in zip(held, lengths, strict=True)
     )
