@@ -112,7 +112,7 @@ def _names(known: Sequence[str]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=_names(list(MODELS)), default=list(MODELS))
+    parser.add_argument("--models", type=_names(list(MODELS)), default=["S", "M"])
     parser.add_argument("--dtypes", type=_names(DTYPES), default=list(DTYPES))
     parser.add_argument("--workloads", type=_names(list(WORKLOADS)), default=list(WORKLOADS))
     parser.add_argument("--engines", type=_names(list(ENTRIES)), default=list(CHOSEN))

@@ -3,6 +3,7 @@
     make perf                          against benchmarks/perf_baseline.json
     make perf ARGS="--save"            measure this commit and store it as the baseline
     make perf ARGS="--plant 1.10"      slow every step down by 10 %: must fail
+    make perf ARGS="--cells 1x128x32,8x512x128 --pairs 20"
 
 Batch {1, 8} × prompt {128, 512} × decode {32, 128} on a random model; time to first token, time
 between tokens, throughput and end to end. Nothing is shared and every prompt is new.
@@ -69,6 +70,11 @@ class Shape:
         """As the table writes it."""
         return f"batch {self.batch}, prompt {self.prompt}, decode {self.decode}"
 
+    @property
+    def short(self) -> str:
+        """As --cells takes it."""
+        return f"{self.batch}x{self.prompt}x{self.decode}"
+
     def task(self, pair: int, vocab: int) -> Task:
         """Prompts that no pair before had; the same ones for both sides of a pair."""
         rng = random.Random(f"{self.name} {pair}")
@@ -77,6 +83,17 @@ class Shape:
 
 
 SHAPES = tuple(Shape(*sizes) for sizes in product((1, 8), (128, 512), (32, 128)))
+
+
+def shapes(text: str) -> list[Shape]:
+    """The cells of --cells."""
+    known = {one.short: one for one in SHAPES}
+    for name in text.split(","):
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return [known[name] for name in text.split(",")]
+
+
 Found = dict[str, dict[str, list[float]]]  # cell → figure → values by pair
 
 
@@ -200,14 +217,14 @@ def compare(args: argparse.Namespace) -> int:
         )
     sides = Sides(args, sources_of(stored["commit"], args.scratch))
     try:
-        now, base = sides.measure(SHAPES, args.pairs)
+        now, base = sides.measure(args.cells, args.pairs)
         verdicts = [one for cell in now for one in judge(cell, now[cell], base[cell])]
         print(_table(now, base, stored, verdicts))
         suspects = {one.cell for one in verdicts if one.slower}
         slower: list[Verdict] = []
         if suspects:
             print(f"\nmeasured again, with {2 * args.pairs} pairs: {', '.join(sorted(suspects))}")
-            again = [one for one in SHAPES if one.name in suspects]
+            again = [one for one in args.cells if one.name in suspects]
             now, base = sides.measure(again, 2 * args.pairs)
             first = {(one.cell, one.figure) for one in verdicts if one.slower}
             slower = [
@@ -232,6 +249,8 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
+        if shape.name not in now:
+            continue
         cell, mine = shape.name, now[shape.name]
         total = Spread.of(mine["end_to_end_s"])
         before = stored["cells"][cell]["end_to_end_s"]

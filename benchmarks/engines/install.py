@@ -93,6 +93,7 @@ def llama(python: Path) -> None:
             "compiling llama.cpp", [cmake, "--build", build, "--target", "llama-server", "-j", jobs]
         )
         shutil.copy2(Path(build) / "bin" / "llama-server", server)
+        (python.parents[1] / "version").write_text(LLAMA.replace("==", " "), encoding="utf-8")
 
 
 def vllm(python: Path) -> None:

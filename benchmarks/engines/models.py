@@ -21,8 +21,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2816, "vocab_size": 32000,
         "max_position_embeddings": MAX_LEN,
     },
+    "XS": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 512,
+        "max_position_embeddings": MAX_LEN,
+    },
 }  # fmt: skip
-TITLES = {"S": "S (59 M)", "M": "M (0.35 B)"}
+TITLES = {"S": "S (59 M)", "M": "M (0.35 B)", "XS": "XS (0.2 M, to try things out)"}
 DTYPES = ("float32", "bfloat16")
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 

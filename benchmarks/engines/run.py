@@ -98,12 +98,17 @@ class Worker:
             self._process.stdin.close()
             self._process.wait(20)
         self.kill()
+        self._errors.close()
 
     def kill(self) -> None:
         """End the process and what it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
     def _last_words(self) -> str:
         self.kill()
