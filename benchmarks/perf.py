@@ -186,7 +186,7 @@ def save(args: argparse.Namespace) -> None:
         raise SystemExit(f"--save needs a clean commit to return to, and this is {revision}")
     sides = Sides(args, None)
     try:
-        (found,) = sides.measure(SHAPES, args.pairs)
+        (found,) = sides.measure(args.cells, args.pairs)
     finally:
         sides.end()
     stored = {
@@ -214,6 +214,11 @@ def compare(args: argparse.Namespace) -> int:
             "the baseline cannot be compared with:\n  "
             + "\n  ".join(differs)
             + "\nmake both alike, or store a baseline of here with --save"
+        )
+    absent = [one.short for one in args.cells if one.name not in stored["cells"]]
+    if absent:
+        raise SystemExit(
+            f"the baseline has no {', '.join(absent)}; store one with all --cells with --save"
         )
     sides = Sides(args, sources_of(stored["commit"], args.scratch))
     try:
