@@ -284,6 +284,7 @@ def main() -> int:
     parser.add_argument(
         "--plant", type=float, default=1.0, help="slow each step down so many times"
     )
+    parser.add_argument("--cells", type=shapes, default=list(SHAPES), help="such as 1x128x32,...")
     parser.add_argument("--save", action="store_true", help="store a baseline instead")
     parser.add_argument("--baseline", type=Path, default=ROOT / "benchmarks" / "perf_baseline.json")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench-models")
