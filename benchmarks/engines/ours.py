@@ -35,7 +35,7 @@ class Ramify:
                 **options,
             )
         except UnknownOptionError as error:
-            raise AbsentError(f"not available in this version: {error}") from error
+            raise AbsentError(f"not available: this version has no {error.name}") from error
         if plant != 1.0:
             core: Any = self.llm.core
             core.step = slowed(core.step, plant)

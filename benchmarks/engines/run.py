@@ -246,12 +246,18 @@ class Group:
                 between()
                 order = [one for one in self.entries if one.name not in self.absent]
                 for entry in order if repetition % 2 == 0 else order[::-1]:
-                    for workload in chain:
-                        cell = cells[workload.name][entry.name]
-                        task = task_of(workload.name, repetition, self._vocab)
-                        if not self._sample(cell, task):
-                            break  # what follows would find another cache
+                    self._sample_chain([cells[one.name][entry.name] for one in chain], repetition)
         return {name: list(row.values()) for name, row in cells.items()}
+
+    def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
+        """One engine, workloads that need each other; after a failure the rest has nothing to find."""
+        for place, cell in enumerate(chain):
+            task = task_of(cell.workload.name, repetition, self._vocab)
+            if not self._sample(cell, task):
+                for later in chain[place + 1 :]:
+                    if cell.failed:
+                        later.failed = later.failed or f"{cell.workload.name}: {cell.failed}"
+                return
 
     def _warm_up(self, workload: Workload, cells: dict[str, dict[str, Cell]]) -> None:
         """A small batch off the clock: buffers, threads and kernels come into being."""

@@ -65,10 +65,10 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
             if "absent" in answer:
                 print(f"| {text.title} | {mode} | {answer['absent']} | | |", flush=True)
                 return {"absent": answer["absent"]}
-        orbit = _orbit(workers["off"], args.limit, vocab) if text.follows else []
+        code = _code(workers["off"], args.limit, vocab) if text.follows else []
         for pair in range(args.pairs + 1):  # the first one warms up
             rng = random.Random(f"{text.name} {pair}")
-            task = _task(text, rng, vocab, orbit)
+            task = _task(text, rng, vocab, code)
             for mode in list(workers) if pair % 2 == 0 else list(workers)[::-1]:
                 sample = workers[mode].ask(args.limit, task=asdict(task))
                 if pair:
@@ -93,22 +93,47 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
     return {mode: [one["between_s"] for one in mine] for mode, mine in samples.items()}
 
 
-def _orbit(worker: Worker, limit_s: float, vocab: int) -> list[int]:
-    """What the model of `follows` says after one token: its code, in the order in which it goes."""
-    start = random.Random("orbit").randrange(3, vocab)
-    task = Task([], [[[start]]], PROMPT + NEW)
-    tokens: list[int] = worker.ask(limit_s, task=asdict(task))["tokens"][0]
-    return [start, *tokens]
+def _code(worker: Worker, limit_s: float, vocab: int) -> list[int]:
+    """What the model of `follows` says after one token, until it would repeat itself.
+
+    Of several beginnings the one that goes on longest: each of its tokens is there once, so that an
+    edit leaves nothing else to copy from.
+    """
+    rng = random.Random("code")
+    starts = [rng.randrange(3, vocab) for _ in range(16)]
+    task = Task([], [[[one] for one in starts]], PROMPT)
+    answers: list[list[int]] = worker.ask(limit_s, task=asdict(task))["tokens"]
+    talks = [[start, *answer] for start, answer in zip(starts, answers, strict=True)]
+    return max(map(until_repeated, talks), key=len)[: PROMPT - 1]
 
 
-def _task(text: Text, rng: random.Random, vocab: int, orbit: list[int]) -> Task:
+def until_repeated(tokens: list[int]) -> list[int]:
+    """The beginning in which no token occurs twice."""
+    seen: set[int] = set()
+    for place, token in enumerate(tokens):
+        if token in seen:
+            return tokens[:place]
+        seen.add(token)
+    return tokens
+
+
+def edited(code: list[int], rng: random.Random, vocab: int) -> list[int]:
+    """A prompt that asks for the code again: before it random tokens, in it one change in so many.
+
+    It ends with the code's first token; what follows is the code as it was before the changes.
+    """
+    before = [rng.randrange(3, vocab) for _ in range(PROMPT - 1 - len(code))]
+    changed = [
+        rng.randrange(3, vocab) if place % EDIT_EVERY == EDIT_EVERY - 1 else token
+        for place, token in enumerate(code)
+    ]
+    return [*before, *changed, code[0]]
+
+
+def _task(text: Text, rng: random.Random, vocab: int, code: list[int]) -> Task:
     """Prompts of one pair."""
     if text.name == "edit":
-        code = [
-            rng.randrange(3, vocab) if at % EDIT_EVERY == EDIT_EVERY - 1 else token
-            for at, token in enumerate(orbit[: PROMPT - 1])
-        ]
-        return Task([], [[[*code, orbit[0]]]], NEW)
+        return Task([], [[edited(code, rng, vocab)]], NEW)
     prompt = [rng.randrange(3, vocab) for _ in range(PROMPT)]
     return Task([], [[prompt]], NEW) if text.name == "random" else _again(prompt)
 

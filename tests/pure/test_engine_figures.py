@@ -12,6 +12,7 @@ from engines.plant import slowed
 from engines.report import best_peer, table
 from engines.roofline import Machine, Turn, seconds
 from engines.run import Cell, ratios
+from engines.speculation import EDIT_EVERY, PROMPT, edited, until_repeated
 from engines.stats import median_interval, paired_ratios
 from engines.stopwatch import Stopwatch
 from engines.workloads import WORKLOADS, task_of
@@ -104,6 +105,17 @@ def test_prompts_have_the_lengths_that_the_roofline_is_of(name: str) -> None:
         assert (len(asked), length, task.num_new) == (turn.num_requests, turn.prompt, turn.num_new)
         length += task.num_new
     assert length == workload.request_tokens or name == "W3"
+
+
+def test_an_edited_text_is_the_code_but_for_its_edits() -> None:
+    """As long as all prompts, ends where the code begins again, one token in twelve changed."""
+    code = until_repeated([*range(100, 340), 105, 106])
+
+    prompt = edited(code, random.Random(1), 32000)
+
+    assert (len(code), len(prompt), prompt[-1]) == (240, PROMPT, 100)
+    kept = sum(a == b for a, b in zip(prompt[-241:-1], code, strict=True))
+    assert kept == 240 - 240 // EDIT_EVERY
 
 
 # -- statistics ----------------------------------------------------------------------------------
