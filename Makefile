@@ -11,6 +11,8 @@ RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
 PEERS_VENV := .venv-peers
 PEERS := $(PEERS_VENV)/.stamp
+ENGINES := .venv-peers-engine
+ENGINE_STAMPS := $(foreach name,openvino llama vllm,$(ENGINES)/.stamp-$(name))
 NATIVE := $(PEERS_VENV)/.stamp-native
 SPEC := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -52,7 +54,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-attention bench-core soak-core cover-core gpu-check native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core cover-core gpu-check native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -89,6 +91,12 @@ bench-attention: $(DEV)  ## one layer of attention on CPU beside torch's own ker
 bench-core: $(PEERS) $(NATIVE)  ## the cache core against those of other engines
 	@PYTHONPATH=src $(PEERS_VENV)/bin/python benchmarks/cache_core.py $(ARGS)
 
+bench-engine: $(DEV) $(ENGINE_STAMPS)  ## whole engines side by side, on shared and unshared prompts
+	@$(BIN)/python benchmarks/engine.py $(ARGS)
+
+perf: $(DEV)  ## this tree beside the stored baseline; fails when it is slower
+	@$(BIN)/python benchmarks/perf.py $(ARGS)
+
 soak-core: $(DEV)  ## a million random operations on the cache core, checked after each
 	@PYTHONPATH=. $(BIN)/python scripts/soak_core.py $(ARGS)
 
@@ -114,7 +122,7 @@ native: $(RUN)  ## a wheel in dist/ whose cache core is compiled with mypyc (min
 	@rm -rf build/native
 
 clean:  ## remove .venv, caches and builds
-	rm -rf $(VENV) $(PEERS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps are removed first and written last: an interrupted install leaves none.
@@ -148,6 +156,13 @@ $(PEERS): $(SPEC) benchmarks/peers.txt benchmarks/core/fetch.py
 	@echo "[3/3] unpacking the peers' wheels"
 	@$(BIN)/python benchmarks/core/fetch.py $(PEERS_VENV)/peers
 	@printf '%s\n' "$(CURDIR)" > $(PEERS)
+
+# Other engines, each in an environment of its own. What cannot be had leaves a note, and the
+# benchmark's table repeats it.
+$(ENGINES)/.stamp-%: benchmarks/engines/install.py | $(DEV)
+	@echo "[peers] $*: minutes, and gigabytes for vllm"
+	@TORCH="$(TORCH)" $(BIN)/python benchmarks/engines/install.py $* $(ENGINES)
+	@touch $@
 
 # Our own core, compiled; without a C compiler its row is absent.
 $(NATIVE): $(PEERS) $(wildcard src/ramify/cache/*.py)

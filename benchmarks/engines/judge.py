@@ -1,0 +1,55 @@
+"""Whether one version is slower than another: the verdict of perf.py. Plain Python.
+
+Pairs are of the same work, done by both versions right after each other. A figure is *slower* when
+the median of its paired ratios is beyond `LIMIT` and the interval of the median lies above 1: the
+first so that what nobody would notice does not fail, the second so that noise does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.stats import Interval, median_interval
+
+LIMIT = 1.05  # half-way between nothing and the 10 % that must be found
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One figure of one cell."""
+
+    cell: str
+    figure: str
+    ratio: Interval  # now / baseline; above 1 is slower
+
+    @property
+    def slower(self) -> bool:
+        """Beyond the limit, and not by chance."""
+        return self.ratio.mid > LIMIT and self.ratio.low > 1.0
+
+
+Samples = Mapping[str, Sequence[float]]  # figure → values by pair, larger is slower
+
+
+def judge(cell: str, now: Samples, base: Samples) -> list[Verdict]:
+    """A verdict on every figure of a cell."""
+    return [
+        Verdict(
+            cell,
+            figure,
+            median_interval([a / b for a, b in zip(now[figure], base[figure], strict=True)], LEVEL),
+        )
+        for figure in now
+    ]
+
+
+def mismatches(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What makes a stored baseline incomparable, in words; empty when nothing does."""
+    return [
+        f"{name}: the baseline has {stored.get(name)!r}, here it is {here.get(name)!r}"
+        for name in here
+        if stored.get(name) != here.get(name)
+    ]

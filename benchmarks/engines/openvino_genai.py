@@ -1,0 +1,79 @@
+"""OpenVINO GenAI: continuous batching, prefix caching on, driven step by step with token ids."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import numpy as np
+
+from engines.contract import Answer, Prompts, Setup
+from engines.openvino_graph import write_graph
+
+HINTS = {"float32": "f32", "bfloat16": "bf16"}
+
+
+class OpenVino:
+    """`ContinuousBatchingPipeline` with the precision of the checkpoint."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._genai: Any = importlib.import_module("openvino_genai")
+        self._openvino: Any = importlib.import_module("openvino")
+        self.version = self._genai.__version__
+        folder = write_graph(setup)
+        core = self._openvino.Core()
+        abilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        self.note = ""
+        if setup.dtype == "bfloat16" and "BF16" not in abilities:
+            self.note = "computes in float32: it sees no bfloat16 instructions on this CPU"
+        hint = HINTS[setup.dtype]
+        scheduler = self._genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = True
+        scheduler.cache_size = max(1, -(-2 * setup.kv_bytes // 2**30))
+        scheduler.max_num_seqs = 64
+        scheduler.max_num_batched_tokens = 2048
+        scheduler.dynamic_split_fuse = True
+        properties = {
+            "INFERENCE_PRECISION_HINT": hint,
+            "KV_CACHE_PRECISION": hint,
+            "INFERENCE_NUM_THREADS": setup.threads,
+            "ENABLE_CPU_PINNING": False,
+        }
+        self._pipe = self._genai.ContinuousBatchingPipeline(
+            str(folder), scheduler, "CPU", properties
+        )
+        self._count = 0
+
+    def prepare(self, num_requests: int, request_tokens: int) -> None:
+        """Nothing to do."""
+
+    def generate(self, prompts: Prompts, num_new: int) -> Answer:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = num_new
+        config.ignore_eos = True
+        config.do_sample = False
+        tokens: list[list[int]] = [[] for _ in prompts]
+        first, last = [0.0] * len(prompts), [0.0] * len(prompts)
+        start = time.perf_counter()
+        handles = []
+        for prompt in prompts:
+            ids = self._openvino.Tensor(np.array([prompt], np.int64))
+            handles.append(self._pipe.add_request(self._count, ids, config))
+            self._count += 1
+        while self._pipe.has_non_finished_requests():
+            self._pipe.step()
+            now = time.perf_counter() - start
+            for place, handle in enumerate(handles):
+                while handle.can_read():
+                    for one in handle.read().values():
+                        tokens[place] += one.generated_ids
+                        first[place] = first[place] or now
+                        last[place] = now
+        return Answer(tokens, first, last)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+load = OpenVino

@@ -1,0 +1,78 @@
+"""Ramify."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import ramify
+from engines.contract import AbsentError, Answer, Prompts, Setup
+from engines.plant import slowed
+from ramify import LLM, SamplingParams
+from ramify.errors import UnknownOptionError
+
+
+class Ramify:
+    """`LLM.generate`, exact; options of the entry go to `LLM`."""
+
+    note = ""
+
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(setup.threads)
+        self.version = ramify.__version__
+        options = dict(setup.options)
+        plant = float(options.pop("plant", 1.0))
+        watch = bool(options.pop("stopwatch", False))
+        try:
+            self.llm = LLM(
+                setup.checkpoint,
+                dtype=setup.dtype,
+                exact=True,
+                max_model_len=setup.max_len,
+                kv_cache_tokens=setup.kv_tokens,
+                **options,
+            )
+        except UnknownOptionError as error:
+            raise AbsentError(f"not available: this version has no {error.name}") from error
+        if plant != 1.0:
+            core: Any = self.llm.core
+            core.step = slowed(core.step, plant)
+        self._watch = None
+        if watch:
+            from engines.stopwatch import Stopwatch
+
+            self._watch = Stopwatch.of_engine(self.llm.core)
+
+    def prepare(self, num_requests: int, request_tokens: int) -> None:
+        """Nothing to do."""
+
+    def generate(self, prompts: Prompts, num_new: int) -> Answer:
+        params = SamplingParams(max_tokens=num_new, ignore_eos=True)
+        if self._watch is not None:
+            self._watch.reset()
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, params)
+        total = time.perf_counter() - start
+        for one in outputs:
+            if one.error is not None:
+                raise one.error
+        prompt = sum(len(one.prompt_token_ids) for one in outputs)
+        computed = sum(one.cache.computed_tokens for one in outputs)
+        facts: dict[str, float] = {"prompt_tokens": prompt, "computed_tokens": computed}
+        if self._watch is not None:
+            facts |= {f"{name}_s": spent for name, spent in self._watch.spent(total).items()}
+            facts["steps"] = self._watch.num_steps
+        return Answer(
+            [list(one.token_ids) for one in outputs],
+            [one.metrics.ttft_s or 0.0 for one in outputs],
+            [one.metrics.total_s for one in outputs],
+            facts,
+        )
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+load = Ramify

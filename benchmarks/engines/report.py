@@ -1,0 +1,114 @@
+"""Measured cells as Markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from engines.registry import OURS, REFERENCE
+from engines.run import Cell, ratios
+
+
+def commit() -> str:
+    """The commit of this checkout; `-dirty` when it is not quite that."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "no git"
+
+
+def cpu_model() -> str:
+    """The processor as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or "unknown"
+
+
+def setting(target: str, threads: int) -> dict[str, str]:
+    """What is needed to read a figure: command, commit, machine."""
+    import torch
+
+    return {
+        "command": f'make {target} ARGS="{" ".join(sys.argv[1:])}"',
+        "commit": commit(),
+        "cpu": f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": f"{os.cpu_count()}, {threads} threads used",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+HEAD = (
+    "| engine | s: median (min–max; n) | × roofline | best peer / this: median (min–max) "
+    "| out tokens/s | TTFT ms | between tokens ms | hit rate | answers as transformers |"
+)
+
+
+def table(cells: Sequence[Cell], roofline_s: float) -> str:
+    """One workload: every engine; ratios of paired repetitions against the best peer."""
+    workload = cells[0].workload
+    best = best_peer(cells)
+    reference = next((one for one in cells if one.entry.name == REFERENCE), None)
+    lines = [
+        f"#### {workload.name}: {workload.title}; roofline {roofline_s:.2f} s",
+        "",
+        HEAD,
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for cell in cells:
+        if not cell.measured:
+            lines.append(f"| {cell.entry.title} | {cell.failed or 'not run'} |" + " |" * 7)
+            continue
+        total = cell.total()
+        equal = None if reference is None else cell.equal_answers(reference)
+        lines.append(
+            f"| {cell.entry.title} | {total.mid:.2f} ({total.low:.2f}–{total.high:.2f}; "
+            f"{total.count}{', then ' + cell.failed if cell.failed else ''}) "
+            f"| {total.mid / roofline_s:.2f} | {_ratio(cell, best)} | {cell.tokens_per_s():,.0f} "
+            f"| {_ms(cell.mid('ttft_s'))} | {_ms(cell.mid('between_s'))} "
+            f"| {_share(cell.hit_rate())} | {'' if equal is None else f'{equal[0]}/{equal[1]}'} |"
+        )
+    return "\n".join(lines)
+
+
+def best_peer(cells: Sequence[Cell]) -> Cell | None:
+    """The fastest engine that is not ours, by its median."""
+    peers = [one for one in cells if one.measured and not one.entry.name.startswith(OURS)]
+    return min(peers, key=lambda one: one.total().mid, default=None)
+
+
+def _ratio(cell: Cell, best: Cell | None) -> str:
+    """How many times faster than the best peer; below 1 is slower."""
+    if best is None:
+        return ""
+    if cell is best:
+        return "best peer"
+    found = ratios(best, cell)
+    return f"{median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value * 1e3:,.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def notes(versions: Mapping[str, str], remarks: Mapping[str, str]) -> str:
+    """Versions of the engines, and what a reader must know of them."""
+    told = [f"{name} {version}" for name, version in versions.items()]
+    said = [f"- {name}: {remark}" for name, remark in remarks.items() if remark]
+    return "\n".join(["Versions: " + ", ".join(told), *said])

@@ -1,0 +1,320 @@
+"""The worker processes as their parent sees them, and what it collects from them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engines.contract import Entry, Setup
+from engines.stats import Spread, paired_ratios
+from engines.workloads import Task, Workload, task_of
+
+BENCHMARKS = Path(__file__).parents[1]
+LOAD_LIMIT_S = 600.0  # vLLM compiles its graph
+
+
+class WorkerGoneError(Exception):
+    """A worker ended instead of answering; the message is the last line it wrote."""
+
+
+class TooSlowError(Exception):
+    """A worker did not answer in time and was ended."""
+
+
+class Worker:
+    """A process that holds one engine."""
+
+    def __init__(self, entry: Entry, peers: Path, threads: int, source: Path | None = None) -> None:
+        """`source` is the folder that `ramify` is imported from; by default this checkout's."""
+        self.entry = entry
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self._buffer = b""
+        python = sys.executable
+        if entry.environment:
+            python = str(peers / entry.environment / "bin" / "python")
+        path = [str(BENCHMARKS)]
+        if not entry.environment:
+            path.append(str(source or BENCHMARKS.parent / "src"))
+        self._process = subprocess.Popen(
+            [python, "-m", "engines.worker", entry.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=BENCHMARKS,
+            start_new_session=True,  # with what it starts, so that all of it can be ended
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path),
+                "OMP_NUM_THREADS": str(threads),
+                "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")]),
+            },
+        )
+
+    def ask(self, limit_s: float, **command: Any) -> dict[str, Any]:
+        """Give a command and wait.
+
+        Raises:
+            TooSlowError: no answer within the limit; the process is ended.
+            WorkerGoneError: there will be none.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerGoneError(self._last_words()) from None
+        end = time.monotonic() + limit_s
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                self.kill()
+                raise TooSlowError(f"over {limit_s:.0f} s")
+            piece = os.read(pipe, 1 << 16)
+            if not piece:
+                raise WorkerGoneError(self._last_words())
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        """Let the process end; after a while, end it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.stdin.close()
+            self._process.wait(20)
+        self.kill()
+        self._errors.close()
+
+    def kill(self) -> None:
+        """End the process and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _last_words(self) -> str:
+        self.kill()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip()]
+        return (said or [f"ended with status {self._process.returncode}"])[-1][:300]
+
+
+@dataclass(slots=True)
+class Cell:
+    """One engine on one workload: a sample for every repetition, or why there are none."""
+
+    entry: Entry
+    workload: Workload
+    note: str = ""
+    failed: str = ""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    @property
+    def totals(self) -> list[float]:
+        """Seconds, by repetition."""
+        return [one["total_s"] for one in self.samples]
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is any figure."""
+        return bool(self.samples)
+
+    def total(self) -> Spread:
+        """Seconds over the repetitions."""
+        return Spread.of(self.totals)
+
+    def mid(self, name: str) -> float | None:
+        """Median of a figure that the engine may not tell."""
+        values = [one[name] for one in self.samples if one[name] is not None]
+        return float(median(values)) if values else None
+
+    def tokens_per_s(self) -> float:
+        """Output tokens over the median time."""
+        return sum(map(len, self.samples[0]["tokens"])) / self.total().mid
+
+    def hit_rate(self) -> float | None:
+        """Prompt tokens that were not computed for their request, of those that tell."""
+        facts = [one["facts"] for one in self.samples if "prompt_tokens" in one["facts"]]
+        if not facts:
+            return None
+        computed, prompt = (
+            float(sum(one[name] for one in facts)) for name in ("computed_tokens", "prompt_tokens")
+        )
+        return 1 - computed / prompt
+
+    def equal_answers(self, other: Cell) -> tuple[int, int] | None:
+        """Answers with the tokens of another engine, and how many were compared."""
+        pairs = [
+            (mine, theirs)
+            for one, two in zip(self.samples, other.samples, strict=False)
+            for mine, theirs in zip(one["tokens"], two["tokens"], strict=True)
+        ]
+        return (sum(mine == theirs for mine, theirs in pairs), len(pairs)) if pairs else None
+
+
+def ratios(slow: Cell, base: Cell) -> list[float]:
+    """Times of one engine over those of another, repetition by repetition."""
+    return paired_ratios(slow.totals, base.totals)
+
+
+class Group:
+    """All engines on one model and dtype, loaded side by side and taking turns."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        setup: Setup,
+        peers: Path,
+        *,
+        limit_s: float,
+        long_s: float,
+        vocab: int,
+    ) -> None:
+        self._setup, self._peers, self._vocab = setup, peers, vocab
+        self._limit_s, self._long_s = limit_s, long_s
+        self._workers: dict[str, Worker] = {}
+        self.entries = list(entries)
+        self.absent: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        for entry in entries:
+            self._start(entry)
+
+    def _start(self, entry: Entry) -> bool:
+        python = self._peers / entry.environment / "bin" / "python"
+        reason = self._peers / entry.environment / "absent"
+        if entry.environment and reason.is_file():
+            self.absent[entry.name] = reason.read_text("utf-8").strip()
+            return False
+        if entry.environment and not python.exists():
+            self.absent[entry.name] = f"{entry.environment} is not installed: make bench-engine"
+            return False
+        worker = Worker(entry, self._peers, self._setup.threads)
+        given = asdict(replace(self._setup, options={})) | {"folder": str(self._setup.folder)}
+        try:
+            found = worker.ask(LOAD_LIMIT_S, setup=given)
+        except (WorkerGoneError, TooSlowError) as gone:
+            self.absent[entry.name] = f"did not start: {gone}"
+            return False
+        if "absent" in found:
+            self.absent[entry.name] = found["absent"]
+            worker.end()
+            return False
+        self.versions[entry.name], self.notes[entry.name] = found["version"], found["note"]
+        self._workers[entry.name] = worker
+        return True
+
+    def measure(
+        self, workloads: Sequence[Workload], repetitions: int, between: Callable[[], None]
+    ) -> dict[str, list[Cell]]:
+        """Workload → a cell per engine. `between` is called before each round of all engines.
+
+        A cell that took longer than the limit is not tried again; one that has used three times
+        `long_s` has repetitions enough.
+        """
+        cells = {
+            one.name: {
+                entry.name: Cell(entry, one, note=self.notes.get(entry.name, ""))
+                for entry in self.entries
+                if entry.name not in self.absent
+            }
+            for one in workloads
+        }
+        for chain in _chains(workloads):
+            self._warm_up(chain[0], cells)
+            for repetition in range(repetitions):
+                between()
+                order = [one for one in self.entries if one.name not in self.absent]
+                for entry in order if repetition % 2 == 0 else order[::-1]:
+                    self._sample_chain([cells[one.name][entry.name] for one in chain], repetition)
+        return {name: list(row.values()) for name, row in cells.items()}
+
+    def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
+        """One engine, workloads that need each other; after a failure the rest has nothing to find."""
+        for place, cell in enumerate(chain):
+            task = task_of(cell.workload.name, repetition, self._vocab)
+            if not self._sample(cell, task):
+                for later in chain[place + 1 :]:
+                    if cell.failed:
+                        later.failed = later.failed or f"{cell.workload.name}: {cell.failed}"
+                return
+
+    def _warm_up(self, workload: Workload, cells: dict[str, dict[str, Cell]]) -> None:
+        """A small batch off the clock: buffers, threads and kernels come into being."""
+        rng = random.Random("warm up")
+        ids = [[rng.randrange(3, self._vocab) for _ in range(96)] for _ in range(4)]
+        for name, cell in cells[workload.name].items():
+            if name in self._workers and not cell.failed:
+                shape = [workload.num_requests, workload.request_tokens]
+                self._attempt(cell, prepare=shape)
+                self._attempt(cell, task=asdict(Task([], [ids], 4)))
+
+    def _sample(self, cell: Cell, task: Task) -> bool:
+        if cell.failed or cell.spent_s > 3 * self._long_s:
+            return False
+        name = cell.entry.name
+        if name not in self._workers:
+            if name in self.absent or not self._start(cell.entry):
+                cell.failed = self.absent[name]
+                return False
+            self._attempt(cell, prepare=[cell.workload.num_requests, cell.workload.request_tokens])
+        start = time.monotonic()
+        found = self._attempt(cell, task=asdict(task))
+        cell.spent_s += time.monotonic() - start
+        if found is None:
+            return False
+        cell.samples.append(found)
+        print(f"  {cell.workload.name} {name}: {found['total_s']:.2f} s", file=sys.stderr)
+        return True
+
+    def _attempt(self, cell: Cell, **command: Any) -> dict[str, Any] | None:
+        worker = self._workers.get(cell.entry.name)
+        if worker is None:
+            return None
+        try:
+            return worker.ask(self._limit_s, **command)
+        except TooSlowError as slow:
+            cell.failed = str(slow)
+        except WorkerGoneError as gone:
+            cell.failed = f"failed: {gone}"
+        del self._workers[cell.entry.name]
+        print(f"  {cell.workload.name} {cell.entry.name}: {cell.failed}", file=sys.stderr)
+        return None
+
+    def end(self) -> None:
+        """End all processes."""
+        for worker in self._workers.values():
+            worker.end()
+        self._workers.clear()
+
+
+def _chains(workloads: Sequence[Workload]) -> list[list[Workload]]:
+    """Workloads with those that must run right after them."""
+    names = {one.name for one in workloads}
+    found: list[list[Workload]] = []
+    for one in workloads:
+        if one.after and one.after in names:
+            next(chain for chain in found if chain[0].name == one.after).append(one)
+        else:
+            found.append([one])
+    return found

@@ -1,0 +1,93 @@
+"""The process that holds one engine.
+
+It reads commands from its standard input, a JSON object a line, and answers each with one line:
+
+    {"setup": {...}}                   load the engine
+    {"prepare": [requests, tokens]}    before a workload
+    {"task": {...}}                    carry out one repetition
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engines.contract import AbsentError, Answer, Engine, Setup
+from engines.registry import find
+from engines.workloads import Task
+
+
+def main() -> None:
+    entry = find(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what an engine prints is not an answer
+
+    def answer(message: dict[str, Any]) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    given = json.loads(sys.stdin.readline())["setup"]
+    setup = Setup(**given | {"folder": Path(given["folder"]), "options": entry.options})
+    try:
+        engine: Engine = importlib.import_module(f"engines.{entry.module}").load(setup)
+    except (AbsentError, ImportError) as reason:
+        missing = "" if isinstance(reason, AbsentError) else "cannot be imported: "
+        answer({"absent": f"{missing}{reason}"})
+        return
+    answer({"version": engine.version, "note": engine.note})
+    try:
+        for line in sys.stdin:
+            command = json.loads(line)
+            if "prepare" in command:
+                engine.prepare(*command["prepare"])
+                answer({})
+            else:
+                answer(carry_out(engine, Task(**command["task"])))
+    finally:
+        engine.close()
+
+
+def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
+    """One repetition: seconds over all turns, and what the engine told of its requests."""
+    if task.before:
+        engine.generate(task.before, task.before_new)
+    talks: list[list[int]] = [[] for _ in task.turns[0]]
+    total, tokens, first, between = 0.0, [], [], []
+    facts: dict[str, float] = {}
+    for asked in task.turns:
+        talks = [talk + one for talk, one in zip(talks, asked, strict=True)]
+        start = time.perf_counter()
+        found = engine.generate(talks, task.num_new)
+        total += time.perf_counter() - start
+        _check(found, task.num_new)
+        tokens += found.tokens
+        talks = [talk + one for talk, one in zip(talks, found.tokens, strict=True)]
+        first += found.first_s
+        if task.num_new > 1:
+            pairs = zip(found.first_s, found.last_s, strict=True)
+            between += [(last - one) / (task.num_new - 1) for one, last in pairs]
+        for name, value in found.facts.items():
+            facts[name] = facts.get(name, 0.0) + value
+    return {
+        "total_s": total,
+        "ttft_s": median(first) if first else None,
+        "between_s": median(between) if between else None,
+        "tokens": tokens,
+        "facts": facts,
+    }
+
+
+def _check(found: Answer, num_new: int) -> None:
+    for one in found.tokens:
+        if len(one) != num_new:
+            raise RuntimeError(f"an answer has {len(one)} tokens instead of {num_new}")
+
+
+if __name__ == "__main__":
+    main()

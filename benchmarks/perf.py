@@ -1,0 +1,299 @@
+"""Whether the engine became slower than the stored baseline; fails when it did.
+
+    make perf                          against benchmarks/perf_baseline.json
+    make perf ARGS="--save"            measure this commit and store it as the baseline
+    make perf ARGS="--plant 1.10"      slow every step down by 10 %: must fail
+    make perf ARGS="--cells 1x128x32,8x512x128 --pairs 20"
+
+Batch {1, 8} × prompt {128, 512} × decode {32, 128} on a random model; time to first token, time
+between tokens, throughput and end to end. Nothing is shared and every prompt is new.
+
+A machine with neighbours has phases in which everything takes half as long again, so that seconds
+of today say little about seconds of last month. What is compared is therefore the baseline's
+*commit*: its sources are checked out beside these and run in a process of their own, taking turns
+with this tree on the same prompts. A figure fails when the median of the paired ratios is above
+1.05 and the 95 % interval of that median lies above 1; it must do so twice, the second time with
+twice as many pairs. The stored seconds are shown beside today's and judge nothing.
+
+What it cannot tell: a slowdown below 5 %; one of a cell that is measured in a few milliseconds,
+where pairs differ by more than that (the interval says so); one that came with another torch, numba
+or Python, since both sides run on what is installed (then the metadata differs, and it stops); one
+of the first call after loading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from engines.contract import Setup
+from engines.judge import Verdict, judge, mismatches
+from engines.models import DTYPES, MODELS, TITLES, VALUE_BYTES, shape_of, write_model
+from engines.registry import OURS, planted
+from engines.report import commit, cpu_model
+from engines.run import LOAD_LIMIT_S, Worker
+from engines.stats import Spread
+from engines.workloads import Task
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 300.0
+HEAD = (
+    "| cell | ms: end to end (min–max) | tokens/s | × baseline (interval) | TTFT ms | × "
+    "| between tokens ms | × | stored end to end ms |"
+)
+FIGURES = ("end_to_end_s", "ttft_s", "between_tokens_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One cell."""
+
+    batch: int
+    prompt: int
+    decode: int
+
+    @property
+    def name(self) -> str:
+        """As the table writes it."""
+        return f"batch {self.batch}, prompt {self.prompt}, decode {self.decode}"
+
+    @property
+    def short(self) -> str:
+        """As --cells takes it."""
+        return f"{self.batch}x{self.prompt}x{self.decode}"
+
+    def task(self, pair: int, vocab: int) -> Task:
+        """Prompts that no pair before had; the same ones for both sides of a pair."""
+        rng = random.Random(f"{self.name} {pair}")
+        prompts = [[rng.randrange(3, vocab) for _ in range(self.prompt)] for _ in range(self.batch)]
+        return Task([], [prompts], self.decode)
+
+
+SHAPES = tuple(Shape(*sizes) for sizes in product((1, 8), (128, 512), (32, 128)))
+
+
+def shapes(text: str) -> list[Shape]:
+    """The cells of --cells."""
+    known = {one.short: one for one in SHAPES}
+    for name in text.split(","):
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return [known[name] for name in text.split(",")]
+
+
+Found = dict[str, dict[str, list[float]]]  # cell → figure → values by pair
+
+
+class Sides:
+    """The processes that take turns: this tree, and the baseline's unless it is to be saved."""
+
+    def __init__(self, args: argparse.Namespace, base: Path | None) -> None:
+        folder = write_model(args.scratch, args.model, args.dtype)
+        longest = max(one.prompt + one.decode for one in SHAPES)
+        setup = Setup(
+            folder, args.dtype, args.threads, longest + 64, 16 * longest,
+            shape_of(args.model).kv_values * VALUE_BYTES[args.dtype],
+        )  # fmt: skip
+        self._vocab = MODELS[args.model]["vocab_size"]
+        self._pair = 0
+        given = asdict(setup) | {"folder": str(folder)}
+        self._workers = [Worker(planted(args.plant), args.scratch, args.threads)]
+        if base is not None:
+            self._workers.append(Worker(planted(1.0), args.scratch, args.threads, source=base))
+        for worker in self._workers:
+            found = worker.ask(LOAD_LIMIT_S, setup=given)
+            if "absent" in found:
+                raise SystemExit(f"{OURS} cannot be loaded: {found['absent']}")
+
+    def measure(self, shapes: Sequence[Shape], pairs: int) -> list[Found]:
+        """What each side needed; the sides change places from pair to pair."""
+        found: list[Found] = [{} for _ in self._workers]
+        for shape in shapes:
+            for pair in range(pairs + 1):  # the first one warms up
+                self._pair += 1
+                task = asdict(shape.task(self._pair, self._vocab))
+                sides = list(zip(self._workers, found, strict=True))
+                for worker, one in sides if pair % 2 == 0 else sides[::-1]:
+                    answer = worker.ask(LIMIT_S, task=task)
+                    if pair:
+                        figures = one.setdefault(shape.name, {name: [] for name in FIGURES})
+                        figures["end_to_end_s"].append(answer["total_s"])
+                        figures["ttft_s"].append(answer["ttft_s"])
+                        figures["between_tokens_s"].append(answer["between_s"])
+            print(f"  {shape.name}: {pairs} pairs", file=sys.stderr)
+        return found
+
+    def end(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+
+
+def metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """What must agree for a baseline to be comparable."""
+    return {
+        "model": TITLES[args.model],
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "numpy", "numba")},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def sources_of(revision: str, scratch: Path) -> Path:
+    """`src` of a commit, checked out beside the models; made anew each time."""
+    tree = scratch / "perf-baseline"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", revision, "src"],
+        cwd=ROOT, capture_output=True, check=False,
+    )  # fmt: skip
+    if archive.returncode:
+        raise SystemExit(
+            f"the baseline's commit {revision} is not in this repository: "
+            f"{archive.stderr.decode().strip()}; fetch it, or store another one with --save"
+        )
+    subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
+    return tree / "src"
+
+
+def save(args: argparse.Namespace) -> None:
+    """Measure this tree and store it."""
+    revision = commit()
+    if revision == "no git" or revision.endswith("-dirty"):
+        raise SystemExit(f"--save needs a clean commit to return to, and this is {revision}")
+    sides = Sides(args, None)
+    try:
+        (found,) = sides.measure(args.cells, args.pairs)
+    finally:
+        sides.end()
+    stored = {
+        "commit": revision,
+        "date": datetime.now(UTC).date().isoformat(),
+        "metadata": metadata(args),
+        "pairs": args.pairs,
+        "cells": {
+            cell: {name: asdict(Spread.of(values)) for name, values in figures.items()}
+            for cell, figures in found.items()
+        },
+    }
+    args.baseline.write_text(json.dumps(stored, indent=2) + "\n", "utf-8")
+    print(f"stored {len(found)} cells of {revision} in {args.baseline}")
+
+
+def compare(args: argparse.Namespace) -> int:
+    """This tree beside the baseline; the exit status."""
+    if not args.baseline.is_file():
+        raise SystemExit(f"{args.baseline} is missing; write it on a clean commit with --save")
+    stored = json.loads(args.baseline.read_text("utf-8"))
+    differs = mismatches(stored["metadata"], metadata(args))
+    if differs:
+        raise SystemExit(
+            "the baseline cannot be compared with:\n  "
+            + "\n  ".join(differs)
+            + "\nmake both alike, or store a baseline of here with --save"
+        )
+    absent = [one.short for one in args.cells if one.name not in stored["cells"]]
+    if absent:
+        raise SystemExit(
+            f"the baseline has no {', '.join(absent)}; store one with all --cells with --save"
+        )
+    sides = Sides(args, sources_of(stored["commit"], args.scratch))
+    try:
+        now, base = sides.measure(args.cells, args.pairs)
+        verdicts = [one for cell in now for one in judge(cell, now[cell], base[cell])]
+        print(_table(now, base, stored, verdicts))
+        suspects = {one.cell for one in verdicts if one.slower}
+        slower: list[Verdict] = []
+        if suspects:
+            print(f"\nmeasured again, with {2 * args.pairs} pairs: {', '.join(sorted(suspects))}")
+            again = [one for one in args.cells if one.name in suspects]
+            now, base = sides.measure(again, 2 * args.pairs)
+            first = {(one.cell, one.figure) for one in verdicts if one.slower}
+            slower = [
+                one
+                for cell in now
+                for one in judge(cell, now[cell], base[cell])
+                if one.slower and (one.cell, one.figure) in first
+            ]
+    finally:
+        sides.end()
+    for one in slower:
+        print(f"SLOWER: {one.cell}: {one.figure} {_interval(one)} of {stored['commit']}")
+    if not slower:
+        print(f"\nno figure is slower than at {stored['commit']} ({stored['date']})")
+    return 1 if slower else 0
+
+
+def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdict]) -> str:
+    told = {(one.cell, one.figure): one for one in verdicts}
+    lines = [
+        HEAD,
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for shape in SHAPES:
+        if shape.name not in now:
+            continue
+        cell, mine = shape.name, now[shape.name]
+        total = Spread.of(mine["end_to_end_s"])
+        before = stored["cells"][cell]["end_to_end_s"]
+        lines.append(
+            f"| {cell} | {total.mid * 1e3:.0f} ({total.low * 1e3:.0f}–{total.high * 1e3:.0f}) "
+            f"| {shape.batch * shape.decode / total.mid:,.0f} "
+            f"| {_interval(told[cell, 'end_to_end_s'])} "
+            f"| {Spread.of(mine['ttft_s']).mid * 1e3:.1f} | {_interval(told[cell, 'ttft_s'])} "
+            f"| {Spread.of(mine['between_tokens_s']).mid * 1e3:.2f} "
+            f"| {_interval(told[cell, 'between_tokens_s'])} "
+            f"| {before['mid'] * 1e3:.0f} ({before['low'] * 1e3:.0f}–{before['high'] * 1e3:.0f}) |"
+        )
+    return "\n".join(lines)
+
+
+def _interval(one: Verdict) -> str:
+    return f"{one.ratio.mid:.3f} ({one.ratio.low:.3f}–{one.ratio.high:.3f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(MODELS), default="S")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument(
+        "--plant", type=float, default=1.0, help="slow each step down so many times"
+    )
+    parser.add_argument("--cells", type=shapes, default=list(SHAPES), help="such as 1x128x32,...")
+    parser.add_argument("--save", action="store_true", help="store a baseline instead")
+    parser.add_argument("--baseline", type=Path, default=ROOT / "benchmarks" / "perf_baseline.json")
+    parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench-models")
+    args = parser.parse_args()
+    if args.save:
+        save(args)
+        return 0
+    return compare(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
