@@ -229,17 +229,6 @@ class StepFailedError(RamifyError):
     """A forward pass failed; its requests were told and hold no pages."""
 
 
-class OverloadedError(RamifyError):
-    """Too many requests wait already; nothing was queued."""
-
-    def __init__(self, num_waiting: int, limit: int, retry_after_s: float = 1.0) -> None:
-        self.num_waiting, self.limit, self.retry_after_s = num_waiting, limit, retry_after_s
-        super().__init__(
-            f"{num_waiting} requests are waiting and max_waiting is {limit}; "
-            f"try again in {retry_after_s:g} s, or start with a larger max_waiting"
-        )
-
-
 class DrainingError(RamifyError):
     """The engine finishes the requests that it has and takes no new ones; nothing was queued."""
 

@@ -421,9 +421,7 @@ class RadixAttentionPlanner:
             raise CacheError("no free row in the block table; release a sequence first")
         num_copied = max(0, -(-one.num_computed // self.page_size) - len(one.lease.pages))
         pages = self.cache.reserve(num_copied)
-        twin = RadixSequence(
-            one.tokens[:], one.namespace, one.reuse, media=one.media, max_shared=one.max_shared
-        )
+        twin = one.twin()
         twin.num_computed = twin.num_read = one.num_computed
         twin.lease, twin.private = self.cache.fork(one.lease), list(pages)
         twin.order, twin.row = next(self._order), self.table.allocate()

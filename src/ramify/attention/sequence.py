@@ -47,6 +47,16 @@ class RadixSequence:
         """Tokens whose K/V is still to be computed (before the first plan: all of them)."""
         return len(self.tokens) - self.num_computed
 
+    def twin(self) -> RadixSequence:
+        """The same tokens for another life of their own; nothing is planned of them."""
+        return RadixSequence(
+            self.tokens[:],
+            self.namespace,
+            self.reuse,
+            media=self.media,
+            max_shared=self.max_shared,
+        )
+
     def shareable(self, num_tokens: int) -> int:
         """Of the first `num_tokens` tokens, those whose K/V others may use."""
         known = min(num_tokens, len(self.tokens) - self.num_draft)

@@ -109,6 +109,7 @@ class EngineCore:
         )
         self.rechecks = Rechecks(config.asked.attention.verify_sample)
         self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
+        self.max_waiting = config.asked.scheduler.max_waiting
         self.num_steps = 0
         self.num_computed_tokens = 0  # query rows of all steps so far
         self._text_decoder, self._drafter, self._clock = text_decoder, drafter, clock
@@ -157,7 +158,7 @@ class EngineCore:
         check_vocabulary(params, self.vocab_size)
         if params.stop and self._text_decoder is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
-        self.scheduler.require_place(self.config.asked.scheduler.max_waiting, self._clock())
+        self.scheduler.require_place(self.max_waiting, self._clock())
         namespace = self.namespace_for(tenant, salt)
         request = self._new_request(ids, params, namespace, longest)
         request.prompt, request.priority, request.tenant = prompt, priority, tenant

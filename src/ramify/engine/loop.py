@@ -18,7 +18,6 @@ from ramify.errors import (
     DrainingError,
     EngineStoppedError,
     OutOfPagesError,
-    OverloadedError,
     RamifyError,
     UnknownRequestError,
 )
@@ -79,7 +78,8 @@ class EngineLoop:
     def __init__(
         self, core: EngineCore, *, max_waiting: int = 1024, retry_after_s: float = 10.0
     ) -> None:
-        self.core, self.max_waiting, self.retry_after_s = core, max_waiting, retry_after_s
+        self.core, self.retry_after_s = core, retry_after_s
+        core.max_waiting = max_waiting
         self.ended: Future[None] = Future()  # done when the thread is over
         self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
         self.error: EngineStoppedError | None = None
@@ -267,9 +267,6 @@ class EngineLoop:
         if inbox.is_abandoned:
             return
         try:
-            waiting = len(self.core.scheduler.waiting)
-            if waiting >= self.max_waiting:
-                raise OverloadedError(waiting, self.max_waiting)
             request_id = self.core.add_request(ids, params, **options)
         except Exception as error:
             if not isinstance(error, RamifyError):
@@ -301,7 +298,7 @@ class EngineLoop:
     def _give_up(self, error: OutOfPagesError) -> None:
         """End the request that nothing can be freed for; its caller gets the error."""
         scheduler = self.core.scheduler
-        request = (scheduler.running or scheduler.waiting)[0].group
+        request = next(iter(scheduler.running or scheduler.waiting)).group
         inbox = self._inboxes.pop(request.id, None)
         self.core.rechecks.running.pop(request.id, None)
         self.core.abort(request.id)
