@@ -221,8 +221,9 @@ class SamplingParams:
     def _check_scores(self) -> None:
         """Options that change scores or forbid tokens."""
         penalty = self.repetition_penalty
-        if not _is_number(penalty) or not 0.0 < penalty <= MAX_REPETITION_PENALTY:
-            allowed = f"a number in (0, {MAX_REPETITION_PENALTY:g}]; 1 changes nothing"
+        low, high = REPETITION_PENALTIES
+        if not _is_number(penalty) or not low <= penalty <= high:
+            allowed = f"a number in [{low:g}, {high:g}]; 1 changes nothing"
             raise InvalidParamsError("repetition_penalty", penalty, allowed)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -274,7 +275,7 @@ MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
 MAX_BIAS = 100.0  # the OpenAI API's limit
 MAX_PENALTY = 2.0  # the OpenAI API's limit
-MAX_REPETITION_PENALTY = 100.0  # beyond it scores lose all meaning; usual values are 1 to 1.5
+REPETITION_PENALTIES = (0.01, 100.0)  # beyond them float32 may overflow; usual are 1 to 1.5
 MAX_FORMAT_BYTES = 65536  # of a schema, grammar, regex or list of choices, as UTF-8
 MAX_FORMAT_DEPTH = 64  # of objects and lists in a JSON schema
 

@@ -169,7 +169,7 @@ def test_the_context_is_the_models_unless_a_shorter_one_is_asked() -> None:
         ("top_p", [0.0, 0, -1, 1.01, float("nan"), None, "1"]),
         ("top_k", [0, -1, 1.0, "3", True]),
         ("min_p", [-0.1, 1.1, float("nan"), None, True]),
-        ("repetition_penalty", [0, -1, 101, float("nan"), float("inf"), None, "1"]),
+        ("repetition_penalty", [0, 0.009, -1, 101, float("nan"), float("inf"), None, "1"]),
         ("presence_penalty", [-2.1, 2.1, float("nan"), None]),
         ("frequency_penalty", [-2.1, 2.1, float("inf"), True]),
         ("logit_bias", [None, {-1: 1.0}, {"a": 1.0}, {True: 1.0}, [(1, 1.0)], ((1, 2, 3),), 5]),

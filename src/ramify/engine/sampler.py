@@ -18,8 +18,8 @@ Row = NDArray[np.float32]  # [vocab_size]
 Rows = NDArray[np.float32]  # [rows, vocab_size]
 
 # How far below the likeliest the tokens are that are tried as a nucleus before all are sorted, in
-# units of the temperature. Below the first, exp(-6), nuclei of trained models end; measured on
-# normal scores of deviation 3: 152k of them are 64 ms to sort with their ids, 1 ms by value.
+# units of the temperature. Of 152k normal scores of deviation 3, at temperature 0.8, 137 are above
+# the first and 24k above the second; sorting all of them took 66 ms with ids, 1.1 ms without.
 NUCLEUS_DEPTHS = (6.0, 14.0)
 
 
