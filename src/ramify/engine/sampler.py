@@ -18,9 +18,9 @@ Row = NDArray[np.float32]  # [vocab_size]
 Rows = NDArray[np.float32]  # [rows, vocab_size]
 
 # How far below the likeliest the tokens are that are tried as a nucleus before all are sorted, in
-# units of the temperature. Of 152k normal scores of deviation 3, at temperature 0.8, 137 are above
+# units of the temperature. Of 152k normal scores of deviation 3, at temperature 0.8, 3k are above
 # the first and 24k above the second; sorting all of them took 66 ms with ids, 1.1 ms without.
-NUCLEUS_DEPTHS = (6.0, 14.0)
+NUCLEUS_DEPTHS = (10.0, 14.0)
 
 
 def draw_all(
@@ -105,17 +105,17 @@ def draw_token(logits: Row, draw: Draw, place: int = 0) -> int:
     if draw.params.temperature == 0.0:
         return int(logits.argmax())
     ids, weights = candidates(logits, draw.params)
-    mass = np.cumsum(weights)
+    mass = np.cumsum(weights, out=weights)
     target = uniform(draw.seed, draw.position + place) * mass[-1]
     at = int(np.searchsorted(mass, target, side="right"))
     if at == len(mass):  # rounded up to all of it
         at = int(np.searchsorted(mass, mass[-1], side="left"))
-    return int(ids[at])
+    return at if ids is None else int(ids[at])
 
 
 def candidates(
     logits: Row, params: SamplingParams
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
     """Tokens that can be drawn at a temperature > 0, by ascending id, and their weights.
 
     The likeliest `top_k` are kept, of these the smallest set of likeliest ones with a mass of at
@@ -126,16 +126,20 @@ def candidates(
         logits: at least one is finite, none is NaN or plus infinity.
 
     Returns:
-        ids [kept], and weights [kept] that are 1 for the likeliest: probabilities, not normalised.
+        ids [kept] or None for all, and weights [kept], a new array: probabilities that are not
+        normalised, but 1 for the likeliest.
     """
     ids: NDArray[np.int64] | None = None
     if params.top_k is not None and params.top_k < len(logits):
         ids = _largest(logits, params.top_k)
         logits = logits[ids]
     # the largest logit goes to 0 before the division: a tiny temperature must not overflow
+    # in place, because fresh pages cost more than the arithmetic
+    weights = logits.astype(np.float64)
+    weights -= float(logits.max())
     with np.errstate(over="ignore"):  # towards -inf is where the others belong
-        scaled = (logits.astype(np.float64) - float(logits.max())) / params.temperature
-    weights = np.exp(scaled)
+        weights /= params.temperature
+    np.exp(weights, out=weights)
     keep: NDArray[np.bool_] | None = None
     if params.top_p < 1.0:
         keep = _nucleus(logits, weights, params.top_p)
@@ -145,7 +149,7 @@ def candidates(
     if keep is not None:
         places = np.flatnonzero(keep)
         return places if ids is None else ids[places], weights[places]
-    return np.arange(len(weights)) if ids is None else ids, weights
+    return ids, weights
 
 
 def _largest(values: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
