@@ -118,12 +118,22 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids as 32-bit integers; with special tokens, what the model expects around text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair: no bytes, no tokens
-            name = f"prompt[{error.start}]"
-            raise InvalidParamsError(name, text[error.start], "a Unicode character") from error
+        _require_unicode(text)
         return array("i", self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_with_ends(self, text: str) -> tuple[array[int], array[int]]:
+        """Ids without special tokens, and where in the text each of them ends, in characters."""
+        _require_unicode(text)
+        found = self._core.encode(text, add_special_tokens=False)
+        return array("i", found.ids), array("i", (end for _, end in found.offsets))
+
+    @property
+    def border_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens, longest first; what stands between them is apart."""
+        added = self._core.get_added_tokens_decoder().values()
+        plain = (one for one in added if one.special and not (one.lstrip or one.rstrip))
+        texts = {one.content for one in plain if not one.single_word and one.content}
+        return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; ids without a text, as of padded vocabularies, are left out."""
@@ -193,6 +203,14 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, **kwargs
         )
         return self.encode(text, add_special_tokens=False)
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair: no bytes, no tokens
+        name = f"prompt[{error.start}]"
+        raise InvalidParamsError(name, text[error.start], "a Unicode character") from error
 
 
 class Detokenizer:

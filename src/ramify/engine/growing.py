@@ -1,0 +1,88 @@
+"""A text that begins like an earlier one is tokenised from where they part."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ramify.engine.tokenizer import Tokenizer
+
+MAX_TOKENS = 4_000_000  # of all texts that are remembered: 32 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of a text, and where in it each of them ends, in characters."""
+
+    ids: array[int]
+    ends: array[int]
+
+
+class GrowingEncoder:
+    """Tokenises texts without special tokens of its own; remembers them up to their last turns.
+
+    Special tokens in a text are borders: what stands before one is tokenised by itself. So a text
+    may be cut in front of any of them, and the ids of the front are those of an earlier text. That
+    is tried once on the tokenizer at hand; where it does not hold, everything is tokenised anew.
+
+    Args:
+        max_tokens: remembered in all; the texts that were used longest ago give way.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = MAX_TOKENS) -> None:
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.num_encoded = 0  # characters that were tokenised
+        self._known: OrderedDict[str, Encoded] = OrderedDict()
+        self._num_tokens = 0
+        borders = tokenizer.border_tokens
+        self._border = re.compile("|".join(map(re.escape, borders))) if borders else None
+        if self._border is not None and not self._cuts_change_nothing(borders):
+            self._border = None
+
+    def encode(self, text: str) -> Encoded:
+        """The tokens of a text: those of `Tokenizer.encode(text, add_special_tokens=False)`."""
+        if self._border is None:
+            return self._fresh(text)
+        cuts = [found.start() for found in self._border.finditer(text) if found.start()]
+        front, at = Encoded(array("i"), array("i")), 0
+        for cut in reversed(cuts):
+            known = self._known.get(text[:cut])
+            if known is not None:
+                self._known.move_to_end(text[:cut])
+                front, at = known, cut
+                break
+        ids, ends = front.ids[:], front.ends[:]
+        newest = cuts[-1] if cuts and cuts[-1] > at else None
+        for begin, end in ((at, newest or at), (newest or at, len(text))):
+            if begin < end:
+                piece = self._fresh(text[begin:end])
+                ids.extend(piece.ids)
+                ends.extend(array("i", (begin + place for place in piece.ends)))
+            if end == newest:
+                self._remember(text[:newest], Encoded(ids[:], ends[:]))
+        return Encoded(ids, ends)
+
+    def _fresh(self, text: str) -> Encoded:
+        self.num_encoded += len(text)
+        ids, ends = self.tokenizer.encode_with_ends(text)
+        return Encoded(ids, ends)
+
+    def _remember(self, text: str, encoded: Encoded) -> None:
+        self._known[text] = encoded
+        self._num_tokens += len(encoded.ids)
+        while self._num_tokens > self.max_tokens and self._known:
+            _, old = self._known.popitem(last=False)
+            self._num_tokens -= len(old.ids)
+
+    def _cuts_change_nothing(self, borders: Sequence[str]) -> bool:
+        encode = self.tokenizer.encode_with_ends
+        for border in borders:
+            for before in ("Well", "a b ", "\n", " x\n\n"):
+                for after in ("the end", " the", "\nno", ""):
+                    whole, _ = encode(before + border + after)
+                    if whole != encode(before)[0] + encode(border + after)[0]:
+                        return False
+        return True

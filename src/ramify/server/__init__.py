@@ -1,0 +1,1 @@
+"""OpenAI's and Anthropic's APIs over one engine, with the reason for every miss."""

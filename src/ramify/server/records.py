@@ -1,0 +1,136 @@
+"""What earlier requests asked, so that a later one can be told what it changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ramify.cache.key import ATOM_BYTES, shared_pages
+from ramify.server.prompts import Prompt
+
+MAX_RECORDS = 4096
+MAX_TOKENS = 8_000_000  # of all prompts that are remembered: 32 MB
+TTL_S = 24 * 3600.0
+
+
+def canonical(value: object) -> str:
+    """A value as text in which order matters only where it does in JSON: in lists."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request as its prompt was made of it; every field but the last two is compared."""
+
+    model: str
+    options: Mapping[str, str]  # what else changes the prompt, by the API's name for it
+    tools: tuple[str, ...]  # canonical
+    system: str  # canonical; "" where the API has none
+    messages: tuple[str, ...]  # canonical
+    prompt: Prompt
+    response: Mapping[str, Any] | None = None  # kept for conversations that go on from it
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The first thing in which a request differs from an earlier one, in the order of a prompt."""
+
+    kind: str  # "model", "tools", "system", "messages", or a name of `Record.options`
+    path: str  # of the first part that differs
+    at_token: int  # prompts are the same up to here
+    missed_tokens: int  # of the earlier prompt, beyond it
+
+
+def first_change(old: Record, new: Record) -> Change | None:
+    """What keeps the new request from beginning as the old one; None if nothing does.
+
+    Messages that were only added are no change.
+    """
+    same = common_tokens(old.prompt.ids, new.prompt.ids)
+
+    def change(kind: str, path: str) -> Change:
+        return Change(kind, path, same, max(0, old.prompt.stable_len - same))
+
+    if old.model != new.model:
+        return Change("model", "model", 0, old.prompt.stable_len)
+    if old.tools != new.tools:
+        return change("tools", f"tools[{_differs(old.tools, new.tools)}]")
+    if old.system != new.system:
+        return change("system", "system")
+    place = _differs(old.messages, new.messages)
+    if place < len(old.messages):
+        path = new.prompt.path_at(same) if place < len(new.messages) else f"messages[{place}]"
+        return change("messages", path if path.startswith("messages") else f"messages[{place}]")
+    for name in sorted(old.options.keys() | new.options.keys()):
+        if old.options.get(name) != new.options.get(name):
+            return change(name, name)
+    return None
+
+
+def common_tokens(one: array[int], other: array[int]) -> int:
+    """How many tokens two prompts begin with alike."""
+    return shared_pages(one.tobytes(), 0, other.tobytes(), ATOM_BYTES)
+
+
+def _differs(old: Sequence[str], new: Sequence[str]) -> int:
+    """The first place at which two lists differ, one being shorter included."""
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(old), len(new)))
+
+
+class RecordStore:
+    """Records by tenant and id of the response; bounded in number, tokens and age.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_records: int = MAX_RECORDS,
+        max_tokens: int = MAX_TOKENS,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_records, self.max_tokens, self.ttl_s = max_records, max_tokens, ttl_s
+        self._clock = clock
+        self._records: OrderedDict[tuple[str, str], tuple[float, Record]] = OrderedDict()
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def put(self, tenant: str, response_id: str, record: Record) -> None:
+        """Remember a request under the id of its response."""
+        self.forget(tenant, response_id)
+        self._records[tenant, response_id] = (self._clock() + self.ttl_s, record)
+        self._num_tokens += len(record.prompt.ids)
+        while len(self._records) > self.max_records or self._num_tokens > self.max_tokens:
+            self.forget(*next(iter(self._records)))
+
+    def get(self, tenant: str, response_id: str) -> Record | None:
+        """The request of that response, if this tenant made it and it is still remembered."""
+        self._expire()
+        entry = self._records.get((tenant, response_id))
+        return None if entry is None else entry[1]
+
+    def forget(self, tenant: str, response_id: str) -> bool:
+        """Drop one; whether it was there."""
+        entry = self._records.pop((tenant, response_id), None)
+        if entry is not None:
+            self._num_tokens -= len(entry[1].prompt.ids)
+        return entry is not None
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._records:
+            key, (expires, _) = next(iter(self._records.items()))
+            if expires > now:
+                return
+            self.forget(*key)
