@@ -1,0 +1,87 @@
+"""Why tokens of a prompt had to be computed, in the caller's words and about the caller's data only."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ramify.cache.explain import Explanation
+from ramify.server.prompts import Prompt
+
+SHOWN_TOKENS = 24  # of each side, at the place where they part
+REASONS = {
+    "hit": "hit",
+    "page_tail": "page_tail",
+    "pending": "in_flight",
+    "evicted": "evicted",
+    "diverged": "diverged",
+    "namespace": "other_namespace",
+    "never_seen": "cold",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The first token that was not found, and why."""
+
+    reason: str  # cold, diverged, evicted, other_namespace, page_tail, in_flight, disabled
+    at_token: int
+    segment: str | None = None
+    had: str | None = None  # what the cached prompt goes on with
+    got: str | None = None  # what this one goes on with
+    evicted_ago_s: float | None = None
+    evicted_by: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Fields that have something to say."""
+        fields = (
+            "reason",
+            "at_token",
+            "segment",
+            "had",
+            "got",
+            "evicted_ago_s",
+            "evicted_by",
+        )
+        found = {name: getattr(self, name) for name in fields}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def miss_of(
+    found: Explanation,
+    prompt: Prompt,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    own_namespaces: Callable[[bytes], bool],
+) -> Miss | None:
+    """What stopped a lookup; None if all that can be found was.
+
+    Args:
+        found: of the prompt's key, in the caller's own namespace.
+        decode: token ids to text.
+        own_namespaces: whether a namespace is the caller's; what is cached in others is not told.
+    """
+    reason = REASONS[found.reason]
+    if reason == "hit":
+        return None
+    if found.other_namespace is not None and not own_namespaces(found.other_namespace):
+        reason = "cold"
+    at = found.diverged_at if reason == "diverged" and found.diverged_at is not None else None
+    at = found.hit_tokens if at is None else at
+    had = None
+    if reason == "diverged" and found.sibling:
+        sibling = array("i")
+        sibling.frombytes(found.sibling)
+        begin = at - found.hit_tokens
+        had = decode(sibling[begin : begin + SHOWN_TOKENS])
+    shown = reason in ("diverged", "evicted", "other_namespace")
+    return Miss(
+        reason,
+        at,
+        prompt.path_at(at),
+        had,
+        decode(prompt.ids[at : at + SHOWN_TOKENS]) if shown else None,
+        found.evicted_ago_s if reason == "evicted" else None,
+        found.evicted_by if reason == "evicted" else None,
+    )

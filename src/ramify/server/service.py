@@ -1,0 +1,266 @@
+"""One request on its way through the engine, whichever API it came by."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from ramify.cache.key import CacheKey
+from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.tokenizer import Tokenizer
+from ramify.errors import PinError
+from ramify.params import CacheReport, RequestOutput, SamplingParams
+from ramify.server.errors import ApiError
+from ramify.server.explain import Miss, miss_of
+from ramify.server.prompts import Prompt, PromptMaker
+from ramify.server.records import Record, RecordStore
+from ramify.server.tenants import Caller, Meter
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What the server needs of `ramify.AsyncLLM`."""
+
+    async def run(self, action: Callable[[EngineCore], T]) -> T:
+        """Call `action` in the engine's thread, between two steps."""
+        ...
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+    ) -> AsyncIterator[StepOutput]:
+        """What becomes of a request, as it comes; leaving the iterator aborts it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request in the engine's words, made by the translation of an API."""
+
+    prompt: Prompt
+    params: SamplingParams
+    record: Record
+    salt: str = ""
+    priority: int = 0
+    answer: bool = True  # False: compute the prompt and keep it, say nothing (prewarm)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """`usage.ramify_cache`: where the tokens of a prompt came from; they add up to its length."""
+
+    read: int
+    shared: int  # computed by another request at the same time
+    computed: int
+    written: int  # of the computed ones: kept for others, whole pages
+    miss: Miss | None
+
+    @property
+    def cached(self) -> int:
+        """Tokens that nobody computed for this request."""
+        return self.read + self.shared
+
+    def as_json(self) -> dict[str, Any]:
+        """As it stands in a response."""
+        told: dict[str, Any] = {
+            "read": self.read,
+            "shared_in_flight": self.shared,
+            "computed": self.computed,
+            "written": self.written,
+        }
+        return told | ({} if self.miss is None else {"miss": self.miss.as_json()})
+
+
+@dataclass(slots=True)
+class Generation:
+    """A request that the engine has; iterate over it once.
+
+    `cache` is there from the first event on, `output` at the end.
+    """
+
+    id: str
+    job: Job
+    who: Caller
+    created: int
+    events: AsyncIterator[StepOutput]
+    first: StepOutput | None
+    miss: Miss | None
+    page_size: int
+    cache: CacheUse | None = None
+    output: RequestOutput | None = None
+    on_end: list[Callable[[Generation], None]] = field(default_factory=list)
+
+    async def __aiter__(self) -> AsyncIterator[StepOutput]:
+        """Events up to the end of the last answer."""
+        try:
+            if self.first is not None:
+                yield self._note(self.first)
+            async for event in self.events:
+                yield self._note(event)
+        finally:
+            close = getattr(self.events, "aclose", None)
+            if close is not None:
+                await close()
+            for call in self.on_end:
+                call(self)
+
+    async def whole(self) -> RequestOutput:
+        """Wait for the end."""
+        async for _ in self:
+            pass
+        assert self.output is not None, "the engine ends every request"
+        return self.output
+
+    def _note(self, event: StepOutput) -> StepOutput:
+        if event.output is not None:
+            self.output = event.output
+            self.cache = self._use(event.output.cache)
+        elif self.cache is None and event.cache is not None:
+            self.cache = self._use(event.cache)
+        return event
+
+    def _use(self, report: CacheReport) -> CacheUse:
+        whole = len(self.job.prompt.ids) // self.page_size * self.page_size
+        cached = report.read_tokens + report.shared_tokens
+        return CacheUse(
+            read=report.read_tokens,
+            shared=report.shared_tokens,
+            computed=report.computed_tokens,
+            written=max(0, min(whole, cached + report.computed_tokens) - cached),
+            miss=self.miss,
+        )
+
+
+class Service:
+    """The engine, and what the server remembers beside it.
+
+    Args:
+        engine: an `AsyncLLM`.
+        tokenizer: of its model.
+        model: the name that clients use; `aliases` are other names for it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        max_model_len: int,
+        page_size: int,
+        aliases: Sequence[str] = (),
+        prefix_cache: bool = True,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.model, self.names = model, (model, *aliases)
+        self.max_model_len, self.page_size, self.prefix_cache = max_model_len, page_size, prefix_cache
+        self.prompts = PromptMaker(tokenizer)
+        self.records = RecordStore()
+        self.meter = Meter()
+        self.started_s = int(time.time())
+        self.listeners: list[Callable[[Generation], None]] = []  # logs, metrics
+
+    def require_model(self, name: str | None) -> str:
+        """The model's own name.
+
+        Raises:
+            ApiError: 404, another model was asked for.
+        """
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; this server has {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return self.model
+
+    async def explain(self, prompt: Prompt, who: Caller, salt: str = "") -> Miss | None:
+        """Why a request with this prompt would not find all of it now; runs nothing."""
+        if not self.prefix_cache:
+            return Miss("disabled", 0)
+
+        def look(core: EngineCore) -> Any:
+            key = CacheKey(prompt.ids, core.namespace_for(who.tenant, salt))
+            return core.cache.explain(key), core.namespaces_of(who.tenant)
+
+        found, own = await self.engine.run(look)
+        return miss_of(found, prompt, self._decode, own_namespaces=own)
+
+    async def begin(self, job: Job, who: Caller, *, prefix: str) -> Generation:
+        """Hand a request to the engine and wait until it has begun, or was refused.
+
+        Args:
+            prefix: of the id that the client sees: "chatcmpl-", "msg_", ….
+
+        Raises:
+            ApiError, RequestError: it is refused; nothing of it is left.
+        """
+        num_tokens = len(job.prompt.ids)
+        self.meter.enter(who, num_tokens)
+        generation = None
+        try:
+            miss = await self.explain(job.prompt, who, job.salt)
+            events = self.engine.stream(
+                job.prompt.ids,
+                job.params,
+                priority=job.priority,
+                tenant=who.tenant,
+                salt=job.salt,
+            )
+            first = await anext(aiter(events), None)
+            generation = Generation(
+                id=prefix + secrets.token_hex(16),
+                job=job,
+                who=who,
+                created=int(time.time()),
+                events=events,
+                first=first,
+                miss=miss,
+                page_size=self.page_size,
+            )
+            generation.on_end.append(self._ended)
+            return generation
+        finally:
+            if generation is None:
+                self.meter.leave(who, num_tokens, 0)
+
+    def _ended(self, generation: Generation) -> None:
+        output, who = generation.output, generation.who
+        computed = 0
+        if output is not None:
+            computed = output.cache.computed_tokens + output.usage.completion_tokens
+        self.meter.leave(who, len(generation.job.prompt.ids), computed)
+        self.records.put(who.tenant, generation.id, generation.job.record)
+        for listener in self.listeners:
+            listener(generation)
+
+    async def pin(self, job: Job, who: Caller) -> None:
+        """Keep what the request asked to keep; what is over the budget is only logged."""
+
+        def keep(core: EngineCore) -> None:
+            namespace = core.namespace_for(who.tenant, job.salt)
+            for one in job.prompt.breakpoints:
+                key = CacheKey(job.prompt.ids[: one.num_tokens], namespace)
+                try:
+                    core.cache.pin(key, who.tenant, one.ttl_s)
+                except PinError as error:
+                    logger.info("a prefix of %d tokens is not kept: %s", one.num_tokens, error)
+
+        if job.prompt.breakpoints and self.prefix_cache:
+            await self.engine.run(keep)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
