@@ -112,6 +112,11 @@ class Tokenizer:
         """Whether messages can be rendered at all."""
         return DEFAULT in self._templates
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the usual template."""
+        return self._templates.get(DEFAULT)
+
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._core.token_to_id(text)

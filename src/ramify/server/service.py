@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from ramify.cache.key import CacheKey
+from ramify import __version__
+from ramify.cache.key import CacheKey, namespace_parts
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
-from ramify.params import CacheReport, RequestOutput, SamplingParams
+from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams
 from ramify.server.errors import ApiError
 from ramify.server.explain import Miss, miss_of
 from ramify.server.prompts import Prompt, PromptMaker
@@ -40,6 +41,7 @@ class Engine(Protocol):
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
+        max_shared: int | None = None,
     ) -> AsyncIterator[StepOutput]:
         """What becomes of a request, as it comes; leaving the iterator aborts it."""
         ...
@@ -55,6 +57,7 @@ class Job:
     salt: str = ""
     priority: int = 0
     answer: bool = True  # False: compute the prompt and keep it, say nothing (prewarm)
+    max_shared: int | None = None  # tokens that are kept for others; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +104,38 @@ class Generation:
     cache: CacheUse | None = None
     output: RequestOutput | None = None
     on_end: list[Callable[[Generation], None]] = field(default_factory=list)
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.first is not None:
+            self._note(self.first)
 
     async def __aiter__(self) -> AsyncIterator[StepOutput]:
         """Events up to the end of the last answer."""
         try:
             if self.first is not None:
-                yield self._note(self.first)
+                yield self.first
             async for event in self.events:
                 yield self._note(event)
         finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Withdraw the request if it is live. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
             close = getattr(self.events, "aclose", None)
             if close is not None:
                 await close()
             for call in self.on_end:
                 call(self)
+
+    def raise_error(self, index: int | None = None) -> None:
+        """Raise what ended the request, or one of its answers, if it could not be served."""
+        if self.output is not None and self.output.error is not None:
+            reasons = [one.finish_reason for one in self.output.completions]
+            if index is None or reasons[index] is FinishReason.ERROR:
+                raise self.output.error
 
     async def whole(self) -> RequestOutput:
         """Wait for the end."""
@@ -165,11 +186,17 @@ class Service:
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model, self.names = model, (model, *aliases)
-        self.max_model_len, self.page_size, self.prefix_cache = max_model_len, page_size, prefix_cache
+        self.max_model_len, self.page_size, self.prefix_cache = (
+            max_model_len,
+            page_size,
+            prefix_cache,
+        )
         self.prompts = PromptMaker(tokenizer)
         self.records = RecordStore()
         self.meter = Meter()
         self.started_s = int(time.time())
+        self.chat_template = tokenizer.chat_template or ""
+        self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # logs, metrics
 
     def require_model(self, name: str | None) -> str:
@@ -194,9 +221,12 @@ class Service:
 
         def look(core: EngineCore) -> Any:
             key = CacheKey(prompt.ids, core.namespace_for(who.tenant, salt))
-            return core.cache.explain(key), core.namespaces_of(who.tenant)
+            return core.cache.explain(key)
 
-        found, own = await self.engine.run(look)
+        def own(namespace: bytes) -> bool:
+            return namespace_parts(namespace).get("tenant", "") == who.tenant
+
+        found = await self.engine.run(look)
         return miss_of(found, prompt, self._decode, own_namespaces=own)
 
     async def begin(self, job: Job, who: Caller, *, prefix: str) -> Generation:
@@ -219,6 +249,7 @@ class Service:
                 priority=job.priority,
                 tenant=who.tenant,
                 salt=job.salt,
+                max_shared=job.max_shared,
             )
             first = await anext(aiter(events), None)
             generation = Generation(

@@ -1,0 +1,281 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ramify import __version__
+from ramify.server.errors import ApiError
+from ramify.server.http import (
+    DONE,
+    decode,
+    error_response,
+    event_stream,
+    json_response,
+    read_body,
+    request_id,
+    sse,
+)
+from ramify.server.openai_answers import ChatAnswer, CompletionAnswer
+from ramify.server.openai_requests import chat_job, completion_jobs
+from ramify.server.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from ramify.server.service import Generation, Job, Service
+from ramify.server.tenants import LOCAL, Caller, Keys
+
+T = TypeVar("T")
+Handler = Callable[["Call"], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request whose caller is known."""
+
+    request: Request
+    who: Caller
+    headers: dict[str, str]  # that its response has
+
+    async def body(self, kind: type[T]) -> T:
+        """The body as a value of a type."""
+        return decode(await read_body(self.request), kind)
+
+
+class Server:
+    """Routes over a `Service`.
+
+    Args:
+        keys: None lets everybody call, as one tenant that is its own admin.
+    """
+
+    def __init__(self, service: Service, keys: Keys | None = None) -> None:
+        self.service, self.keys = service, keys
+        self.ready = False
+        self._prompts = ThreadPoolExecutor(1, "ramify-prompts")  # rendering is not for the loop
+
+    def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
+        """The ASGI application."""
+        openai, both = self._route, self._route
+        return Starlette(
+            routes=[
+                openai("/v1/chat/completions", self._chat, "POST"),
+                openai("/v1/completions", self._completions, "POST"),
+                openai("/v1/models", self._models, "GET"),
+                openai("/v1/models/{name:path}", self._model, "GET"),
+                both("/tokenize", self._tokenize, "POST"),
+                both("/detokenize", self._detokenize, "POST"),
+                Route("/livez", self._livez),
+                Route("/readyz", self._readyz),
+                Route("/health", self._readyz),
+                Route("/ping", self._readyz),
+                Route("/version", self._version),
+            ],
+            exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
+            lifespan=lifespan or self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.ready = True
+        yield
+        self.ready = False
+        self._prompts.shutdown()
+
+    def _route(self, path: str, handler: Handler, *methods: str, anthropic: bool = False) -> Route:
+        async def endpoint(request: Request) -> Response:
+            headers = {"x-request-id": request_id(request)}
+            try:
+                who = self.caller(request)
+                return await handler(Call(request, who, headers))
+            except Exception as error:  # noqa: BLE001 - every failure has an answer
+                return error_response(error, anthropic=anthropic, headers=headers)
+
+        return Route(path, endpoint, methods=list(methods))
+
+    def caller(self, request: Request) -> Caller:
+        """Whose key a request has.
+
+        Raises:
+            ApiError: 401.
+        """
+        if self.keys is None:
+            return LOCAL
+        given = request.headers.get("authorization", "")
+        kind, _, key = given.partition(" ")
+        if kind.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        return self.keys.caller(key.strip())
+
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        headers = {"x-request-id": request_id(request)}
+        anthropic = request.url.path.startswith("/v1/messages")
+        if isinstance(error, HTTPException):
+            words = {
+                404: f"there is nothing at {request.url.path[:200]}",
+                405: f"{request.method} is not possible at {request.url.path[:200]}",
+            }
+            text = words.get(error.status_code, str(error.detail))
+            error = ApiError(error.status_code, text)
+        return error_response(error, anthropic=anthropic, headers=headers)
+
+    async def render(self, make: Callable[..., T], *args: Any) -> T:
+        """Make a prompt, in the thread for that."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._prompts, make, *args)
+
+    # -- OpenAI --------------------------------------------------------------------------------
+
+    async def _chat(self, call: Call) -> Response:
+        request = await call.body(ChatRequest)
+        job: Job = await self.render(chat_job, request, self.service)
+        generation = await self.service.begin(job, call.who, prefix="chatcmpl-")
+        answer = ChatAnswer(self.service, request, generation)
+        if request.stream:
+            return self._stream(call, answer.pieces(), [generation])
+        told = await self._finished(call, answer.whole())
+        return json_response(told, headers=call.headers | x_cache([generation]))
+
+    async def _completions(self, call: Call) -> Response:
+        request = await call.body(CompletionRequest)
+        jobs = await self.render(completion_jobs, request, self.service)
+        generations: list[Generation] = []
+        try:
+            for job in jobs:
+                generations.append(await self.service.begin(job, call.who, prefix="cmpl-"))
+        except BaseException:
+            for one in generations:
+                await one.close()
+            raise
+        answer = CompletionAnswer(self.service, request, generations)
+        if request.stream:
+            return self._stream(call, answer.pieces(), generations)
+        told = await self._finished(call, answer.whole())
+        return json_response(told, headers=call.headers | x_cache(generations))
+
+    def _stream(
+        self, call: Call, pieces: AsyncIterator[dict[str, Any]], generations: list[Generation]
+    ) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                async for piece in pieces:
+                    yield sse(piece)
+                yield DONE
+            finally:
+                for one in generations:
+                    await one.close()
+
+        def on_error(error: BaseException) -> bytes:
+            assert isinstance(error, ApiError)
+            return sse(error.openai()) + DONE
+
+        headers = call.headers | x_cache(generations)
+        return event_stream(events(), on_error=on_error, headers=headers)
+
+    async def _finished(self, call: Call, answer: Awaitable[T]) -> T:
+        """Wait for an answer; a client that goes away ends it."""
+        waiting = asyncio.ensure_future(answer)
+        gone = asyncio.ensure_future(_gone(call.request))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            raise ApiError(499, "the client went away")
+        finally:
+            for task in (waiting, gone):
+                task.cancel()
+            await asyncio.gather(waiting, gone, return_exceptions=True)
+
+    async def _models(self, call: Call) -> Response:
+        told = [self._model_entry(name) for name in self.service.names]
+        return json_response({"object": "list", "data": told}, headers=call.headers)
+
+    async def _model(self, call: Call) -> Response:
+        name = call.request.path_params["name"]
+        self.service.require_model(name)
+        return json_response(self._model_entry(name), headers=call.headers)
+
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.service.started_s,
+            "owned_by": "ramify",
+            "root": self.service.model,
+            "max_model_len": self.service.max_model_len,
+        }
+
+    async def _tokenize(self, call: Call) -> Response:
+        request = await call.body(TokenizeRequest)
+        self.service.require_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "one of prompt and messages is needed", param="prompt")
+
+        def ids() -> Any:
+            if request.prompt is not None:
+                return self.service.tokenizer.encode(request.prompt, request.add_special_tokens)
+            chat = ChatRequest(messages=request.messages or [], tools=request.tools)
+            return chat_job(chat, self.service).prompt.ids
+
+        found = (await self.render(ids)).tolist()
+        told: dict[str, Any] = {
+            "tokens": found,
+            "count": len(found),
+            "max_model_len": self.service.max_model_len,
+        }
+        if request.return_token_strs:
+            told["token_strs"] = [self.service.tokenizer.token_text(token) for token in found]
+        return json_response(told, headers=call.headers)
+
+    async def _detokenize(self, call: Call) -> Response:
+        request = await call.body(DetokenizeRequest)
+        self.service.require_model(request.model)
+        tokenizer = self.service.tokenizer
+        wrong = next((one for one in request.tokens if not 0 <= one < 2**31), None)
+        if wrong is not None:
+            raise ApiError(400, f"{wrong} is no token id", param="tokens")
+        text = await self.render(tokenizer.decode, request.tokens, False)
+        return json_response({"prompt": text}, headers=call.headers)
+
+    # -- operations ----------------------------------------------------------------------------
+
+    async def _livez(self, _: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, _: Request) -> Response:
+        if not self.ready:
+            return json_response({"status": "not ready"}, status=503, headers={"Retry-After": "1"})
+        return json_response({"status": "ok"})
+
+    async def _version(self, _: Request) -> Response:
+        return json_response({"version": __version__})
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def x_cache(generations: list[Generation]) -> dict[str, str]:
+    """`X-Cache`: how much of the prompts was there already."""
+    uses = [one.cache for one in generations if one.cache is not None]
+    total = sum(len(one.job.prompt.ids) for one in generations)
+    cached = sum(one.cached for one in uses)
+    word = "HIT" if cached else "MISS"
+    reason = next((one.miss.reason for one in uses if one.miss is not None), None)
+    told = f"{word}; read={cached}; total={total}"
+    return {"X-Cache": told + (f"; reason={reason}" if reason else "")}

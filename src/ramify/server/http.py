@@ -1,0 +1,201 @@
+"""Bytes of a request to a typed value, and values to responses: limits before any work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from ramify.server.errors import ApiError, as_api_error
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 << 20
+MAX_DEPTH = 32  # of schemas
+BODY_TIMEOUT_S = 60.0
+PING_S = 15.0
+REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+_WHERE = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+STREAM_HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+T = TypeVar("T")
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode(value: object) -> bytes:
+    """A value as JSON."""
+    return _ENCODER.encode(value)
+
+
+async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large, compressed, or too slow.
+    """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "compressed bodies are not read; send the JSON as it is")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise _too_large(limit)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
+    return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes; send less, or token ids")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """A body as a value of a type.
+
+    Raises:
+        ApiError: it is no JSON, or does not fit the type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _WHERE.search(text)
+        where = None if found is None else found[1].lstrip(".") or None
+        message = text if found is None else text[: found.start()]
+        raise ApiError(400, message, param=where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+
+
+def require_shallow(value: object, where: str, limit: int = MAX_DEPTH) -> None:
+    """Refuse a value that is nested too deep for what will walk over it.
+
+    Raises:
+        ApiError: it is.
+    """
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ApiError(400, f"it is nested more than {limit} levels deep", param=where)
+
+
+def request_id(request: Request) -> str:
+    """The client's own id of a request, or a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if REQUEST_ID.match(given) else f"req_{secrets.token_hex(12)}"
+
+
+def json_response(
+    value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A value as a response."""
+    return Response(
+        encode(value), status, media_type="application/json", headers=dict(headers or {})
+    )
+
+
+def error_response(
+    error: BaseException, *, anthropic: bool = False, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A failure as a response in the form of an API; what is our fault is logged, not told."""
+    told = as_api_error(error)
+    name = (headers or {}).get("x-request-id")
+    if told.status >= 500 and not isinstance(error, ApiError) and told.code is None:
+        logger.error("request %s failed", name, exc_info=error)
+    body = told.anthropic(name) if anthropic else told.openai()
+    return json_response(body, status=told.status, headers={**(headers or {}), **told.headers})
+
+
+def event_stream(
+    pieces: AsyncIterator[bytes],
+    *,
+    on_error: Callable[[BaseException], bytes],
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Server-sent events. A comment is sent when nothing else was for a while.
+
+    Args:
+        pieces: whole events, ends of line included.
+        on_error: the events that tell of a failure in the middle.
+    """
+
+    async def body() -> AsyncIterator[bytes]:
+        waiting: asyncio.Task[bytes] | None = None
+        source = aiter(pieces)
+        try:
+            while True:
+                waiting = waiting or asyncio.ensure_future(_next(source))
+                done, _ = await asyncio.wait({waiting}, timeout=PING_S)
+                if not done:
+                    yield b": ping\n\n"
+                    continue
+                task, waiting = waiting, None
+                if isinstance(task.exception(), _End):
+                    return
+                yield task.result()
+        except (asyncio.CancelledError, GeneratorExit, ClientDisconnect):
+            raise
+        except BaseException as error:
+            told = as_api_error(error)
+            if told.status >= 500 and told.code is None:
+                logger.error("a stream failed", exc_info=error)
+            yield on_error(told)
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            close: Callable[[], Awaitable[None]] | None = getattr(pieces, "aclose", None)
+            if close is not None:
+                await close()
+
+    return StreamingResponse(
+        body(), media_type="text/event-stream", headers={**STREAM_HEADERS, **(headers or {})}
+    )
+
+
+async def _next(source: AsyncIterator[bytes]) -> bytes:
+    try:
+        return await anext(source)
+    except StopAsyncIteration:  # a task may not raise it
+        raise _End from None
+
+
+class _End(Exception):  # noqa: N818
+    """A stream is at its end."""
+
+
+def sse(value: object, event: str | None = None) -> bytes:
+    """One event."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def text_of(value: Any) -> str:
+    """A value in a log line: no control characters, not too long."""
+    return json.dumps(str(value)[:200], ensure_ascii=True)[1:-1]

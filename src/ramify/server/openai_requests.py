@@ -1,0 +1,361 @@
+"""OpenAI's requests in the engine's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.params import SamplingParams, StructuredOutput
+from ramify.server.errors import ApiError
+from ramify.server.openai_types import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    NamedTool,
+    PromptCacheOptions,
+    Sampling,
+    Tool,
+)
+from ramify.server.prompts import Part, Prompt, json_forms, text_forms
+from ramify.server.records import Record, canonical
+from ramify.server.service import Job, Service
+from ramify.server.tools import tool_grammar
+
+TTL_S = {"30m": 1800.0, "1h": 3600.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}
+MAX_BREAKPOINTS = 4  # written by one request, the implicit one included
+MAX_COMPLETION_PROMPTS = 128
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's
+
+
+def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any) -> SamplingParams:
+    """How the tokens of a request are chosen.
+
+    Raises:
+        ApiError, InvalidParamsError: a value cannot work.
+    """
+    bias = None
+    if request.logit_bias:
+        try:
+            bias = {int(token): value for token, value in request.logit_bias.items()}
+        except ValueError as error:
+            raise ApiError(400, "the keys must be token ids", param="logit_bias") from error
+    top_p = 1.0 if request.top_p is None else request.top_p
+    return SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k if request.top_k is not None and request.top_k > 0 else None,
+        top_p=max(top_p, 1e-9),  # OpenAI allows 0: the likeliest token alone
+        min_p=request.min_p or 0.0,
+        n=request.n or 1,
+        seed=None if request.seed is None else request.seed % 2**63,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        stop=[request.stop] if isinstance(request.stop, str) else request.stop or (),
+        stop_token_ids=request.stop_token_ids or (),
+        ignore_eos=request.ignore_eos,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=bias,
+        **{"structured": structured_output(request), **others},
+    )
+
+
+def structured_output(request: Sampling) -> StructuredOutput | None:
+    """The form that an answer must have, if any was asked for."""
+    found: list[StructuredOutput] = []
+    form = request.response_format
+    if form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
+        found.append(StructuredOutput(json_schema=form.json_schema.schema))
+    elif form is not None and form.type == "json_object":
+        found.append(StructuredOutput(json_object=True))
+    if request.regex is not None:
+        found.append(StructuredOutput(regex=request.regex))
+    if request.grammar is not None:
+        found.append(StructuredOutput(grammar=request.grammar))
+    if request.choice is not None:
+        found.append(StructuredOutput(choice=tuple(request.choice)))
+    if len(found) > 1:
+        raise ApiError(
+            400,
+            f"{len(found)} forms of the answer were asked for; one of response_format, regex, "
+            "grammar and choice is possible",
+            param="response_format",
+        )
+    return found[0] if found else None
+
+
+def chat_job(request: ChatRequest, service: Service) -> Job:
+    """A chat request as a job.
+
+    Raises:
+        ApiError, RequestError: it cannot be served.
+    """
+    model = service.require_model(request.model)
+    messages = [_template_message(one, at) for at, one in enumerate(request.messages)]
+    options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    tools = None
+    if request.tools and request.tool_choice != "none":
+        tools = [msgspec.to_builtins(tool) for tool in request.tools]
+        tools = [_without_none(tool) for tool in tools]
+    prompt = service.prompts.chat(
+        messages,
+        [*tool_parts(tools or []), *message_parts(request.messages, _ttl(request))],
+        tools=tools,
+        continues=request.continue_final_message,
+        **options,
+    )
+    prompt = with_cache_options(prompt, request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    others: dict[str, Any] = {}
+    if request.logprobs:
+        others["logprobs"] = request.top_logprobs or 0
+    if tools and request.tool_choice not in (None, "auto", "none"):
+        others["structured"] = tool_grammar(tools, chosen_tool(request.tool_choice, request.tools))
+    limit = request.max_completion_tokens or request.max_tokens
+    params = sampling_params(request, max_tokens=1 if prewarms(request) else limit, **others)
+    record = Record(
+        model=model,
+        options=record_options(request),
+        tools=tuple(canonical(tool) for tool in tools or ()),
+        system="",
+        messages=tuple(canonical(one) for one in messages),
+        prompt=prompt,
+    )
+    return Job(
+        prompt=prompt,
+        params=params,
+        record=record,
+        salt=salt_of(request),
+        priority=request.priority,
+        answer=not prewarms(request),
+        max_shared=shared_limit(prompt, request.prompt_cache_options),
+    )
+
+
+def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
+    """A completion request as one job per prompt.
+
+    Raises:
+        ApiError, RequestError: it cannot be served.
+    """
+    model = service.require_model(request.model)
+    if request.suffix:
+        raise ApiError(400, "suffix is not served; leave it out", param="suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ApiError(400, "best_of other than n is not served", param="best_of")
+    limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    others: dict[str, Any] = {}
+    if request.logprobs is not None:
+        others["logprobs"] = request.logprobs
+        if request.echo:
+            others["prompt_logprobs"] = request.logprobs
+    if limit == 0 and not request.echo:
+        raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
+    params = sampling_params(request, max_tokens=max(1, limit), **others)
+    jobs = []
+    for text in _prompts(request.prompt):
+        if isinstance(text, str):
+            ids = service.tokenizer.encode(text, request.add_special_tokens)
+        else:
+            ids = msgspec.convert(text, list[int])
+        prompt = Prompt(ids, stable_len=len(ids))
+        record = Record(model, record_options(request), (), "", (canonical(text),), prompt)
+        jobs.append(
+            Job(
+                prompt=prompt,
+                params=params,
+                record=record,
+                salt=salt_of(request),
+                priority=request.priority,
+            )
+        )
+    return jobs
+
+
+def _prompts(prompt: str | list[Any]) -> list[Any]:
+    """The prompts of a completion request: texts, or lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "there is no prompt", param="prompt")
+    kinds = {type(one) for one in prompt}
+    if len(kinds) > 1:
+        raise ApiError(400, "prompts must be all texts or all lists of token ids", param="prompt")
+    if kinds == {int}:
+        return [prompt]
+    if len(prompt) > MAX_COMPLETION_PROMPTS:
+        raise ApiError(
+            400,
+            f"{len(prompt)} prompts, the limit is {MAX_COMPLETION_PROMPTS}; send several requests",
+            param="prompt",
+        )
+    return prompt
+
+
+# -- conversations -------------------------------------------------------------------------------
+
+
+def content_text(content: str | list[ContentPart] | None, where: str) -> str:
+    """The text of a message."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_part_text(part, f"{where}[{at}]") for at, part in enumerate(content))
+
+
+def _part_text(part: ContentPart, where: str) -> str:
+    text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
+    if text is None:
+        raise ApiError(
+            400,
+            f"content of type {part.type!r} is not served by this model; send text",
+            param=f"{where}.type",
+        )
+    return text
+
+
+def _template_message(message: ChatMessage, at: int) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    role = "system" if message.role == "developer" else message.role
+    told: dict[str, Any] = {
+        "role": "tool" if role == "function" else role,
+        "content": content_text(message.content, f"messages[{at}].content"),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            told[name] = value
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"messages[{at}].tool_calls"),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return told
+
+
+def _arguments(text: str, where: str) -> object:
+    """Arguments of a call: templates want the object, not its text."""
+    try:
+        return json.loads(text) if text.strip() else {}
+    except ValueError as error:
+        raise ApiError(400, f"arguments are no JSON: {error}", param=where) from error
+
+
+def message_parts(messages: Sequence[ChatMessage], ttl_s: float | None) -> list[Part]:
+    """What to look for in the rendered text, message by message and block by block."""
+    parts = []
+    for at, message in enumerate(messages):
+        where = f"messages[{at}].content"
+        if isinstance(message.content, list):
+            for place, part in enumerate(message.content):
+                mark = part.prompt_cache_breakpoint
+                own = None if mark is None or mark.ttl is None else TTL_S[mark.ttl]
+                text = _part_text(part, f"{where}[{place}]")
+                forms = text_forms(text)
+                parts.append(Part(f"{where}[{place}]", forms, own or ttl_s, mark is not None))
+        elif message.content:
+            parts.append(Part(where, text_forms(message.content)))
+        for place, call in enumerate(message.tool_calls or ()):
+            forms = (call.function.name,)
+            parts.append(Part(f"messages[{at}].tool_calls[{place}]", forms))
+    return parts
+
+
+def tool_parts(tools: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """Tools as they stand in a rendered text."""
+    return [
+        Part(f"tools[{at}]", (*json_forms(tool), *json_forms(tool["function"])))
+        for at, tool in enumerate(tools)
+    ]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_none(one) for one in value]
+    return value
+
+
+def chosen_tool(choice: object, tools: Sequence[Tool] | None) -> str | None:
+    """The name of the tool that must be called; None if it may be any.
+
+    Raises:
+        ApiError: no such tool was given.
+    """
+    if not isinstance(choice, NamedTool):
+        return None
+    names = [tool.function.name for tool in tools or ()]
+    if choice.function.name not in names:
+        raise ApiError(
+            400,
+            f"the tool {choice.function.name!r} is not among the tools given: {names}",
+            param="tool_choice",
+        )
+    return choice.function.name
+
+
+# -- the cache's part ----------------------------------------------------------------------------
+
+
+def prewarms(request: Sampling) -> bool:
+    """Whether the prompt is only to be computed and kept."""
+    return request.prompt_cache_options is not None and request.prompt_cache_options.prewarm
+
+
+def _ttl(request: Sampling) -> float:
+    options = request.prompt_cache_options or PromptCacheOptions()
+    return TTL_S[options.ttl]
+
+
+def salt_of(request: Sampling) -> str:
+    """What separates prefixes inside a tenant. `prompt_cache_key` groups requests for routing, and
+    one server needs no routing: it separates nothing."""  # noqa: D205, D209
+    return request.cache_salt or ""
+
+
+def record_options(request: Sampling) -> dict[str, str]:
+    """What else a later request is compared by."""
+    told = {"prompt_cache_key": request.prompt_cache_key or "", "cache_salt": salt_of(request)}
+    if isinstance(request, ChatRequest):
+        told["text_format"] = canonical(msgspec.to_builtins(request.response_format))
+        told["reasoning_effort"] = request.reasoning_effort or ""
+        told["verbosity"] = request.verbosity or ""
+        told["service_tier"] = request.service_tier or ""
+        told["chat_template_kwargs"] = canonical(request.chat_template_kwargs or {})
+    return told
+
+
+def with_cache_options(prompt: Prompt, request: Sampling) -> Prompt:
+    """The breakpoints that count: the latest four, of which the implicit one is the prompt's end."""
+    options = request.prompt_cache_options
+    asked = prompt.breakpoints
+    if options is None or options.mode == "implicit":
+        return _latest(prompt, asked, MAX_BREAKPOINTS - 1)
+    return _latest(prompt, asked, MAX_BREAKPOINTS)
+
+
+def _latest(prompt: Prompt, asked: Sequence[Any], limit: int) -> Prompt:
+    return Prompt(prompt.ids, prompt.segments, tuple(asked[-limit:]), prompt.stable_len)
+
+
+def shared_limit(prompt: Prompt, options: PromptCacheOptions | None) -> int | None:
+    """How much of a prompt may be kept for others; None is without limit."""
+    if options is not None and options.mode == "explicit":
+        return max((one.num_tokens for one in prompt.breakpoints), default=0)
+    if prompt.stable_len < len(prompt.ids):  # what the next turn will not begin with
+        return prompt.stable_len
+    return None
