@@ -16,6 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ramify import __version__
+from ramify.server.anthropic_answers import MessageAnswer
+from ramify.server.anthropic_requests import message_job, message_prompt
+from ramify.server.anthropic_types import CountRequest, MessageRequest
 from ramify.server.errors import ApiError
 from ramify.server.http import (
     DONE,
@@ -74,6 +77,10 @@ class Server:
             routes=[
                 openai("/v1/chat/completions", self._chat, "POST"),
                 openai("/v1/completions", self._completions, "POST"),
+                self._route("/v1/messages", self._messages, "POST", anthropic=True),
+                self._route(
+                    "/v1/messages/count_tokens", self._count_tokens, "POST", anthropic=True
+                ),
                 openai("/v1/models", self._models, "GET"),
                 openai("/v1/models/{name:path}", self._model, "GET"),
                 both("/tokenize", self._tokenize, "POST"),
@@ -142,7 +149,8 @@ class Server:
     async def _chat(self, call: Call) -> Response:
         request = await call.body(ChatRequest)
         job: Job = await self.render(chat_job, request, self.service)
-        generation = await self.service.begin(job, call.who, prefix="chatcmpl-")
+        begun = self.service.begin(job, call.who, prefix="chatcmpl-")
+        generation = await self._finished(call, begun)
         answer = ChatAnswer(self.service, request, generation)
         if request.stream:
             return self._stream(call, answer.pieces(), [generation])
@@ -152,14 +160,8 @@ class Server:
     async def _completions(self, call: Call) -> Response:
         request = await call.body(CompletionRequest)
         jobs = await self.render(completion_jobs, request, self.service)
-        generations: list[Generation] = []
-        try:
-            for job in jobs:
-                generations.append(await self.service.begin(job, call.who, prefix="cmpl-"))
-        except BaseException:
-            for one in generations:
-                await one.close()
-            raise
+        begun = self.service.begin_all(jobs, call.who, prefix="cmpl-")
+        generations = await self._finished(call, begun)
         answer = CompletionAnswer(self.service, request, generations)
         if request.stream:
             return self._stream(call, answer.pieces(), generations)
@@ -198,6 +200,39 @@ class Server:
             for task in (waiting, gone):
                 task.cancel()
             await asyncio.gather(waiting, gone, return_exceptions=True)
+
+    # -- Anthropic -----------------------------------------------------------------------------
+
+    async def _messages(self, call: Call) -> Response:
+        request = await call.body(MessageRequest)
+        job = await self.render(message_job, request, self.service)
+        begun = self.service.begin(job, call.who, prefix="msg_")
+        generation = await self._finished(call, begun)
+        answer = MessageAnswer(self.service, request, generation)
+        headers = call.headers | {"request-id": call.headers["x-request-id"]}
+        if not request.stream:
+            told = await self._finished(call, answer.whole())
+            return json_response(told, headers=headers | x_cache([generation]))
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                async for name, data in answer.events():
+                    yield sse(data, name)
+            finally:
+                await generation.close()
+
+        def on_error(error: BaseException) -> bytes:
+            assert isinstance(error, ApiError)
+            return sse(error.anthropic(headers["x-request-id"]), "error")
+
+        return event_stream(events(), on_error=on_error, headers=headers | x_cache([generation]))
+
+    async def _count_tokens(self, call: Call) -> Response:
+        request = await call.body(CountRequest)
+        prompt, _ = await self.render(message_prompt, request, self.service)
+        return json_response({"input_tokens": len(prompt.ids)}, headers=call.headers)
+
+    # -- models and tokens ---------------------------------------------------------------------
 
     async def _models(self, call: Call) -> Response:
         told = [self._model_entry(name) for name in self.service.names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -349,7 +350,7 @@ def with_cache_options(prompt: Prompt, request: Sampling) -> Prompt:
 
 
 def _latest(prompt: Prompt, asked: Sequence[Any], limit: int) -> Prompt:
-    return Prompt(prompt.ids, prompt.segments, tuple(asked[-limit:]), prompt.stable_len)
+    return replace(prompt, breakpoints=tuple(asked[-limit:]))
 
 
 def shared_limit(prompt: Prompt, options: PromptCacheOptions | None) -> int | None:

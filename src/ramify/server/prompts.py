@@ -6,7 +6,7 @@ import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.engine.growing import GrowingEncoder
@@ -41,6 +41,11 @@ class Prompt:
     segments: tuple[Segment, ...] = ()  # ascending; between them is the template's own text
     breakpoints: tuple[Breakpoint, ...] = ()
     stable_len: int = 0  # tokens that a later turn of the conversation begins with as well
+
+    def with_breakpoint(self, path: str, ttl_s: float) -> Prompt:
+        """The same with a breakpoint behind all that the next turn begins with."""
+        mark = Breakpoint(path, self.stable_len, ttl_s)
+        return replace(self, breakpoints=(*self.breakpoints, mark))
 
     def path_at(self, token: int) -> str:
         """The part that a token came from; template text belongs to the part after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -263,10 +264,28 @@ class Service:
                 page_size=self.page_size,
             )
             generation.on_end.append(self._ended)
+            try:
+                await self._pin(job, who)
+            except BaseException:
+                await generation.close()
+                raise
             return generation
         finally:
             if generation is None:
                 self.meter.leave(who, num_tokens, 0)
+
+    async def begin_all(self, jobs: Sequence[Job], who: Caller, *, prefix: str) -> list[Generation]:
+        """`begin` for several at once: all of them, or the first error and none."""
+        tasks = [asyncio.ensure_future(self.begin(job, who, prefix=prefix)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for one in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(one, Generation):
+                    await one.close()
+            raise
 
     def _ended(self, generation: Generation) -> None:
         output, who = generation.output, generation.who
@@ -278,17 +297,21 @@ class Service:
         for listener in self.listeners:
             listener(generation)
 
-    async def pin(self, job: Job, who: Caller) -> None:
-        """Keep what the request asked to keep; what is over the budget is only logged."""
+    async def _pin(self, job: Job, who: Caller) -> None:
+        """Keep what a request asked to keep; what is over the budget is only logged."""
 
         def keep(core: EngineCore) -> None:
             namespace = core.namespace_for(who.tenant, job.salt)
+            known = {pin.key for pin in core.cache.pins(who.tenant)}  # a hit has refreshed them
             for one in job.prompt.breakpoints:
-                key = CacheKey(job.prompt.ids[: one.num_tokens], namespace)
+                whole = one.num_tokens // self.page_size * self.page_size
+                key = CacheKey(job.prompt.ids[:whole], namespace)
+                if not whole or key in known:
+                    continue
                 try:
                     core.cache.pin(key, who.tenant, one.ttl_s)
                 except PinError as error:
-                    logger.info("a prefix of %d tokens is not kept: %s", one.num_tokens, error)
+                    logger.info("a prefix of %d tokens is not kept: %s", whole, error)
 
         if job.prompt.breakpoints and self.prefix_cache:
             await self.engine.run(keep)

@@ -1,0 +1,180 @@
+"""Answers in Anthropic's words: whole, and as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ramify.params import FinishReason
+from ramify.server.anthropic_requests import TTL_S
+from ramify.server.anthropic_types import MessageRequest
+from ramify.server.records import Record, first_change
+from ramify.server.service import Generation, Service
+from ramify.server.tools import Call, CallParser, format_of
+
+CHANGES = {
+    "model": "model_changed",
+    "system": "system_changed",
+    "tools": "tools_changed",
+    "messages": "messages_changed",
+}
+
+
+def diagnostics(
+    service: Service, tenant: str, request: MessageRequest, record: Record
+) -> dict[str, Any] | None:
+    """`diagnostics` of a message; None if nobody asked, or nothing changed."""
+    asked = request.diagnostics
+    if asked is None or asked.previous_message_id is None:
+        return None
+    old = service.records.get(tenant, asked.previous_message_id)
+    if old is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    change = first_change(old, record)
+    if change is None:
+        return None
+    kind = CHANGES.get(change.kind)
+    if kind is None:  # another parameter of the prompt
+        return {"cache_miss_reason": {"type": "unavailable"}}
+    reason = {
+        "type": kind,
+        "cache_missed_input_tokens": change.missed_tokens,
+        "segment": change.path,  # beyond Anthropic's fields
+    }
+    return {"cache_miss_reason": reason}
+
+
+class MessageAnswer:
+    """The answer to a request for a message."""
+
+    def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
+        self.service, self.request, self.generation = service, request, generation
+        self.num_tokens = 0
+        self.calls: list[Call] = []
+        choice = request.tool_choice
+        self._parser = None
+        if request.tools and (choice is None or choice.type != "none"):
+            names = [tool.name for tool in request.tools]
+            forced = choice is not None and choice.type in ("any", "tool")
+            self._parser = CallParser(format_of(service.chat_template), names, forced=forced)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts: the prompt is input + read + written."""
+        generation, use = self.generation, self.generation.cache
+        prompt = generation.job.prompt
+        read = 0 if use is None else use.cached
+        marks = [one for one in prompt.breakpoints if one.num_tokens > read]
+        size = self.service.page_size
+        written = {"5m": 0, "1h": 0}
+        done = read
+        for mark in marks if use is not None and self.service.prefix_cache else ():
+            name = "1h" if mark.ttl_s == TTL_S["1h"] else "5m"
+            end = mark.num_tokens // size * size
+            written[name] += max(0, end - done)
+            done = max(done, end)
+        total = sum(written.values())
+        told: dict[str, Any] = {
+            "input_tokens": len(prompt.ids) - read - total,
+            "cache_read_input_tokens": read,
+            "cache_creation_input_tokens": total,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written["5m"],
+                "ephemeral_1h_input_tokens": written["1h"],
+            },
+            "output_tokens": self.num_tokens,
+            "service_tier": "standard",
+        }
+        return told | ({} if use is None else {"ramify_cache": use.as_json()})
+
+    def _message(self, content: list[dict[str, Any]], **ends: Any) -> dict[str, Any]:
+        generation = self.generation
+        return {
+            "id": generation.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "diagnostics": diagnostics(
+                self.service, generation.who.tenant, self.request, generation.job.record
+            ),
+            "usage": self.usage(),
+        } | ends
+
+    def _ends(self) -> dict[str, Any]:
+        output = self.generation.output
+        assert output is not None
+        answer = output.completions[0]
+        stop = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        if self.calls:
+            reason = "tool_use"
+        elif stop is not None:
+            reason = "stop_sequence"
+        elif answer.finish_reason is FinishReason.LENGTH:
+            asked = len(answer.token_ids) >= self.request.max_tokens
+            reason = "max_tokens" if asked else "model_context_window_exceeded"
+        else:
+            reason = "end_turn"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    async def _pieces(self) -> AsyncIterator[tuple[str, list[Call]]]:
+        async for event in self.generation:
+            self.num_tokens += len(event.new_token_ids)
+            text, calls = event.text, list[Call]()
+            if self._parser is not None:
+                text, calls = self._parser.feed(event.text)
+                if event.finish_reason is not None:
+                    rest, last = self._parser.finish()
+                    text, calls = text + rest, calls + last
+            self.calls += calls
+            yield text, calls
+        self.generation.raise_error()
+
+    async def whole(self) -> dict[str, Any]:
+        """`message`."""
+        text = "".join([piece async for piece, _ in self._pieces()])
+        content: list[dict[str, Any]] = []
+        if text or not self.calls:
+            content.append({"type": "text", "text": text, "citations": None})
+        content += [_tool_use(call, json.loads(call.arguments or "{}")) for call in self.calls]
+        return self._message(content, **self._ends())
+
+    async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Names and data of server-sent events."""
+        begun, index, is_open = False, 0, False
+        async for text, calls in self._pieces():
+            if not begun:
+                begun = True
+                yield "message_start", {"type": "message_start", "message": self._message([])}
+                yield "ping", {"type": "ping"}
+            if text:
+                if not is_open:
+                    is_open = True
+                    block = {"type": "text", "text": "", "citations": None}
+                    yield _event("content_block_start", index=index, content_block=block)
+                delta = {"type": "text_delta", "text": text}
+                yield _event("content_block_delta", index=index, delta=delta)
+            for call in calls:
+                if is_open:
+                    yield _event("content_block_stop", index=index)
+                    index, is_open = index + 1, False
+                yield _event("content_block_start", index=index, content_block=_tool_use(call, {}))
+                delta = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield _event("content_block_delta", index=index, delta=delta)
+                yield _event("content_block_stop", index=index)
+                index += 1
+        if is_open:
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=self._ends(), usage=self.usage())
+        yield _event("message_stop")
+
+
+def _event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    return name, {"type": name} | fields
+
+
+def _tool_use(call: Call, arguments: object) -> dict[str, Any]:
+    name = call.id.replace("call_", "toolu_", 1)
+    return {"type": "tool_use", "id": name, "name": call.name, "input": arguments}
