@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -38,6 +38,7 @@ from ramify.server.openai_types import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from ramify.server.responses import ResponseAnswer, ResponsesRequest, Turn, response_job
 from ramify.server.service import Generation, Job, Service
 from ramify.server.tenants import LOCAL, Caller, Keys
 
@@ -77,6 +78,9 @@ class Server:
             routes=[
                 openai("/v1/chat/completions", self._chat, "POST"),
                 openai("/v1/completions", self._completions, "POST"),
+                openai("/v1/responses", self._responses, "POST"),
+                openai("/v1/responses/{name}", self._response, "GET"),
+                openai("/v1/responses/{name}", self._forget, "DELETE"),
                 self._route("/v1/messages", self._messages, "POST", anthropic=True),
                 self._route(
                     "/v1/messages/count_tokens", self._count_tokens, "POST", anthropic=True
@@ -200,6 +204,65 @@ class Server:
             for task in (waiting, gone):
                 task.cancel()
             await asyncio.gather(waiting, gone, return_exceptions=True)
+
+    async def _responses(self, call: Call) -> Response:
+        request = await call.body(ResponsesRequest)
+        before = None
+        if request.previous_response_id is not None:
+            before = self._turn(call.who, request.previous_response_id, "previous_response_id")
+        chat, job = await self.render(response_job, request, before, self.service)
+        generation = await self._finished(call, self.service.begin(job, call.who, prefix="resp_"))
+        answer = ResponseAnswer(self.service, request, chat, generation)
+
+        def keep(body: Mapping[str, Any]) -> None:
+            turn = answer.turn(body)
+            if turn is not None:
+                record = replace(job.record, response=turn)
+                self.service.records.put(call.who.tenant, generation.id, record)
+
+        headers = call.headers | x_cache([generation])
+        if not request.stream:
+            told = await self._finished(call, answer.whole())
+            keep(told)
+            return json_response(told, headers=headers)
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                async for piece in answer.events():
+                    if "response" in piece and piece["response"]["usage"] is not None:
+                        keep(piece["response"])
+                    yield sse(piece, piece["type"])
+            finally:
+                await generation.close()
+
+        def on_error(error: BaseException) -> bytes:
+            assert isinstance(error, ApiError)
+            told = error.openai()["error"]
+            return sse({"type": "error", "sequence_number": 0} | told, "error")
+
+        return event_stream(events(), on_error=on_error, headers=headers)
+
+    def _turn(self, who: Caller, name: str, param: str) -> Turn:
+        record = self.service.records.get(who.tenant, name)
+        if record is None or not isinstance(record.response, Turn):
+            raise ApiError(
+                404,
+                f"there is no response {name[:100]!r}; it has expired or was never stored",
+                param=param,
+            )
+        return record.response
+
+    async def _response(self, call: Call) -> Response:
+        name = call.request.path_params["name"]
+        turn = self._turn(call.who, name, "response_id")
+        return json_response(turn.body, headers=call.headers)
+
+    async def _forget(self, call: Call) -> Response:
+        name = call.request.path_params["name"]
+        self._turn(call.who, name, "response_id")
+        self.service.records.forget(call.who.tenant, name)
+        told = {"id": name, "object": "response", "deleted": True}
+        return json_response(told, headers=call.headers)
 
     # -- Anthropic -----------------------------------------------------------------------------
 

@@ -129,13 +129,15 @@ class ChatAnswer:
             "system_fingerprint": self.service.fingerprint,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far."""
         num_prompt = len(self.generation.job.prompt.ids)
         told = sum(choice.num_tokens for choice in self.choices)
         num_output = 0 if prewarms(self.request) else told
         return usage(self.generation.cache, num_prompt, num_output)
 
-    def _diagnostics(self) -> dict[str, Any]:
+    def diagnostics(self) -> dict[str, Any]:
+        """`prompt_cache_diagnostics`, if it was asked for."""
         generation = self.generation
         found = diagnostics(
             self.service,
@@ -159,14 +161,14 @@ class ChatAnswer:
                     {
                         "index": index,
                         "message": self._message(choice),
-                        "logprobs": self._logprobs(choice.logprobs) if show else None,
+                        "logprobs": self.logprobs(choice.logprobs) if show else None,
                         "finish_reason": choice.finish,
                     }
                     for index, choice in enumerate(self.choices if show else ())
                 ],
-                "usage": self._usage(),
+                "usage": self.usage(),
             }
-            | self._diagnostics()
+            | self.diagnostics()
         )
 
     def _message(self, choice: Choice) -> dict[str, Any]:
@@ -179,7 +181,8 @@ class ChatAnswer:
             message["tool_calls"] = [_call(call) for call in choice.calls]
         return message
 
-    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Log probabilities of tokens, if they were asked for."""
         if not self.request.logprobs:
             return None
         return {"content": [self._logprob(one) for one in found], "refusal": None}
@@ -202,7 +205,7 @@ class ChatAnswer:
         def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
             made = self._base("chat.completion.chunk") | {"choices": choices}
             if told:
-                made["usage"] = self._usage() if always else None
+                made["usage"] = self.usage() if always else None
             return made
 
         begun: set[int] = set()
@@ -223,14 +226,14 @@ class ChatAnswer:
                     {"index": first + at} | _call(call) for at, call in enumerate(calls)
                 ]
             if delta or event.logprobs:
-                logprobs = self._logprobs(event.logprobs)
+                logprobs = self.logprobs(event.logprobs)
                 yield chunk([_delta(event.index, delta) | {"logprobs": logprobs}])
             if choice.finish is not None:
                 self.generation.raise_error(event.index)
                 yield chunk([_delta(event.index, {}) | {"finish_reason": choice.finish}])
-        found = self._diagnostics()
+        found = self.diagnostics()
         if told or found:
-            yield chunk([]) | {"usage": self._usage()} | found
+            yield chunk([]) | {"usage": self.usage()} | found
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

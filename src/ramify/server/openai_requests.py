@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -91,8 +92,10 @@ def structured_output(request: Sampling) -> StructuredOutput | None:
     return found[0] if found else None
 
 
-def chat_job(request: ChatRequest, service: Service) -> Job:
-    """A chat request as a job.
+def chat_job(
+    request: ChatRequest, service: Service, *, known: tuple[str, array[int]] | None = None
+) -> Job:
+    """A chat request as a job; see `PromptMaker.chat` for `known`.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -109,6 +112,7 @@ def chat_job(request: ChatRequest, service: Service) -> Job:
         [*tool_parts(tools or []), *message_parts(request.messages, _ttl(request))],
         tools=tools,
         continues=request.continue_final_message,
+        known=known,
         **options,
     )
     prompt = with_cache_options(prompt, request)

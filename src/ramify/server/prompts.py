@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ramify.engine.growing import GrowingEncoder
+from ramify.engine.growing import Encoded, GrowingEncoder
 from ramify.engine.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -38,6 +38,7 @@ class Prompt:
     """What one request asks to be computed."""
 
     ids: array[int]
+    text: str = ""
     segments: tuple[Segment, ...] = ()  # ascending; between them is the template's own text
     breakpoints: tuple[Breakpoint, ...] = ()
     stable_len: int = 0  # tokens that a later turn of the conversation begins with as well
@@ -79,6 +80,7 @@ class PromptMaker:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continues: bool = False,
+        known: tuple[str, array[int]] | None = None,
         **options: Any,
     ) -> Prompt:
         """The prompt of a conversation.
@@ -87,6 +89,8 @@ class PromptMaker:
             messages: as the template wants them: role and text content.
             parts: in the order in which they appear in the text.
             continues: the last message is the beginning of the answer, to be gone on with.
+            known: a text with its tokens; a prompt that begins with it keeps them, as they came
+                from the model, whatever the tokenizer would make of the text.
             options: variables of the template.
 
         Raises:
@@ -98,6 +102,8 @@ class PromptMaker:
             text = _cut_after(text, str(messages[-1]["content"]))
         stable = self._stable_text(text, messages, tools, options)
         encoded = self._encoder.encode(text)
+        if known is not None and known[0] and text.startswith(known[0]):
+            encoded = self._behind(known, text)
         places = list(_places(text, parts))
         cuts = sorted({cut for _, start, end in places for cut in (start, end)} | {len(stable)})
         at = {cut: bisect_right(encoded.ends, cut) for cut in cuts}  # whole tokens before it
@@ -107,7 +113,17 @@ class PromptMaker:
             for part, _, end in places
             if part.is_breakpoint
         )
-        return Prompt(encoded.ids, segments, breakpoints, at[len(stable)])
+        return Prompt(encoded.ids, text, segments, breakpoints, at[len(stable)])
+
+    def _behind(self, known: tuple[str, array[int]], text: str) -> Encoded:
+        """Known tokens, and those of the text behind them."""
+        front, ids = known
+        rest = self._encoder.encode(text[len(front) :])
+        shift = len(front)
+        # inside the known text only its length is sure: places in it are those of its own tokens
+        own = self._encoder.encode(front).ends
+        ends = own[: len(ids)] + array("i", [shift]) * max(0, len(ids) - len(own))
+        return Encoded(ids + rest.ids, ends + array("i", (shift + end for end in rest.ends)))
 
     def _stable_text(
         self,

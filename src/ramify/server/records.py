@@ -8,7 +8,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ramify.cache.key import ATOM_BYTES, shared_pages
 from ramify.server.prompts import Prompt
@@ -25,7 +24,7 @@ def canonical(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request as its prompt was made of it; every field but the last two is compared."""
+    """One request as its prompt was made of it; all but the last two fields are compared."""
 
     model: str
     options: Mapping[str, str]  # what else changes the prompt, by the API's name for it
@@ -33,7 +32,7 @@ class Record:
     system: str  # canonical; "" where the API has none
     messages: tuple[str, ...]  # canonical
     prompt: Prompt
-    response: Mapping[str, Any] | None = None  # kept for conversations that go on from it
+    response: object = None  # of the Responses API: what its next turn is made from
 
 
 @dataclass(frozen=True, slots=True)
