@@ -11,6 +11,7 @@ from typing import Any
 
 from ramify.engine.growing import Encoded, GrowingEncoder
 from ramify.engine.tokenizer import Tokenizer
+from ramify.errors import ChatTemplateError
 
 Message = Mapping[str, Any]
 
@@ -135,12 +136,15 @@ class PromptMaker:
         """What of a prompt stands in the next turn's prompt too, whatever the answer is."""
         answer = {"role": "assistant", "content": "\u2042"}
         render = self.tokenizer.apply_chat_template
-        later = render(
-            [*messages, answer, {"role": "user", "content": "\u2042"}],
-            tools=tools,
-            add_generation_prompt=True,
-            **options,
-        )
+        try:
+            later = render(
+                [*messages, answer, {"role": "user", "content": "\u2042"}],
+                tools=tools,
+                add_generation_prompt=True,
+                **options,
+            )
+        except ChatTemplateError:  # nothing can follow: it is not the template's usual order
+            return text
         return text[: common_prefix(text, later)]
 
 
