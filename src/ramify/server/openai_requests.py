@@ -39,7 +39,7 @@ def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any)
     Raises:
         ApiError, InvalidParamsError: a value cannot work.
     """
-    bias = None
+    bias: dict[int, float] = {}
     if request.logit_bias:
         try:
             bias = {int(token): value for token, value in request.logit_bias.items()}

@@ -1,0 +1,60 @@
+"""A growing text is tokenised incrementally, and as if from scratch."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.engine.growing import GrowingEncoder
+from ramify.engine.tokenizer import Tokenizer
+from ramify.models.loader import find_checkpoint
+from ramify.testing import write_tiny_checkpoint
+
+PIECES = st.one_of(
+    st.sampled_from(
+        ["<|end|>", "<|user|>", "<|assistant|>", "<|bos|>", "\n", " ", "the", "é", "😀", "<|", "|>"]
+    ),
+    st.text(max_size=6),
+).filter(lambda text: text.isprintable() or text == "\n")
+
+
+@pytest.fixture(scope="module", params=["ramify-tiny", "random"])
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
+    if request.param == "ramify-tiny":
+        path = find_checkpoint("ramify-tiny")
+    else:
+        path = write_tiny_checkpoint(Path(tmp_path_factory.mktemp("tiny")), "llama")
+    return Tokenizer.load(path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    turns=st.lists(st.lists(PIECES, max_size=6), max_size=8), limit=st.sampled_from([0, 30, 10**6])
+)
+def test_any_growing_text_has_the_tokens_of_one_from_scratch(
+    tokenizer: Tokenizer, turns: list[list[str]], limit: int
+) -> None:
+    """Whatever is remembered, and whatever was forgotten; the places of the tokens too."""
+    encoder, text = GrowingEncoder(tokenizer, max_tokens=limit), ""
+    for turn in turns:
+        text += "".join(turn)
+        found = encoder.encode(text)
+        ids, ends = tokenizer.encode_with_ends(text)
+        assert (found.ids, found.ends) == (ids, ends)
+
+
+def test_only_the_new_part_of_a_chat_is_tokenised(tokenizer: Tokenizer) -> None:
+    """From the last special token before the place where it parts from what is known."""
+    encoder = GrowingEncoder(tokenizer)
+    start = "<|bos|><|system|>" + "Be brief. " * 500 + "<|end|>"
+    encoder.encode(start + "<|user|>Hello<|end|><|assistant|>")
+    before = encoder.num_encoded
+
+    encoder.encode(
+        start + "<|user|>Hello<|end|><|assistant|>Hi.<|end|><|user|>More<|end|><|assistant|>"
+    )
+
+    assert encoder.num_encoded - before < 100

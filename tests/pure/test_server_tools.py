@@ -1,0 +1,90 @@
+"""Calls of tools are found in what a model writes, however the text is cut into pieces."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ramify.server.tools import FORMATS, PLAIN, CallParser, Format, format_of, tool_grammar
+
+HERMES, MISTRAL, LLAMA3 = FORMATS
+NAMES = ["add", "look_up"]
+CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
+OTHER = '{"name": "look_up", "parameters": {"q": "é <tool_call>"}}'
+
+
+def parsed(
+    form: Format, text: str, cuts: list[int], *, forced: bool = False
+) -> tuple[str, list[str]]:
+    """Text and names of calls, fed in pieces that end at `cuts`."""
+    parser, shown, names = CallParser(form, NAMES, forced=forced), "", list[str]()
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for begin, end in pairwise(places):
+        piece, calls = parser.feed(text[begin:end])
+        shown += piece
+        names += [call.name for call in calls]
+    rest, calls = parser.finish()
+    return shown + rest, names + [call.name for call in calls]
+
+
+CASES = [
+    (HERMES, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>", "Let me see.\n", ["add"]),
+    (
+        HERMES,
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER}</tool_call>",
+        "\n",
+        ["add", "look_up"],
+    ),
+    (HERMES, "no < tool_call> here", "no < tool_call> here", []),
+    (HERMES, "<tool_call>broken</tool_call> x", "<tool_call>broken</tool_call> x", []),
+    (HERMES, '<tool_call>{"name": "rm"}</tool_call>', '<tool_call>{"name": "rm"}</tool_call>', []),
+    (HERMES, f"<tool_call>{CALL}", "", ["add"]),
+    (MISTRAL, f"[TOOL_CALLS][{CALL}, {OTHER}]", "", ["add", "look_up"]),
+    (MISTRAL, "[TOOL", "[TOOL", []),
+    (LLAMA3, CALL, "", ["add"]),
+    (LLAMA3, f"<|python_tag|>{CALL}; {OTHER}", "", ["add", "look_up"]),
+    (LLAMA3, '{"a": 1}', '{"a": 1}', []),
+    (PLAIN, f" \n{CALL}", "", ["add"]),
+    (PLAIN, "plain {text}", "plain {text}", []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "names"), CASES)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_pieces_change_nothing(
+    form: Format, text: str, shown: str, names: list[str], cuts: list[int]
+) -> None:
+    """Text that is no call is shown whole; calls are complete and named."""
+    assert parsed(form, text, cuts) == (shown, names)
+
+
+def test_a_forced_call_is_bare_json() -> None:
+    """Whatever the model's own format is."""
+    assert parsed(HERMES, CALL, [3], forced=True) == ("", ["add"])
+
+
+def test_arguments_are_json_text() -> None:
+    """As clients expect them."""
+    parser = CallParser(HERMES, NAMES)
+    _, [call] = parser.feed(f"<tool_call>{CALL}</tool_call>")
+    assert json.loads(call.arguments) == {"a": 1, "b": [2, "}"]}
+    assert call.id.startswith("call_")
+
+
+def test_the_template_tells_the_format() -> None:
+    """A model writes calls as its template teaches it."""
+    assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
+    assert format_of("nothing") is PLAIN
+
+
+def test_a_grammar_allows_the_chosen_tool_only() -> None:
+    """Or all of them."""
+    tools = [{"function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
+    one = tool_grammar(tools, "add").json_schema
+    both = tool_grammar(tools, None).json_schema
+    assert isinstance(one, str)
+    assert isinstance(both, str)
+    assert "look_up" not in one
+    assert "look_up" in both
