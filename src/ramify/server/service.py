@@ -131,6 +131,12 @@ class Generation:
             for call in self.on_end:
                 call(self)
 
+    def page_hashes(self) -> list[int]:
+        """Chained hashes of the prompt's whole pages, 64 bits of each."""
+        key = CacheKey(self.job.prompt.ids, self.who.tenant.encode("utf-8", "surrogatepass"))
+        hashes = key.page_hashes(self.page_size)
+        return [int.from_bytes(one[:8], "big") for one in hashes]
+
     def raise_error(self, index: int | None = None) -> None:
         """Raise what ended the request, or one of its answers, if it could not be served."""
         if self.output is not None and self.output.error is not None:

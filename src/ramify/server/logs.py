@@ -1,0 +1,85 @@
+"""One line per request, and one every ten seconds while there is something to tell."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+
+from ramify.server.http import text_of
+from ramify.server.service import Generation
+
+logger = logging.getLogger("ramify.requests")
+
+
+class JsonFormatter(logging.Formatter):
+    """Log records as JSON, one object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        told = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        told |= getattr(record, "fields", {})
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=True)
+
+
+def log_request(generation: Generation) -> None:
+    """`id=… prompt=… hit=… miss=…`: what a request took, never what it said."""
+    output, use = generation.output, generation.cache
+    fields: dict[str, object] = {
+        "id": generation.id,
+        "tenant": text_of(generation.who.tenant) or "-",
+        "prompt": len(generation.job.prompt.ids),
+        "hit": 0 if use is None else use.cached,
+        "miss": "-" if generation.miss is None else generation.miss.reason,
+    }
+    if generation.miss is not None and generation.miss.segment is not None:
+        fields["at"] = f"{generation.miss.at_token}:{text_of(generation.miss.segment)}"
+    if output is None:
+        fields["end"] = "disconnected"
+    else:
+        fields["output"] = output.usage.completion_tokens
+        fields["end"] = str(output.finish_reason)
+        if output.metrics.ttft_s is not None:
+            fields["ttft_ms"] = round(1000 * output.metrics.ttft_s)
+        fields["total_ms"] = round(1000 * output.metrics.total_s)
+    told = " ".join(f"{name}={value}" for name, value in fields.items())
+    logger.info("%s", told, extra={"fields": fields})
+
+
+class Recorder:
+    """Writes one JSON line per request for the analyser: lengths and hashes, no text.
+
+    Args:
+        write: takes a line.
+        page_size: prompts are hashed page by page, each with all that is before it.
+        with_tokens: token ids too. They are as good as the text.
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], *, page_size: int, with_tokens: bool = False
+    ) -> None:
+        self._write, self._page_size, self._with_tokens = write, page_size, with_tokens
+
+    def __call__(self, generation: Generation) -> None:
+        """A request has ended."""
+        output, prompt = generation.output, generation.job.prompt
+        told: dict[str, object] = {
+            "timestamp": round(1000 * time.time()),
+            "tenant": generation.who.tenant,
+            "input_length": len(prompt.ids),
+            "output_length": 0 if output is None else output.usage.completion_tokens,
+            "page_size": self._page_size,
+            "hash_ids": generation.page_hashes(),
+            "hit": 0 if generation.cache is None else generation.cache.cached,
+        }
+        if self._with_tokens:
+            told["token_ids"] = prompt.ids.tolist()
+        self._write(json.dumps(told) + "\n")
