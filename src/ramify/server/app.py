@@ -30,6 +30,7 @@ from ramify.server.http import (
     request_id,
     sse,
 )
+from ramify.server.metrics import Metrics
 from ramify.server.openai_answers import ChatAnswer, CompletionAnswer
 from ramify.server.openai_requests import chat_job, completion_jobs
 from ramify.server.openai_types import (
@@ -38,9 +39,10 @@ from ramify.server.openai_types import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from ramify.server.operate import Operations, PinRequest
 from ramify.server.responses import ResponseAnswer, ResponsesRequest, Turn, response_job
 from ramify.server.service import Generation, Job, Service
-from ramify.server.tenants import LOCAL, Caller, Keys
+from ramify.server.tenants import Caller, Keys
 
 T = TypeVar("T")
 Handler = Callable[["Call"], Awaitable[Response]]
@@ -63,12 +65,19 @@ class Server:
     """Routes over a `Service`.
 
     Args:
-        keys: None lets everybody call, as one tenant that is its own admin.
+        keys: None lets everybody call, as one tenant.
+        local_admin: without keys, everybody may look at the cache and work on it.
     """
 
-    def __init__(self, service: Service, keys: Keys | None = None) -> None:
+    def __init__(
+        self, service: Service, keys: Keys | None = None, *, local_admin: bool = True
+    ) -> None:
         self.service, self.keys = service, keys
-        self.ready = False
+        self.everybody = Caller("", is_admin=local_admin)
+        self.metrics = Metrics()
+        self.operations = Operations(service, self.metrics)
+        service.listeners.append(self.metrics.note)
+        self.ready = self.draining = False
         self._prompts = ThreadPoolExecutor(1, "ramify-prompts")  # rendering is not for the loop
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
@@ -89,6 +98,13 @@ class Server:
                 openai("/v1/models/{name:path}", self._model, "GET"),
                 both("/tokenize", self._tokenize, "POST"),
                 both("/detokenize", self._detokenize, "POST"),
+                self._route("/v1/cache", self._cache, "GET", "DELETE"),
+                self._route("/v1/cache/tree", self._tree, "GET"),
+                self._route("/v1/cache/pins", self._pins, "GET", "POST"),
+                self._route("/v1/cache/pins/{name}", self._unpin, "DELETE"),
+                self._route("/v1/cache/explain", self._explain, "POST"),
+                self._route("/reset_prefix_cache", self._reset, "POST"),
+                self._route("/metrics", self._metrics, "GET"),
                 Route("/livez", self._livez),
                 Route("/readyz", self._readyz),
                 Route("/health", self._readyz),
@@ -124,7 +140,7 @@ class Server:
             ApiError: 401.
         """
         if self.keys is None:
-            return LOCAL
+            return self.everybody
         given = request.headers.get("authorization", "")
         kind, _, key = given.partition(" ")
         if kind.lower() != "bearer":
@@ -347,6 +363,36 @@ class Server:
             raise ApiError(400, f"{wrong} is no token id", param="tokens")
         text = await self.render(tokenizer.decode, request.tokens, False)
         return json_response({"prompt": text}, headers=call.headers)
+
+    # -- the cache -----------------------------------------------------------------------------
+
+    async def _cache(self, call: Call) -> Response:
+        if call.request.method == "DELETE":
+            return await self.operations.clear(call.who, call.request)
+        return await self.operations.stats(call.who)
+
+    async def _tree(self, call: Call) -> Response:
+        return await self.operations.tree(call.who, call.request)
+
+    async def _pins(self, call: Call) -> Response:
+        if call.request.method == "POST":
+            return await self.operations.pin(call.who, await call.body(PinRequest))
+        return await self.operations.pins(call.who)
+
+    async def _unpin(self, call: Call) -> Response:
+        return await self.operations.unpin(call.who, call.request)
+
+    async def _explain(self, call: Call) -> Response:
+        body = await read_body(call.request)
+        is_anthropic = "anthropic-version" in call.request.headers
+        prompt = await self.render(self.operations.explained_prompt, body, is_anthropic)
+        return await self.operations.explain(call.who, prompt)
+
+    async def _reset(self, call: Call) -> Response:
+        return await self.operations.reset(call.who)
+
+    async def _metrics(self, call: Call) -> Response:
+        return await self.operations.numbers(call.who)
 
     # -- operations ----------------------------------------------------------------------------
 

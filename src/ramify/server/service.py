@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ramify import __version__
+from ramify.cache.explain import Explanation
 from ramify.cache.key import CacheKey, namespace_parts
+from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
@@ -30,8 +32,13 @@ T = TypeVar("T")
 class Engine(Protocol):
     """What the server needs of `ramify.AsyncLLM`."""
 
-    async def run(self, action: Callable[[EngineCore], T]) -> T:
-        """Call `action` in the engine's thread, between two steps."""
+    @property
+    def cache(self) -> AsyncCacheView:
+        """What is cached, and calls on it."""
+        ...
+
+    async def run(self, call: Callable[[EngineCore], T]) -> T:
+        """`call(core)` in the engine's thread, between two steps."""
         ...
 
     def stream(
@@ -221,12 +228,12 @@ class Service:
             )
         return self.model
 
-    async def explain(self, prompt: Prompt, who: Caller, salt: str = "") -> Miss | None:
-        """Why a request with this prompt would not find all of it now; runs nothing."""
+    async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
+        """How many tokens of a prompt are there now, and why no more; runs nothing."""
         if not self.prefix_cache:
-            return Miss("disabled", 0)
+            return 0, Miss("disabled", 0)
 
-        def look(core: EngineCore) -> Any:
+        def look(core: EngineCore) -> Explanation:
             key = CacheKey(prompt.ids, core.namespace_for(who.tenant, salt))
             return core.cache.explain(key)
 
@@ -234,7 +241,12 @@ class Service:
             return namespace_parts(namespace).get("tenant", "") == who.tenant
 
         found = await self.engine.run(look)
-        return miss_of(found, prompt, self._decode, own_namespaces=own)
+        return found.hit_tokens, miss_of(found, prompt, self._decode, own_namespaces=own)
+
+    @property
+    def cache(self) -> AsyncCacheView:
+        """See `AsyncLLM.cache`."""
+        return self.engine.cache
 
     async def begin(self, job: Job, who: Caller, *, prefix: str) -> Generation:
         """Hand a request to the engine and wait until it has begun, or was refused.
@@ -249,7 +261,7 @@ class Service:
         self.meter.enter(who, num_tokens)
         generation = None
         try:
-            miss = await self.explain(job.prompt, who, job.salt)
+            _, miss = await self.look_up(job.prompt, who, job.salt)
             events = self.engine.stream(
                 job.prompt.ids,
                 job.params,

@@ -1,0 +1,206 @@
+"""Looking at the cache and working on it while it serves; the numbers of the server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ramify.engine.core import EngineCore
+from ramify.errors import PinError
+from ramify.server.anthropic_requests import message_prompt
+from ramify.server.anthropic_types import CountRequest
+from ramify.server.errors import ApiError
+from ramify.server.http import decode, json_response
+from ramify.server.metrics import CONTENT_TYPE, Metrics
+from ramify.server.openai_requests import chat_job, completion_jobs
+from ramify.server.openai_types import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
+from ramify.server.prompts import Prompt
+from ramify.server.responses import ResponsesRequest, response_job
+from ramify.server.service import Service
+from ramify.server.tenants import Caller
+
+MAX_NODES = 2000
+
+
+class PinRequest(Struct, kw_only=True):
+    """POST /v1/cache/pins: one of the first three."""
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
+    token_ids: list[int] | None = None
+    ttl_s: Annotated[float, Meta(gt=0)] | None = None
+    tenant: Name = ""
+    salt: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Operations:
+    """What an operator asks of a server."""
+
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self.service, self.metrics = service, metrics
+
+    @staticmethod
+    def require_admin(who: Caller) -> None:
+        """Raise ApiError 403 unless the caller is the operator."""
+        if not who.is_admin:
+            raise ApiError(403, "this needs the admin key", code="admin_key_needed")
+
+    async def stats(self, who: Caller) -> Response:
+        """GET /v1/cache."""
+        self.require_admin(who)
+        stats = await self.service.cache.stats()
+        told = {
+            name: value
+            for name, value in asdict(stats).items()
+            if name not in ("residency", "idle", "reuse_gap")
+        }
+        told |= {
+            "hit_rate": stats.hit_rate,
+            "recent_hit_rate": stats.recent_hit_rate,
+            "ideal_hit_rate": stats.ideal_hit_rate,
+        }
+        return json_response(told)
+
+    async def tree(self, who: Caller, request: Request) -> Response:
+        """GET /v1/cache/tree?max_nodes=."""
+        self.require_admin(who)
+        limit = _whole(request, "max_nodes", 200)
+        if not 1 <= limit <= MAX_NODES:
+            raise ApiError(400, f"it must be in 1..{MAX_NODES}", param="max_nodes")
+        found = await self.service.cache.tree(limit)
+        return json_response(
+            {"num_nodes": found.num_nodes, "nodes": [asdict(node) for node in found.nodes]}
+        )
+
+    async def clear(self, who: Caller, request: Request) -> Response:
+        """DELETE /v1/cache?prefix=|tenant=|salt=|older_than=."""
+        self.require_admin(who)
+        known = {"prefix", "tenant", "salt", "older_than"}
+        asked = request.query_params
+        unknown = sorted(set(asked) - known)
+        if unknown:
+            raise ApiError(400, f"unknown parameters; known are {sorted(known)}", param=unknown[0])
+        older = asked.get("older_than")
+        try:
+            seconds = None if older is None else float(older)
+        except ValueError:
+            seconds = float("nan")
+        if seconds is not None and not 0 <= seconds < float("inf"):
+            raise ApiError(400, f"{older!r} is no number of seconds >= 0", param="older_than")
+        cleared = await self.service.cache.clear(
+            prefix=asked.get("prefix") or None,
+            tenant=asked.get("tenant"),
+            salt=asked.get("salt"),
+            older_than_s=seconds,
+        )
+        return json_response({"pages": cleared.num_pages, "kept_pages": cleared.num_kept})
+
+    async def reset(self, who: Caller) -> Response:
+        """POST /reset_prefix_cache, as benchmarks of other servers call it."""
+        self.require_admin(who)
+        await self.service.cache.clear()
+        return json_response({"status": "ok"})
+
+    async def pins(self, who: Caller) -> Response:
+        """GET /v1/cache/pins."""
+        self.require_admin(who)
+
+        def look(core: EngineCore) -> list[dict[str, Any]]:
+            return [
+                {
+                    "id": pin.id,
+                    "owner": pin.owner,
+                    "tokens": len(pin.key),
+                    "pages": pin.num_pages,
+                    "ttl_s": pin.ttl_s,
+                }
+                for pin in core.cache.pins()
+            ]
+
+        return json_response({"pins": await self.service.engine.run(look)})
+
+    async def pin(self, who: Caller, request: PinRequest) -> Response:
+        """POST /v1/cache/pins."""
+        self.require_admin(who)
+        given = [
+            one for one in (request.prompt, request.messages, request.token_ids) if one is not None
+        ]
+        if len(given) != 1:
+            raise ApiError(400, "one of prompt, messages and token_ids is needed", param="prompt")
+        try:
+            pin = await self.service.cache.pin(
+                given[0],
+                owner=request.tenant or "operator",
+                ttl_s=request.ttl_s,
+                tenant=request.tenant,
+                salt=request.salt,
+            )
+        except PinError as error:
+            raise ApiError(409, str(error)) from error
+        return json_response({"id": pin.id, "tokens": len(pin.key), "pages": pin.num_pages})
+
+    async def unpin(self, who: Caller, request: Request) -> Response:
+        """DELETE /v1/cache/pins/{id}."""
+        self.require_admin(who)
+        name = request.path_params["name"]
+        if not name.isascii() or not name.isdigit() or len(name) > 18:
+            raise ApiError(404, f"there is no pin {name[:100]!r}")
+        try:
+            await self.service.cache.unpin(int(name))
+        except PinError as error:
+            raise ApiError(404, str(error)) from error
+        return json_response({"id": int(name), "deleted": True})
+
+    def explained_prompt(self, body: bytes, is_anthropic: bool) -> Prompt:
+        """The prompt of a request of any API, by its fields.
+
+        Raises:
+            ApiError, RequestError: as if it were sent to its own path.
+        """
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ApiError(400, "the body is no object")
+        if "prompt" in found:
+            return completion_jobs(decode(body, CompletionRequest), self.service)[0].prompt
+        if "input" in found:
+            _, job = response_job(decode(body, ResponsesRequest), None, self.service)
+            return job.prompt
+        if is_anthropic or "system" in found:
+            filled = {"model": self.service.model} | found
+            request = msgspec.convert(filled, CountRequest)
+            return message_prompt(request, self.service)[0]
+        return chat_job(decode(body, ChatRequest), self.service).prompt
+
+    async def explain(self, who: Caller, prompt: Prompt) -> Response:
+        """POST /v1/cache/explain: what a request would find, without running it."""
+        found, miss = await self.service.look_up(prompt, who)
+        return json_response(
+            {
+                "prompt_tokens": len(prompt.ids),
+                "cached_tokens": found,
+                "segments": [asdict(one) for one in prompt.segments],
+                "miss": None if miss is None else miss.as_json(),
+            }
+        )
+
+    async def numbers(self, who: Caller) -> Response:
+        """GET /metrics."""
+        self.require_admin(who)
+        await self.service.engine.run(self.metrics.engine.read)
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _whole(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ApiError(400, f"{text[:50]!r} is no whole number", param=name)
+    return int(text)
