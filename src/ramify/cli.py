@@ -20,6 +20,7 @@ from ramify.config import (
     SchedulerSection,
 )
 from ramify.errors import ConfigError, RamifyError
+from ramify.server.cli import keys, serve
 
 if TYPE_CHECKING:
     from ramify.demo import DemoResult
@@ -33,6 +34,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.command()(serve)
+app.command()(keys)
 
 
 class Dtype(str, Enum):

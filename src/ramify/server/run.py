@@ -59,7 +59,9 @@ class ServeOptions:
         """
         if self.key_file is not None:
             if self.api_keys or self.admin_key:
-                raise ConfigError("both --api-key-file and --api-key are given; put all in the file")
+                raise ConfigError(
+                    "both --api-key-file and --api-key are given; put all in the file"
+                )
             return Keys.load(self.key_file)
         if self.api_keys or self.admin_key:
             return Keys.of(*self.api_keys, admin=self.admin_key)
@@ -116,7 +118,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
                 with_tokens=options.record_tokens,
             )
         )
-    server = Server(service, keys)
+    server = Server(service, keys, local_admin=is_local(options.host))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
