@@ -42,7 +42,7 @@ from ramify.server.openai_types import (
 from ramify.server.operate import Operations, PinRequest
 from ramify.server.responses import ResponseAnswer, ResponsesRequest, Turn, response_job
 from ramify.server.service import Generation, Job, Service
-from ramify.server.tenants import Caller, Keys
+from ramify.server.tenants import Caller, Keys, Quota
 
 T = TypeVar("T")
 Handler = Callable[["Call"], Awaitable[Response]]
@@ -73,7 +73,7 @@ class Server:
         self, service: Service, keys: Keys | None = None, *, local_admin: bool = True
     ) -> None:
         self.service, self.keys = service, keys
-        self.everybody = Caller("", is_admin=local_admin)
+        self.everybody = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
         self.metrics = Metrics()
         self.operations = Operations(service, self.metrics)
         service.listeners.append(self.metrics.note)

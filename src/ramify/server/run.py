@@ -145,7 +145,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         ws="none",
     )
     uvicorn_server = _Server(config, server)
-    print(start_table(options, service, llm), file=sys.stderr, flush=True)
+    sys.stderr.write(start_table(options, service, llm) + "\n")
     try:
         await uvicorn_server.serve()
     finally:

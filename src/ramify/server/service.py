@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 from ramify import __version__
 from ramify.cache.explain import Explanation
 from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.survey import count_pages
+from ramify.cache.tree import Node
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.tokenizer import Tokenizer
@@ -261,6 +263,7 @@ class Service:
         self.meter.enter(who, num_tokens)
         generation = None
         try:
+            await self._make_room(job, who)
             _, miss = await self.look_up(job.prompt, who, job.salt)
             events = self.engine.stream(
                 job.prompt.ids,
@@ -314,6 +317,27 @@ class Service:
         self.records.put(who.tenant, generation.id, generation.job.record)
         for listener in self.listeners:
             listener(generation)
+
+    async def _make_room(self, job: Job, who: Caller) -> None:
+        """Before a tenant that has more of the cache than its share takes others' pages, its own go."""
+        share = who.quota.max_cached_share
+        if share is None:
+            return
+
+        def give(core: EngineCore) -> None:
+            stats = core.cache.stats()
+            need = -(-len(job.prompt.ids) // self.page_size) - stats.free_pages
+            if need <= 0:
+                return
+
+            def is_own(node: Node) -> bool:
+                return namespace_parts(node.namespace).get("tenant", "") == who.tenant
+
+            over = count_pages(core.cache, is_own) + need - int(share * stats.num_pages)
+            if over > 0:
+                core.cache.evict_if(is_own, min(over, need))
+
+        await self.engine.run(give)
 
     async def _pin(self, job: Job, who: Caller) -> None:
         """Keep what a request asked to keep; what is over the budget is only logged."""

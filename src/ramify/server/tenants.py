@@ -30,7 +30,7 @@ class Quota:
     max_requests: int | None = None  # live at once
     max_waiting_tokens: int | None = None  # of prompts that live requests have
     tokens_per_minute: int | None = None  # prompt and output, uncached
-    max_cached_share: float | None = None  # of the pages: beyond it, its own are evicted first
+    max_cached_share: float | None = 0.5  # of the pages: beyond it, its own are evicted first
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,6 @@ class Caller:
     tenant: str
     is_admin: bool = False
     quota: Quota = field(default_factory=Quota)
-
-
-LOCAL = Caller("", is_admin=True)  # the only one, when there are no keys
 
 
 class Keys:
