@@ -7,8 +7,9 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,8 +145,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         http="h11",
         ws="none",
     )
-    uvicorn_server = _Server(config, server)
-    sys.stderr.write(start_table(options, service, llm) + "\n")
+    uvicorn_server = _Server(config, server, lambda url: start_table(url, service, llm, keys))
     try:
         await uvicorn_server.serve()
     finally:
@@ -154,11 +154,22 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
 
 
 class _Server(uvicorn.Server):
-    """Says that it is not ready any more as soon as it is told to stop."""
+    """Says where it listens, and that it is not ready any more as soon as it is told to stop."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(
+        self, config: uvicorn.Config, server: Server, table: Callable[[str], str]
+    ) -> None:
         super().__init__(config)
-        self._served = server
+        self._served, self._table = server, table
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        for one in (each for server in self.servers for each in server.sockets):
+            host, port = one.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            sys.stderr.write(f"{self._table(url)}\n\nlistening on {url}\n")
+            sys.stderr.flush()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._served.ready = False
@@ -168,10 +179,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def start_table(options: ServeOptions, service: Service, llm: AsyncLLM) -> str:
+def start_table(url: str, service: Service, llm: AsyncLLM, keys: Keys | None) -> str:
     """What is served, how large, and how to call it."""
     config = llm.config
-    url = f"http://{options.host}:{options.port}"
     longest = config.max_model_len
     rows = {
         "model": f"{service.model} ({llm.engine.dtype_name})",
@@ -182,7 +192,7 @@ def start_table(options: ServeOptions, service: Service, llm: AsyncLLM) -> str:
         "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / longest:.1f} of "
         f"{longest:,} tokens",
         "prefix cache": config.asked.cache.policy if service.prefix_cache else "off",
-        "keys": "needed" if options.api_keys or options.key_file or options.admin_key else "none",
+        "keys": "none" if keys is None else "needed",
         "URL": url,
     }
     width = max(map(len, rows))
