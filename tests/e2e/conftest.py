@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
@@ -33,10 +34,10 @@ class Running:
     def log(self) -> str:
         return self.log_file.read_text()
 
-    def openai(self, key: str = "none", **options: object) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)  # type: ignore[arg-type]
+    def openai(self, key: str = "none") -> Any:  # bodies are dictionaries, not the client's types
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
-    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+    def anthropic(self, key: str = "none") -> Any:
         return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
 
     def stop(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -25,7 +26,7 @@ def test_models_are_listed(server: Running) -> None:
     client = server.openai()
     [model] = client.models.list().data
     assert model.id == MODEL
-    assert client.models.retrieve(MODEL).max_model_len > 0  # type: ignore[attr-defined]
+    assert client.models.retrieve(MODEL).max_model_len > 0
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-6")
 
@@ -48,7 +49,7 @@ def test_a_chat_is_answered_and_its_prefix_is_read_again(server: Running) -> Non
     assert warm.prompt_tokens_details.cached_tokens == (warm.prompt_tokens - 1) // 16 * 16
     assert cold.prompt_tokens_details.cache_write_tokens == cold.prompt_tokens // 16 * 16
     assert cold.prompt_tokens + cold.completion_tokens == cold.total_tokens
-    told = cold.ramify_cache  # type: ignore[attr-defined]
+    told = cold.ramify_cache
     assert told["read"] + told["shared_in_flight"] + told["computed"] == cold.prompt_tokens
 
 
@@ -60,10 +61,10 @@ def test_a_stream_is_the_same_answer_in_pieces(server: Running) -> None:
         "temperature": 0,
         "max_tokens": 8,
     }
-    whole = server.openai().chat.completions.create(**options)  # type: ignore[call-overload]
+    whole = server.openai().chat.completions.create(**options)
     streamed = server.openai().chat.completions.create(
         stream=True, stream_options={"include_usage": True}, **options
-    )  # type: ignore[call-overload]
+    )
     chunks = list(streamed)
 
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -76,7 +77,7 @@ def test_a_stream_is_the_same_answer_in_pieces(server: Running) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
     async def again() -> str:
-        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+        client: Any = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
         stream = await client.chat.completions.create(stream=True, **options)
         return "".join([one.choices[0].delta.content or "" async for one in stream])
 
@@ -122,7 +123,7 @@ def test_completions_echo_their_prompt_with_its_scores(server: Running) -> None:
     client = server.openai()
     ids = client.post("/../tokenize", body={"prompt": "Ann lives in Rome."}, cast_to=object)[
         "tokens"
-    ]  # type: ignore[index]
+    ]
     answer = client.completions.create(
         model=MODEL, prompt=[ids], echo=True, logprobs=1, max_tokens=1, temperature=0
     )
@@ -188,10 +189,10 @@ def test_a_tool_that_must_be_called_is_called(server: Running) -> None:
         }
         client = server.openai()
         if stream:
-            with client.chat.completions.stream(**options) as events:  # type: ignore[arg-type]
+            with client.chat.completions.stream(**options) as events:
                 answer = events.get_final_completion()
         else:
-            answer = client.chat.completions.create(**options)  # type: ignore[call-overload]
+            answer = client.chat.completions.create(**options)
         [choice] = answer.choices
         assert choice.finish_reason == "tool_calls"
         [call] = choice.message.tool_calls
@@ -217,7 +218,7 @@ def test_wrong_values_are_told_by_their_field(
     """In OpenAI's envelope."""
     options = {"model": MODEL, "messages": talk("", "x"), "max_tokens": 1} | change
     with pytest.raises(openai.BadRequestError) as caught:
-        server.openai().chat.completions.create(**options)  # type: ignore[call-overload]
+        server.openai().chat.completions.create(**options)
     body = caught.value.body
     assert isinstance(body, dict)
     assert body["type"] == "invalid_request_error"

@@ -156,9 +156,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
 class _Server(uvicorn.Server):
     """Says where it listens, and that it is not ready any more as soon as it is told to stop."""
 
-    def __init__(
-        self, config: uvicorn.Config, server: Server, table: Callable[[str], str]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, table: Callable[[str], str]) -> None:
         super().__init__(config)
         self._served, self._table = server, table
 
@@ -184,7 +182,7 @@ def start_table(url: str, service: Service, llm: AsyncLLM, keys: Keys | None) ->
     config = llm.config
     longest = config.max_model_len
     rows = {
-        "model": f"{service.model} ({llm.engine.dtype_name})",
+        "model": f"{service.model} ({str(llm.engine.decoder.dtype).removeprefix('torch.')})",
         "attention": f"{llm.engine.attention.name}, "
         + ("exact" if config.asked.attention.exact else "not exact"),
         "K/V cache": f"{config.num_pages:,} pages x {config.page_size} = "
