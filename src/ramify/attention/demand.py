@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ramify.attention.sequence import RadixSequence
-from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES, common_pages
 
 
 def sort_out(

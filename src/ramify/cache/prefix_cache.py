@@ -11,12 +11,13 @@ from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
 from ramify.cache.ghosts import ASKED, CAPACITY
 from ramify.cache.hash_index import INDICES
-from ramify.cache.key import ATOM_BYTES, CacheKey
+from ramify.cache.key import CacheKey
 from ramify.cache.leases import Pin, PinBoard
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
-from ramify.cache.tree import SHARDS, Node, RadixTree
+from ramify.cache.tree import Node, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match, whole
 from ramify.errors import ConfigError, LeaseError, OutOfPagesError
 
@@ -32,7 +33,7 @@ class PrefixCache:
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
         index: "radix" or "hash": how pages are found. The same results at another cost.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default four times `num_pages`, at 4 bytes a token and 400 a run; 0 for none.
+            "auto"; by default four times `num_pages`, at 4 to 6 bytes a token and 400 a run; 0: none.
         max_pinned_share: share of the pages that `pin` may keep from eviction.
         log_every: lookups from one log line to the next, 0 for none.
         clock: seconds, never going back; for ages and times to live.
@@ -467,8 +468,7 @@ class PrefixCache:
 
     def _usable(self, key: CacheKey) -> int:
         """Bytes of a key that may be found: at least one token is always computed."""
-        page_bytes = self._page_bytes
-        return max(0, len(key.atoms) - 1) // page_bytes * page_bytes
+        return max(0, len(key.atoms) - 1) // self._page_bytes * self._page_bytes
 
     def _acquire(self, key: CacheKey, end: int, *, pending: bool, counted: bool = True) -> Lease:
         tree, store = self._tree, self._store
@@ -480,12 +480,11 @@ class PrefixCache:
             if part:
                 path.append(store.split(part, covered))
         store.pin_path(root, path)
-        pages, holder = tree.pages, tree.holder
-        parts, num_pending = [pages[node % SHARDS][node] for node in path], 0
-        node = path[-1] if path else root
-        if holder[node]:
-            num_pending = sum(tree.resident[at] for at in path if holder[at])
-        packed = parts[0] if len(parts) == 1 else b"".join(parts)
+        node, packed, num_pending = root, b"", 0
+        if path:
+            node, packed = path[-1], tree.path_pages(path)
+            if tree.holder[node]:
+                num_pending = sum(tree.resident[at] for at in path if tree.holder[at])
         found = len(packed) // ID_BYTES * self.page_size
         if not counted:
             return self._book.open(key, found, packed, node, num_pending)
