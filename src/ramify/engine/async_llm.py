@@ -21,7 +21,7 @@ from ramify.engine.session import AsyncSession, SessionOptions, open_transcript
 from ramify.engine.stats import EngineStats
 from ramify.engine.stream import Inbox, Outlet, Stream
 from ramify.engine.warm import WARM_PARAMS, WarmPrompt
-from ramify.errors import ConfigError, OverloadedError, RequestError
+from ramify.errors import ConfigError, RequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class AsyncLLM:
             async with room:
                 try:
                     return await self._stream(make, WARM_PARAMS, options, in_thread=True).whole()
-                except (RequestError, OverloadedError) as error:
+                except RequestError as error:
                     return error
 
         return list(await asyncio.gather(*map(compute, many)))
