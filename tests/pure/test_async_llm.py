@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.stream import merged
 from ramify.errors import (
     ConfigError,
     DrainingError,
@@ -85,6 +86,37 @@ def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
     assert len(events) == 2
     assert [t for e in events for t in e.new_token_ids] == expected(PROMPT, 200, ends=())
     assert sum(len(event.logprobs) for event in events) == 200
+    assert events[0].cache is not None
+
+
+def test_increments_that_are_merged_keep_what_only_one_of_them_has() -> None:
+    """The report on the prompt comes with the first, the output with the last."""
+    made = AsyncBench()
+    llm_events = []
+    made.bench.add(PROMPT, max_tokens=4, ignore_eos=True)
+    while made.bench.core.has_unfinished:
+        llm_events += made.bench.step()
+
+    one = merged(llm_events)
+
+    assert one.cache == llm_events[0].cache
+    assert one.cache is not None
+    assert one.output is llm_events[-1].output
+    assert list(one.new_token_ids) == expected(PROMPT, 4, ends=())
+
+
+def test_what_is_not_to_be_shared_is_not() -> None:
+    """`max_shared` reaches the engine."""
+    made = AsyncBench()
+
+    async def main() -> list[int]:
+        async with made.llm as llm:
+            first = await llm.stream(PROMPT, asked(2), max_shared=0).whole()
+            second = await llm.stream(PROMPT, asked(2)).whole()
+            third = await llm.stream(PROMPT, asked(2)).whole()
+            return [one.cache.read_tokens for one in (first, second, third)]
+
+    assert run(main()) == [0, 0, 4]
 
 
 @pytest.mark.parametrize(
