@@ -10,7 +10,6 @@ import pytest
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.stream import merged
 from ramify.errors import (
-    ConfigError,
     DrainingError,
     EngineStoppedError,
     InvalidParamsError,
@@ -224,8 +223,6 @@ def test_what_cannot_be_served_is_told_and_nothing_else_is_hurt() -> None:
 
     run(main())
     made.assert_nothing_left()
-    with pytest.raises(ConfigError, match="max_waiting=0"):
-        AsyncBench(max_waiting=0)
 
 
 def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
@@ -245,7 +242,7 @@ def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
 
 def test_too_many_waiting_requests_are_refused_with_a_hint() -> None:
     """Those that wait already are served."""
-    made = AsyncBench(max_num_seqs=1, max_waiting=2, closed=True)
+    made = AsyncBench(max_num_seqs=1, options={"max_waiting": 2}, closed=True)
 
     async def main() -> None:
         async with made.llm as llm:

@@ -18,14 +18,12 @@ from ramify.errors import (
     DrainingError,
     EngineStoppedError,
     OutOfPagesError,
-    OverloadedError,
     RamifyError,
     UnknownRequestError,
 )
 from ramify.params import FinishReason, SamplingParams
 
 logger = logging.getLogger(__name__)
-RETRY_S = 1.0  # what OverloadedError tells
 T = TypeVar("T")
 
 
@@ -73,14 +71,11 @@ class EngineLoop:
 
     Args:
         core: nobody else touches it from now on.
-        max_waiting: requests in the queue; beyond it, new ones are refused.
         retry_after_s: what `DrainingError` tells.
     """
 
-    def __init__(
-        self, core: EngineCore, *, max_waiting: int = 1024, retry_after_s: float = 10.0
-    ) -> None:
-        self.core, self.max_waiting, self.retry_after_s = core, max_waiting, retry_after_s
+    def __init__(self, core: EngineCore, *, retry_after_s: float = 10.0) -> None:
+        self.core, self.retry_after_s = core, retry_after_s
         self.ended: Future[None] = Future()  # done when the thread is over
         self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
         self.error: EngineStoppedError | None = None
@@ -268,9 +263,6 @@ class EngineLoop:
         if inbox.is_abandoned:
             return
         try:
-            waiting = len(self.core.scheduler.waiting)
-            if waiting >= self.max_waiting:
-                raise OverloadedError(waiting, self.max_waiting, RETRY_S)
             request_id = self.core.add_request(ids, params, **options)
         except Exception as error:
             if not isinstance(error, RamifyError):
