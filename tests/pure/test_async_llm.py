@@ -2,8 +2,12 @@
 
 import asyncio
 import gc
+import os
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +26,20 @@ from ramify.params import FinishReason, RequestOutput, SamplingParams
 from tests.pure.async_bench import AsyncBench, expected, no_request, run, until_idle
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+LEFT_OPEN = """
+import asyncio
+from ramify.engine.async_llm import AsyncLLM
+from ramify.params import SamplingParams
+from tests.pure.engine_bench import Bench
+
+async def main():
+    llm = AsyncLLM.over(Bench().core)
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=1500, ignore_eos=True))
+    print("begun" if (await anext(stream)).new_token_ids else "nothing")
+    return llm, stream
+
+kept = asyncio.run(main())
+"""
 
 
 def asked(max_tokens: int, **others: object) -> SamplingParams:
@@ -439,6 +457,23 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
 
     run(main())
     made.assert_nothing_left()
+
+
+def test_a_program_that_closes_nothing_ends_all_the_same() -> None:
+    """With a stream open and the thread at work: without a word, and with exit code 0."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LEFT_OPEN],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert (run.returncode, run.stdout, run.stderr) == (0, "begun\n", "")
 
 
 def test_two_hundred_streams_with_random_leavers_and_slow_readers() -> None:
