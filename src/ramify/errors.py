@@ -27,7 +27,6 @@ RamifyError
 │  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
 ├─ StepFailedError                a forward pass failed; its requests were told
-├─ OverloadedError                too many requests wait already; try again later
 ├─ DrainingError                  the engine finishes what it has and takes nothing new
 └─ EngineStoppedError             the engine was closed, or a bug has ended it
 """

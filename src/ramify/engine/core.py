@@ -254,8 +254,8 @@ class EngineCore:
         return self._settle(request)
 
     @property
-    def live_requests(self) -> list[Request]:
-        """Requests and branches that have not ended, in order of arrival."""
+    def live(self) -> list[Request]:
+        """Requests and branches whose caller was not told all yet, oldest first."""
         return list(self._requests.values())
 
     def forget(self, request_ids: Container[int]) -> None:

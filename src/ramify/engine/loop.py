@@ -71,15 +71,11 @@ class EngineLoop:
 
     Args:
         core: nobody else touches it from now on.
-        max_waiting: requests in the queue; beyond it, new ones are refused.
         retry_after_s: what `DrainingError` tells.
     """
 
-    def __init__(
-        self, core: EngineCore, *, max_waiting: int = 1024, retry_after_s: float = 10.0
-    ) -> None:
+    def __init__(self, core: EngineCore, *, retry_after_s: float = 10.0) -> None:
         self.core, self.retry_after_s = core, retry_after_s
-        core.max_waiting = max_waiting
         self.ended: Future[None] = Future()  # done when the thread is over
         self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
         self.error: EngineStoppedError | None = None
