@@ -1,6 +1,7 @@
 """Several answers to one prompt, and steps that verify guesses."""
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.request import Request
+from ramify.engine.speculative import room_for_guesses, takes_guesses
 from ramify.params import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import VOCAB, Bench, expected
@@ -31,7 +33,15 @@ class Guesser:
     longest: int
     rng: random.Random = field(default_factory=lambda: random.Random(7))
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+    def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        for request in running:
+            if takes_guesses(request):
+                yield request, self.guess(request, room_for_guesses(request))
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= len(request.draft)
+
+    def guess(self, request: Request, limit: int) -> tuple[int, ...]:
         context = request.sequence.tokens.tolist()
         guesses: list[int] = []
         for _ in range(min(limit, self.rng.randrange(self.longest + 1))):
