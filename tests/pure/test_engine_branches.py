@@ -165,3 +165,21 @@ def test_text_that_may_begin_a_stop_text_is_told_later(stop: str) -> None:
 
     text = "".join(map(chr, (ord("A") + token for token in script)))
     assert "".join(told) == text.partition(stop)[0] == bench.outputs[request_id].text
+
+
+def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
+    """It is live until all of its answers have ended."""
+    bench = Bench(next_token=lambda context: 7, drafter=Guesser(0.0, 1))
+    request_id = bench.add(PROMPT, n=3, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        bench.step()
+    leader = bench.core._requests[request_id]
+    leader.max_len = len(leader.sequence.tokens) + 1  # it ends first, as one with a stop text may
+    bench.step()
+    assert leader.is_finished
+
+    bench.abort(request_id)
+
+    found = [one.finish_reason for one in bench.outputs[request_id].completions]
+    assert found == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT]
+    bench.assert_nothing_leaked()

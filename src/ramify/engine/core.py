@@ -400,13 +400,15 @@ class EngineCore:
         """End a request or branch, once: nothing of it stays but published pages."""
         self.scheduler.remove(request)
         request.finish_reason, request.end_s = finish_text(request, reason), self._clock()
-        del self._requests[request.id]
+        if request.leader is not None:
+            del self._requests[request.id]  # a leader is known until all its answers have ended
         if request.recheck:
             self.rechecks.note(request)
 
     def _settle(self, leader: Request) -> RequestOutput:
         """The output of a request that has ended, branches included; made once."""
         leader.is_settled = True
+        del self._requests[leader.id]
         return leader.output(cache_on=self.planner.share)
 
     # -- when a step fails -------------------------------------------------------------------
