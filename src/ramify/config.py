@@ -9,6 +9,8 @@ from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
+DRAFTERS = ("off", "ngram", "tree", "auto")
+ACCEPTANCE = ("exact", "rejection")
 POLICIES = (
     "auto",
     "lru",
@@ -67,6 +69,15 @@ class AttentionSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSection:
+    """Whether tokens are guessed, several of which one step verifies."""
+
+    speculative: str = "off"  # or "ngram", "tree", "auto": both; no token changes by it
+    max_draft_tokens: int = 15  # with the token before them, 2 whole tiles of 8 rows
+    speculative_sampling: str = "exact"  # or "rejection": keeps the distribution, not the tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What was asked, frozen; `EngineConfig.of` takes flat options."""
 
@@ -74,6 +85,7 @@ class EngineConfig:
     cache: CacheSection = field(default_factory=CacheSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
+    speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
 
     @classmethod
     def of(cls, **options: object) -> EngineConfig:
@@ -104,6 +116,7 @@ class EngineConfig:
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
             ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
+            ("max_draft_tokens", self.speculative.max_draft_tokens),
         ):
             if value is None and name not in ("page_size", "max_num_seqs", "max_batch_tokens"):
                 continue
@@ -134,6 +147,19 @@ class EngineConfig:
             )
         if self.cache.policy not in POLICIES:
             raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {POLICIES}")
+        self._validate_speculation()
+
+    def _validate_speculation(self) -> None:
+        source, rule = self.speculative.speculative, self.speculative.speculative_sampling
+        if source not in DRAFTERS:
+            raise ConfigError(f"speculative={source!r} but it must be one of {DRAFTERS}")
+        if rule not in ACCEPTANCE:
+            raise ConfigError(f"speculative_sampling={rule!r} but it must be one of {ACCEPTANCE}")
+        if rule == "rejection" and self.attention.exact:
+            raise ConfigError(
+                "speculative_sampling='rejection' with exact=True: the tokens would depend on what "
+                "was guessed; use exact=False, or leave it at 'exact'"
+            )
 
 
 def _plain(value: object) -> object:
@@ -150,6 +176,7 @@ _SECTIONS = {
     "cache": CacheSection,
     "scheduler": SchedulerSection,
     "attention": AttentionSection,
+    "speculative": SpeculativeSection,
 }
 
 

@@ -43,6 +43,8 @@ class Bench:
     next_token: Callable[[Sequence[int]], int] | None = None
     drafter: Drafter | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of the scheduler, others than above
+    speculative: str = "off"
+    max_draft_tokens: int = 15
     tokens: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Bench:
             max_batch_tokens=self.max_batch_tokens,
             prefix_cache=self.prefix_cache,
             **self.options,
+            speculative=self.speculative,
+            max_draft_tokens=self.max_draft_tokens,
         )
         config = resolve(asked, model_max_len=self.max_model_len, token_bytes=1, free_memory=0)
         self.device = FakeExecutor(

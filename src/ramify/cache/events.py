@@ -198,6 +198,12 @@ class EventLog:
         """Tell nothing page by page until `cleared`."""
         self._paused = True
 
+    def observe(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
+        """Have an observer called from now on; returns how to stop that."""
+        observers = self.observers
+        observers.append(observer)
+        return lambda: observers.remove(observer) if observer in observers else None
+
     def tell_observers(self) -> None:
         """Call the observers of what was evicted, now that the cache is consistent again."""
         told, self._told = self._told, []

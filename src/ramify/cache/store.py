@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ramify.cache.events import EventLog
 from ramify.cache.eviction import EvictionQueue, Policy
-from ramify.cache.ghosts import CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
+from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.recorder import MISS, Recorder, bucket
 from ramify.cache.tree import SHARDS, Node, RadixTree
 from ramify.cache.values import CacheStats
+from ramify.errors import OutOfPagesError
 
 
 class PageStore:
@@ -153,6 +154,21 @@ class PageStore:
             used = ledger.num_pages - ledger.num_free - self.num_evictable
             recorder.write_log(used, self.num_evictable, ledger.num_free)
         return tokens, found, ideal, gap, self.clock
+
+    def cancel_lookup(self, node: int, counted: tuple[int, int, int, int, int]) -> None:
+        """Undo the count of a lookup that ended at `node`."""
+        self.recorder.cancel(*counted[:4])
+        for at in self.tree.path(node):
+            self.tree.hits[at] -= 1
+
+    def cut(self, node: int, depth: int) -> int:
+        """The node at or above `node` that ends at page `depth`; it is made if need be."""
+        tree = self.tree
+        while tree.start[node] >= depth and tree.parent[node]:
+            node = tree.parent[node]
+        if tree.start[node] + tree.length[node] > depth:
+            node = self.split(node, depth - tree.start[node])
+        return node
 
     def split(self, node: int, num_pages: int) -> int:
         """Cut a node; returns the upper half, which the caller is going to pin."""
@@ -313,6 +329,17 @@ class PageStore:
             self.log.stored(node)
 
     # -- pages out -------------------------------------------------------------------------
+
+    def make_room(self, num_pages: int, missing: int) -> None:
+        """Evict the `missing` ones of `num_pages` pages that somebody asks for.
+
+        Raises:
+            OutOfPagesError: there are not so many to evict; nothing changed.
+        """
+        if missing > self.num_evictable:
+            ledger = self.ledger
+            raise OutOfPagesError(num_pages, ledger.num_free, self.num_evictable, ledger.num_pages)
+        self.evict(missing, CAPACITY)
 
     def evict(self, num_pages: int, reason: int) -> int:
         """Evict up to `num_pages` pages in the order of the policy; returns how many."""

@@ -23,7 +23,7 @@ from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
 from ramify.engine.shaping import Matcher, Shaper
-from ramify.engine.speculative import Drafter
+from ramify.engine.speculative import Drafter, drafter_of
 from ramify.engine.step import Executor, StepResult
 from ramify.errors import CacheError, InvalidParamsError, StepFailedError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
@@ -73,7 +73,7 @@ class EngineCore:
         eos_token_ids: the model's own ends of sequence.
         namespace: what the K/V depends on beside the tokens: model, weights, dtype.
         text_decoder: makes a decoder per request; None when the model has no tokenizer.
-        drafter: guesses tokens; None when nothing is guessed.
+        drafter: guesses tokens; None for the one that `config` asks for, if any.
         formats: makes a matcher for one answer; None when there is no structured output.
         clock: seconds; another one can be passed in tests.
     """
@@ -112,8 +112,8 @@ class EngineCore:
         self.max_waiting = config.asked.scheduler.max_waiting
         self.num_steps = 0
         self.num_computed_tokens = 0  # query rows of all steps so far
-        self._text_decoder, self._drafter, self._clock = text_decoder, drafter, clock
-        self._formats = formats
+        self.drafter = drafter or drafter_of(config, self.cache)
+        self._text_decoder, self._clock, self._formats = text_decoder, clock, formats
         self._requests: dict[int, Request] = {}
         self._outbox: list[StepOutput] = []  # not told yet: more than one step's after an interrupt
         self._ids = count()
@@ -276,16 +276,9 @@ class EngineCore:
         return outputs
 
     def _step(self) -> None:
-        if self._drafter is not None:
-            for request in self.scheduler.running:
-                one = request.sequence
-                if (
-                    one.num_uncomputed == 1
-                    and not request.failures
-                    and not request.waiting_branches
-                ):
-                    limit = request.max_len - len(one.tokens) - 1
-                    request.draft = self._drafter.propose(request, limit)
+        if self.drafter is not None:
+            for request, draft in self.drafter.propose(self.scheduler.running):
+                request.draft = draft
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return
@@ -338,6 +331,9 @@ class EngineCore:
         sequence = request.sequence
         if request.draft:
             del sequence.tokens[sequence.num_computed :]
+            if self.drafter is not None:
+                num_right = len(result.drawn[request.id].token_ids) - 1
+                self.drafter.verified(request, min(num_right, new[0]))
             request.draft = ()
         branches = [
             one for one in request.branches if one.id in result.drawn and not one.output_ids
@@ -404,13 +400,15 @@ class EngineCore:
         """End a request or branch, once: nothing of it stays but published pages."""
         self.scheduler.remove(request)
         request.finish_reason, request.end_s = finish_text(request, reason), self._clock()
-        del self._requests[request.id]
+        if request.leader is not None:
+            del self._requests[request.id]  # a leader is known until all its answers have ended
         if request.recheck:
             self.rechecks.note(request)
 
     def _settle(self, leader: Request) -> RequestOutput:
         """The output of a request that has ended, branches included; made once."""
         leader.is_settled = True
+        del self._requests[leader.id]
         return leader.output(cache_on=self.planner.share)
 
     # -- when a step fails -------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ramify.engine.runner import ModelRunner
-from ramify.engine.sampler import draw_all, token_logprob
+from ramify.engine.sampler import Pick, draw_all, pick, token_logprob
 from ramify.engine.step import Drawn, StepPlan, StepResult
 from ramify.params import TokenLogprob
 
@@ -15,10 +15,14 @@ SCORED_ROWS = 64  # logits of so many prompt rows at a time: [64, 152k] float32 
 
 
 class LocalExecutor:
-    """Forward pass and sampling in the caller's thread."""
+    """Forward pass and sampling in the caller's thread.
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    Args:
+        choose: how tokens are drawn, and guesses accepted.
+    """
+
+    def __init__(self, runner: ModelRunner, choose: Pick = pick) -> None:
+        self.runner, self._choose = runner, choose
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`.
@@ -42,7 +46,7 @@ class LocalExecutor:
         if draws:
             rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
             logits = self.runner.logits(hidden, rows).numpy()
-            drawn, without = draw_all(logits, draws)
+            drawn, without = draw_all(logits, draws, self._choose)
             failed |= without
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
         for score in plan.scores:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ramify.attention.planner import RadixSequence
+from ramify.engine.speculative import Guessing
 from ramify.params import (
     CacheReport,
     Completion,
@@ -51,6 +52,7 @@ class Request:
     leader: Request | None = None  # of a branch
     branches: list[Request] = field(default_factory=list)  # of a leader, live or ended
     draft: tuple[int, ...] = ()  # guesses for its next tokens, to be verified in this step
+    guessing: Guessing = field(default_factory=Guessing)
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     num_taken: int = 0  # characters of it that were told
@@ -187,6 +189,8 @@ class Request:
                 total_s=end_s - self.arrival_s,
                 decode_tokens_per_s=decode,
                 preemptions=sum(one.preemptions for one in members),
+                num_drafted=sum(one.guessing.num_drafted for one in members),
+                num_accepted=sum(one.guessing.num_accepted for one in members),
             ),
             cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=scored,
