@@ -65,7 +65,7 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
             if "absent" in answer:
                 print(f"| {text.title} | {mode} | {answer['absent']} | | |", flush=True)
                 return {"absent": answer["absent"]}
-        code = _code(workers["off"], args.limit, vocab) if text.follows else []
+        code = _code(workers["off"], LOAD_LIMIT_S, vocab) if text.follows else []
         for pair in range(args.pairs + 1):  # the first one warms up
             rng = random.Random(f"{text.name} {pair}")
             task = _task(text, rng, vocab, code)
