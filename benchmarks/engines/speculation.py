@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
         for worker in workers.values():
             worker.end()
     off = samples["off"]
-    for mode, mine in samples.items():
+    for mode, mine in ((mode, samples[mode]) for mode in SPECULATION):
         ratios = [b["between_s"] / a["between_s"] for a, b in zip(mine, off, strict=True)]
         interval = median_interval(ratios)
         rate = 1 / median_interval([one["between_s"] for one in mine]).mid
