@@ -11,9 +11,9 @@ between tokens, throughput and end to end. Nothing is shared and every prompt is
 A machine with neighbours has phases in which everything takes twice as long, so that seconds of
 today say little about seconds of last month. What is compared is therefore the baseline's *commit*:
 its sources are checked out beside these and run in a process of their own, taking turns with this
-tree on the same prompts. A figure fails when the median of the paired ratios is above 1.05 and the
-95 % interval of that median lies above 1; it must do so twice, the second time with twice as many
-pairs. The stored seconds are shown beside today's and judge nothing.
+tree on the same prompts. A cell with a figure whose
+median ratio is above 1.05 is measured on, until it has three times as many pairs; the figure fails
+when the median of all of them is above 1.05 and the 95 % interval of that median lies above 1. The stored seconds are shown beside today's and judge nothing.
 
 Beside the times on the wall, the processor time of the whole request is judged: neighbours who take
 the processor away lengthen the former and hardly the latter. By default one thread computes, since
@@ -233,19 +233,23 @@ def compare(args: argparse.Namespace) -> int:
         now, base = sides.measure(args.cells, args.pairs)
         verdicts = [one for cell in now for one in judge(cell, now[cell], base[cell])]
         print(_table(now, base, stored, verdicts))
-        suspects = {one.cell for one in verdicts if one.slower}
-        slower: list[Verdict] = []
+        suspects = {one.cell for one in verdicts if one.suspect}
         if suspects:
-            print(f"\nmeasured again, with {2 * args.pairs} pairs: {', '.join(sorted(suspects))}")
+            print(f"\nmeasured on, {2 * args.pairs} more pairs: {', '.join(sorted(suspects))}")
             again = [one for one in args.cells if one.name in suspects]
-            now, base = sides.measure(again, 2 * args.pairs)
-            first = {(one.cell, one.figure) for one in verdicts if one.slower}
-            slower = [
-                one
-                for cell in now
-                for one in judge(cell, now[cell], base[cell])
-                if one.slower and (one.cell, one.figure) in first
+            for all_pairs, more in zip(
+                (now, base), sides.measure(again, 2 * args.pairs), strict=True
+            ):
+                for cell, figures in more.items():
+                    for name, values in figures.items():
+                        all_pairs[cell][name] += values
+            verdicts = [
+                one for cell in sorted(suspects) for one in judge(cell, now[cell], base[cell])
             ]
+        slower = [one for one in verdicts if one.slower]
+        for one in verdicts:
+            if one.suspect and not one.slower:
+                print(f"undecided, too much noise: {one.cell}: {one.figure} {_interval(one)}")
     finally:
         sides.end()
     for one in slower:
