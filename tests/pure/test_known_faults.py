@@ -22,8 +22,8 @@ TESTS = Path(__file__).resolve().parents[1]
 FAULTS = [
     *(f"PB{n}" for n in range(1, 33)),
     *(f"AB{n}" for n in range(1, 29)),
-    *(f"EB{n}" for n in (*range(1, 10), 12, 21)),  # of K/V, attention and the tree
-    *("YB10", "YB11", "EB14"),  # of samplers
+    *(f"EB{n}" for n in (*range(1, 10), 12, 15, 16, 21)),  # of K/V, attention, tree, scheduler
+    *("YB10", "YB11", "YB23", "EB14"),  # of samplers and schedulers
     *(f"YB{n}" for n in (1, 2, 6, 7, 8, 9, 15, 17, 24, 26)),  # of slots, tables and their graphs
 ]
 

@@ -72,7 +72,7 @@ def take_text(request: Request) -> str:
     An end that may be the beginning of a stop text is kept back until the request has ended.
     """
     end = len(request.text)
-    if request.finish_reason is None:
+    if request.finish_reason is None and request.params.stop:
         end -= max((_overlap(request.text, stop) for stop in request.params.stop), default=0)
     begin, request.num_taken = request.num_taken, max(request.num_taken, end)
     return request.text[begin:end]

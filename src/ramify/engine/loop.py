@@ -294,7 +294,9 @@ class EngineLoop:
     def _give_up(self, error: OutOfPagesError) -> None:
         """End the request that nothing can be freed for; its caller gets the error."""
         scheduler = self.core.scheduler
-        request = next(iter(scheduler.running or scheduler.waiting)).group
+        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
+        assert first is not None, "nobody asked for pages"
+        request = first.group
         inbox = self._inboxes.pop(request.id, None)
         self.core.rechecks.running.pop(request.id, None)
         self.core.abort(request.id)

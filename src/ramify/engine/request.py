@@ -103,7 +103,9 @@ class Request:
     @property
     def has_ended(self) -> bool:
         """Whether a leader and its branches have all ended."""
-        return self.is_finished and all(one.is_finished for one in self.branches)
+        if self.finish_reason is None:
+            return False
+        return all(one.is_finished for one in self.branches)
 
     @property
     def is_finished(self) -> bool:
@@ -134,7 +136,8 @@ class Request:
         end = self.sequence.num_computed
         if self.report is None:
             self.report = (self.sequence.num_read, self.sequence.num_shared)
-        self.recomputed += max(0, min(self.max_computed, end) - start)
+        if start < self.max_computed:
+            self.recomputed += min(self.max_computed, end) - start
         self.max_computed = max(self.max_computed, end)
 
     def completion(self) -> Completion:

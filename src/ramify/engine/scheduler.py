@@ -133,6 +133,8 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.waiting.add(request, self._prefill.num_uncached(request))
+        if request.failures:
+            self._returned.add(request)
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when there is nothing to do.
