@@ -192,7 +192,8 @@ class EngineCore:
         request.shaper = self._shaper(request)
         if self._text_decoder is not None:
             request.decoder = self._text_decoder()
-            for token in request.output_ids:
+            ends = isinstance(request.stop_reason, int)  # in a token that is no text
+            for token in request.output_ids[: -1 if ends else None]:
                 request.decoder.step(token)
 
     def sampled(self, share: float) -> bool:
@@ -274,7 +275,10 @@ class EngineCore:
                         self._end(one, FinishReason.ABORT)
             except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
                 self.faults.contain(error)
-        return self._settle(request)
+        told = [one for one in self._outbox if one.request_id == request_id]
+        self._outbox = [one for one in self._outbox if one.request_id != request_id]
+        settled = [one.output for one in told if one.output is not None]  # by a repair
+        return settled[0] if settled else self._settle(request)
 
     @property
     def live(self) -> list[Request]:

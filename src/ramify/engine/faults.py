@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
 MAX_REPAIRS = 8  # during one token of a request: whoever needs more may be what they are for
+MAX_INTERRUPTS = 100  # of one repair
 RECOVERY_STEPS = 16  # good ones, before a step may be twice as large again
 
 
@@ -292,26 +293,36 @@ class Faults:
         core.scheduler.num_preemptions = old.num_preemptions
         with suppress(Exception):  # nobody reads what is there before it is written anyway
             core.executor.erase_pages(range(core.cache.num_pages))
+        interrupts = list[BaseException]()
         for request in core.live:
-            self._resume(request)
+            while True:
+                try:
+                    self._resume(request)
+                    break
+                except BaseException as interrupt:
+                    interrupts.append(interrupt)
+                    if len(interrupts) > MAX_INTERRUPTS:
+                        raise
+        if interrupts:
+            raise interrupts[0]
 
     def _resume(self, request: Request) -> None:
         """Queue a live request again, or end it if that is what was interrupted."""
         core = self._core
-        if request.ending is None and not request.is_finished:
-            request.restart()
+        if not request.is_finished:
             try:
                 core.renew(request)
             except Exception as error:  # noqa: BLE001 - a decoder's
                 self.text_failed(request, error)
-            else:
-                leader = request.leader
-                if leader is None or leader.output_ids or leader.is_finished:
-                    core.scheduler.add(request)
-                return
+        if request.ending is None and not request.is_finished:
+            request.restart()
+            leader = request.leader
+            if leader is None or leader.output_ids or leader.is_finished:
+                core.scheduler.add(request)
+            return
         if not request.is_finished:
             core.close(request)
-        if request.finish_reason is not FinishReason.ABORT and not request.is_told:
+        if not request.is_told:
             core.tell(request)
 
 
