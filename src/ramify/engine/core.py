@@ -26,6 +26,7 @@ from ramify.engine.scheduler import Scheduled, Scheduler
 from ramify.engine.shaping import Matcher, Shaper
 from ramify.engine.speculative import Drafter, drafter_of
 from ramify.engine.step import Executor, StepPlan, StepResult
+from ramify.engine.watchdog import Watchdog
 from ramify.errors import CacheError, InvalidParamsError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.params import (
@@ -97,6 +98,7 @@ class EngineCore:
         )
         self.start_over()
         self.faults = Faults(self, config.asked.faults)
+        self.watchdog = Watchdog(config.asked.faults.step_timeout_s)
         self.rechecks = Rechecks(config.asked.attention.verify_sample)
         self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
         self.max_waiting = config.asked.scheduler.max_waiting
@@ -298,11 +300,14 @@ class EngineCore:
 
     def step(self) -> list[StepOutput]:
         """schedule → plan → execute → commit → update; what it did, request by request."""
+        self.watchdog.begin(self.faults.describe)
         try:
             self._step()
             self.faults.maybe_check()
         except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
             self.faults.contain(error)
+        finally:
+            self.watchdog.end()
         outputs, self._outbox = self._outbox, []
         return outputs
 

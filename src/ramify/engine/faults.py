@@ -10,6 +10,7 @@ the tokens that it has.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,12 +53,27 @@ class Faults:
     """Puts an engine back together, and tells the requests that cannot go on."""
 
     def __init__(self, core: EngineCore, asked: FaultSection) -> None:
-        self._core, self._share = core, asked.check_sample
+        self._core: EngineCore = weakref.proxy(core)  # no cycle: a dropped engine is gone at once
+        self._share = asked.check_sample
         self.counts = FaultCounts()
         self.involved: Sequence[Request] = ()  # in what the engine does now; none: in scheduling
         self._contained: BaseException | None = None  # is on its way to the caller
         self._broken_at = -1  # the count of steps at the last repair that nobody was blamed for
         self._good_steps = 0  # since a step was too large
+
+    def describe(self) -> str:
+        """What the engine is at, for whoever looks from another thread."""
+        core, involved = self._core, self.involved
+        named = ", ".join(
+            f"{one.group.id} ({one.sequence.num_computed}+{one.sequence.num_planned} tokens)"
+            for one in involved[:8]
+        )
+        more = f" and {len(involved) - 8} more" if len(involved) > 8 else ""
+        return (
+            f"step {core.num_steps} with {len(involved)} requests: {named}{more}"
+            if involved
+            else f"scheduling step {core.num_steps}"
+        )
 
     # -- a step fails --------------------------------------------------------------------------
 
