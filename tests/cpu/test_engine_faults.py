@@ -45,8 +45,8 @@ def spoil(pool: KVPool, pages: list[int], plane: str) -> None:
 
 
 def cached_pages(llm: LLM, tokens: list[int]) -> list[int]:
-    lease = llm.cache.acquire(CacheKey(tokens, llm.core.namespace))
-    llm.cache.release(lease)
+    lease = llm.core.cache.acquire(CacheKey(tokens, llm.core.namespace))
+    llm.core.cache.release(lease)
     return list(lease.pages)
 
 
@@ -61,7 +61,7 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     prompts = [[*STEM, 70], [*STEM, 71, 72], [80, 81, 82, 83, 84]]
     expected = answers(llm.generate(prompts, PARAMS))
     if is_pinned:
-        llm.cache.pin(CacheKey(STEM[:8], llm.core.namespace), "somebody")
+        llm.core.cache.pin(CacheKey(STEM[:8], llm.core.namespace), "somebody")
     spoil(llm.runner.pool, cached_pages(llm, STEM)[3:4], plane)
 
     outputs = llm.generate(prompts, PARAMS)
@@ -71,7 +71,7 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     found = llm.core.faults.counts
     assert found.failed_requests == 2
     assert found.condemned_pages >= 9
-    assert not llm.cache.pins()
+    assert not llm.core.cache.pins()
     llm.generate(prompts, PARAMS)  # fills the cache again
     last = llm.generate(prompts, PARAMS)
     assert answers(last) == expected
@@ -195,7 +195,7 @@ def test_memory_errors_name_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["tight-page1", "tight-drafts", "int8"])
-def test_a_life_with_faults_changes_no_answer(
+def test_eb16_a_life_with_faults_changes_no_answer_and_leaves_nothing(
     name: str, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A few requests of `make soak-engine` in three of its cells."""

@@ -78,8 +78,8 @@ def swap_a_row(bench: Bench) -> None:
 
 
 def forget_everybody(bench: Bench) -> None:
+    assert not bench.core.scheduler.waiting
     bench.core.scheduler.running.clear()
-    bench.core.scheduler.waiting.clear()
 
 
 DAMAGES = (

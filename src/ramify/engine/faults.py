@@ -316,9 +316,18 @@ class Faults:
                     self._resume(request)
                     break
                 except BaseException as interrupt:
-                    interrupts.append(interrupt)
                     if len(interrupts) > MAX_INTERRUPTS:
                         raise
+                    if not isinstance(interrupt, Exception):
+                        interrupts.append(interrupt)
+                    elif request.ending is not None:
+                        raise
+                    else:  # it cannot even be queued
+                        told = f"cannot go on: {type(interrupt).__name__}: {interrupt}"
+                        request.error = StepFailedError(f"request {request.group.id} {told}")
+                        request.error.__cause__ = interrupt
+                        request.ending = FinishReason.ERROR
+                        self.counts.errors += 1
         if interrupts:
             raise interrupts[0]
 
