@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.executors import LocalExecutor
 from ramify.engine.request import Request
 from ramify.engine.runner import ModelRunner
+from ramify.engine.speculative import room_for_guesses, takes_guesses
 from ramify.engine.step import StepPlan, StepResult
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
@@ -276,7 +277,15 @@ class Guesser:
     rng: random.Random
     known: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+    def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        for request in running:
+            if takes_guesses(request):
+                yield request, self.guess(request, room_for_guesses(request))
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= len(request.draft)
+
+    def guess(self, request: Request, limit: int) -> tuple[int, ...]:
         right = self.known.get((request.group.id, request.index), ())[len(request.output_ids) :]
         guesses = []
         for token in right[: min(limit, self.rng.randrange(6))]:

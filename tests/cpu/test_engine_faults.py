@@ -167,8 +167,8 @@ def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> N
     outputs = llm.generate([STEM, [80, 81]], PARAMS)
 
     assert answers(outputs) == expected
-    assert llm.core.faults.counts.out_of_memory == 2
-    assert sizes[:2] == [40, 24]  # 39 tokens, then 19
+    assert llm.core.faults.counts.out_of_memory >= 1
+    assert max(sizes[-6:]) <= 16 < max(sizes)
     assert_idle(llm)
 
 

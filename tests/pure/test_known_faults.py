@@ -79,7 +79,6 @@ EXEMPT = {
     "YB1": DEVICE,
     "YB6": ROWS,
     "YB8": "allocate_all gives rows for all or raises; there is no list of what it managed",
-    "YB15": "drafts are tokens of a sequence, and plan refuses one that its row cannot hold",
     "YB26": "rows are a heap, and nothing is formatted that is not raised or logged",
 }
 
