@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from numbers import Integral
 
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
@@ -78,6 +79,14 @@ class SpeculativeSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSection:
+    """How closely the engine watches itself."""
+
+    check_sample: float = 0.001  # share of the steps after which everything is recounted
+    step_timeout_s: float = 300.0  # a step that takes longer is reported as stuck; 0 for never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What was asked, frozen; `EngineConfig.of` takes flat options."""
 
@@ -86,6 +95,7 @@ class EngineConfig:
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
+    faults: FaultSection = field(default_factory=FaultSection)
 
     @classmethod
     def of(cls, **options: object) -> EngineConfig:
@@ -130,8 +140,9 @@ class EngineConfig:
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")
         share = self.attention.verify_sample
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ConfigError(f"verify_sample={share!r} but it must be a share of 0 to 1")
+        _check_number("verify_sample", share, 1.0, "a share of 0 to 1")
+        _check_number("check_sample", self.faults.check_sample, 1.0, "a share of 0 to 1")
+        _check_number("step_timeout_s", self.faults.step_timeout_s, inf, "0 or more seconds")
         if share and not self.attention.exact:
             raise ConfigError(
                 f"verify_sample={share} with exact=False: without exactness hits may differ in "
@@ -162,6 +173,11 @@ class EngineConfig:
             )
 
 
+def _check_number(name: str, value: object, most: float, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ConfigError(f"{name}={value!r} but it must be {allowed}")
+
+
 def _plain(value: object) -> object:
     """Integers of other packages as int, a torch dtype as its name."""
     if not isinstance(value, bool) and isinstance(value, Integral):
@@ -177,6 +193,7 @@ _SECTIONS = {
     "scheduler": SchedulerSection,
     "attention": AttentionSection,
     "speculative": SpeculativeSection,
+    "faults": FaultSection,
 }
 
 

@@ -90,6 +90,10 @@ class Subscription:
             self._log.subscribers.remove(self)
             self._log.forget_unread()
 
+    def move(self, log: EventLog) -> None:
+        """Listen to another log from now on."""
+        self._log = log
+
     def put(self, event: CacheEvent) -> None:
         """Append an event, over the oldest if need be."""
         self.num_dropped += len(self._events) == self._events.maxlen
@@ -137,6 +141,14 @@ class EventLog:
             self._hashes.clear()
             self._digest = 0
             self._sequence += 1  # whatever happens until somebody subscribes is a gap
+
+    def take_over(self, other: EventLog) -> None:
+        """Tell those who listened to `other` that all is gone, and what comes from now on."""
+        self.subscribers, self.observers = other.subscribers, other.observers
+        self._sequence = other._sequence
+        for subscriber in self.subscribers:
+            subscriber.move(self)
+        self.cleared()
 
     # -- what happens to nodes -------------------------------------------------------------
 

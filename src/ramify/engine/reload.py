@@ -31,7 +31,8 @@ def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
         core.abort(request_id)
     for pin in core.cache.pins():  # they would keep what nobody can hit
         core.cache.unpin(pin)
-    live, waiting, running = core.live, list(scheduler.waiting), list(scheduler.running)
+    live = [one for one in core.live if not one.is_finished]
+    waiting, running = list(scheduler.waiting), list(scheduler.running)
     core.planner.release([one.sequence for one in running])
     for one in waiting:
         scheduler.waiting.remove(one)

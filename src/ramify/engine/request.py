@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ramify.attention.planner import RadixSequence
+from ramify.cache.key import CacheKey
 from ramify.engine.speculative import Guessing
 from ramify.params import (
     CacheReport,
@@ -56,6 +57,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     num_taken: int = 0  # characters of it that were told
+    num_told: int = 0  # of its tokens
+    is_told: bool = False  # that it has ended
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     due: int = 0  # when it came, in computed tokens, less what its priority is worth
@@ -69,7 +72,10 @@ class Request:
     max_computed: int = 0  # tokens whose K/V was computed or read at some time
     recomputed: int = 0
     preemptions: int = 0
-    failures: int = 0  # of steps that it was in
+    failures: int = 0  # of steps that it was in, since its last token
+    repairs: int = 0  # of the engine while it ran, since its last token
+    suspect: CacheKey | None = None  # what it had read when it failed; it goes on without
+    ending: FinishReason | None = None  # its last token is there; `finish_reason` follows
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None

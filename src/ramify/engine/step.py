@@ -72,7 +72,11 @@ class Executor(Protocol):
     """Carries out plans. `ramify.testing.FakeExecutor` is one without a model."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the forward pass and sample; afterwards the K/V of the step is in its pages."""
+        """Run the forward pass and sample; afterwards the K/V of the step is in its pages.
+
+        Raises:
+            StepMemoryError: memory did not suffice; fewer tokens may fit.
+        """
         ...
 
     def erase_pages(self, pages: Sequence[int]) -> None:
