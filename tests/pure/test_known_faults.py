@@ -49,7 +49,6 @@ EXEMPT = {
     "YB20": REPOSITORY,
     "YB21": "nothing is reset between calls, which test_ab17 and test_ab16 would show",
     "YB22": SERVER,
-    "YB23": SERVER,
     "YB25": "make perf compares medians with their spread",
     "EB10": GROUPS,
     "EB11": GROUPS,

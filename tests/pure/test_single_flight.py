@@ -217,7 +217,7 @@ def test_every_request_ends_once_with_its_own_answer(
             asked: dict[str, Any] = {"max_tokens": max_tokens, "n": n, "ignore_eos": True}
             key = bench.add(prompt, priority=priority, tenant=tenant, **asked)
             prompts[key] = prompt, max_tokens
-            if abort_after is not None and n == 1:
+            if abort_after is not None:
                 aborts[key] = step + abort_after
         for key, when in aborts.items():
             if when == step and key not in bench.outputs:

@@ -90,10 +90,6 @@ class Subscription:
             self._log.subscribers.remove(self)
             self._log.forget_unread()
 
-    def move(self, log: EventLog) -> None:
-        """Listen to another log from now on."""
-        self._log = log
-
     def put(self, event: CacheEvent) -> None:
         """Append an event, over the oldest if need be."""
         self.num_dropped += len(self._events) == self._events.maxlen
@@ -147,7 +143,7 @@ class EventLog:
         self.subscribers, self.observers = other.subscribers, other.observers
         self._sequence = other._sequence
         for subscriber in self.subscribers:
-            subscriber.move(self)
+            subscriber._log = self  # noqa: SLF001 - of this module
         self.cleared()
 
     # -- what happens to nodes -------------------------------------------------------------

@@ -48,6 +48,7 @@ class Health:
     is_busy: bool  # a step is being computed
     step_age_s: float | None  # since the last step began, or ended if none is being computed
     error: str | None  # what ended a dead one
+    stuck_s: float | None = None  # how long a step has gone on beyond `step_timeout_s`
 
     @property
     def is_alive(self) -> bool:
@@ -165,7 +166,9 @@ class EngineLoop:
         """See `Health`; waits for nobody."""
         age_s = None if self._step_s is None else time.monotonic() - self._step_s
         told = None if self.error is None else str(self.error)
-        return Health(self._state, self._is_stepping, age_s, told)
+        watchdog = self.core.watchdog
+        stuck_s = watchdog.stuck_s if watchdog.is_stuck else None
+        return Health(self._state, self._is_stepping, age_s, told, stuck_s)
 
     def _command(self, call: Callable[[EngineCore], T]) -> tuple[Command, Future[T]]:
         future: Future[T] = Future()

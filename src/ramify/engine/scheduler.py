@@ -215,6 +215,8 @@ class Scheduler:
                 alone = [(one, min(one.sequence.num_uncomputed, self.max_batch_tokens))]
                 if not admits:
                     return alone, []
+                if len(self.running) >= self.max_num_seqs:  # branches took the last row
+                    self._preempt([])
                 self.waiting.admit(one)
                 self.waiting.charge(one, alone[0][1])
                 return [], alone
