@@ -54,7 +54,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core cover-core gpu-check native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core soak-engine bench-step cover-core gpu-check native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -99,6 +99,12 @@ perf: $(DEV)  ## this tree beside the stored baseline; fails when it is slower
 
 soak-core: $(DEV)  ## a million random operations on the cache core, checked after each
 	@PYTHONPATH=. $(BIN)/python scripts/soak_core.py $(ARGS)
+
+soak-engine: $(DEV)  ## 20,000 random requests on a tiny model: faults, forks, aborts, tiny pools; bit for bit
+	@PYTHONPATH=. $(BIN)/python scripts/soak_engine.py $(ARGS)
+
+bench-step: $(DEV)  ## what a step costs in Python, by running and waiting requests
+	@PYTHONPATH=src:. $(BIN)/python benchmarks/step_overhead.py $(ARGS)
 
 cover-core: $(DEV)  ## branch coverage of the cache core by its tests; below 100 % is an error
 	@$(BIN)/python -m coverage run --branch --source=src/ramify/cache -m pytest tests/pure -q -k "not mutants and not machine and not engine and not test_cache_life" $(ARGS)

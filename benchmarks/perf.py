@@ -8,17 +8,21 @@
 Batch {1, 8} × prompt {128, 512} × decode {32, 128} on a random model; time to first token, time
 between tokens, throughput and end to end. Nothing is shared and every prompt is new.
 
-A machine with neighbours has phases in which everything takes half as long again, so that seconds
-of today say little about seconds of last month. What is compared is therefore the baseline's
-*commit*: its sources are checked out beside these and run in a process of their own, taking turns
-with this tree on the same prompts. A figure fails when the median of the paired ratios is above
-1.05 and the 95 % interval of that median lies above 1; it must do so twice, the second time with
-twice as many pairs. The stored seconds are shown beside today's and judge nothing.
+A machine with neighbours has phases in which everything takes twice as long, so that seconds of
+today say little about seconds of last month. What is compared is therefore the baseline's *commit*:
+its sources are checked out beside these and run in a process of their own, taking turns with this
+tree on the same prompts. A cell with a figure whose
+median ratio is above 1.05 is measured on, until it has three times as many pairs; the figure fails
+when the median of all of them is above 1.05 and the 95 % interval of that median lies above 1. The stored seconds are shown beside today's and judge nothing.
 
-What it cannot tell: a slowdown below 5 %; one of a cell that is measured in a few milliseconds,
-where pairs differ by more than that (the interval says so); one that came with another torch, numba
-or Python, since both sides run on what is installed (then the metadata differs, and it stops); one
-of the first call after loading.
+Beside the times on the wall, the processor time of the whole request is judged: neighbours who take
+the processor away lengthen the former and hardly the latter. By default one thread computes, since
+two that wait for each other on a busy machine measure the neighbours.
+
+What it cannot tell: a slowdown below 5 %; with neighbours on every core, one that costs no processor
+time (waiting, worse use of several threads: --threads on a quiet machine); one that came with
+another torch, numba or Python, since both sides run on what is installed (then the metadata differs,
+and it stops); one of the first call after loading.
 """
 
 from __future__ import annotations
@@ -51,10 +55,15 @@ from engines.workloads import Task
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 300.0
 HEAD = (
-    "| cell | ms: end to end (min–max) | tokens/s | × baseline (interval) | TTFT ms | × "
+    "| cell | ms: end to end (min–max) | tokens/s | × baseline (interval) | processor ms | × | TTFT ms | × "
     "| between tokens ms | × | stored end to end ms |"
 )
-FIGURES = ("end_to_end_s", "ttft_s", "between_tokens_s")
+FIGURES = {  # as judged: as a worker names it
+    "end_to_end_s": "total_s",
+    "processor_s": "cpu_s",
+    "ttft_s": "ttft_s",
+    "between_tokens_s": "between_s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +139,8 @@ class Sides:
                     answer = worker.ask(LIMIT_S, task=task)
                     if pair:
                         figures = one.setdefault(shape.name, {name: [] for name in FIGURES})
-                        figures["end_to_end_s"].append(answer["total_s"])
-                        figures["ttft_s"].append(answer["ttft_s"])
-                        figures["between_tokens_s"].append(answer["between_s"])
+                        for name, source in FIGURES.items():
+                            figures[name].append(answer[source])
             print(f"  {shape.name}: {pairs} pairs", file=sys.stderr)
         return found
 
@@ -225,19 +233,23 @@ def compare(args: argparse.Namespace) -> int:
         now, base = sides.measure(args.cells, args.pairs)
         verdicts = [one for cell in now for one in judge(cell, now[cell], base[cell])]
         print(_table(now, base, stored, verdicts))
-        suspects = {one.cell for one in verdicts if one.slower}
-        slower: list[Verdict] = []
+        suspects = {one.cell for one in verdicts if one.suspect}
         if suspects:
-            print(f"\nmeasured again, with {2 * args.pairs} pairs: {', '.join(sorted(suspects))}")
+            print(f"\nmeasured on, {2 * args.pairs} more pairs: {', '.join(sorted(suspects))}")
             again = [one for one in args.cells if one.name in suspects]
-            now, base = sides.measure(again, 2 * args.pairs)
-            first = {(one.cell, one.figure) for one in verdicts if one.slower}
-            slower = [
-                one
-                for cell in now
-                for one in judge(cell, now[cell], base[cell])
-                if one.slower and (one.cell, one.figure) in first
+            for all_pairs, more in zip(
+                (now, base), sides.measure(again, 2 * args.pairs), strict=True
+            ):
+                for cell, figures in more.items():
+                    for name, values in figures.items():
+                        all_pairs[cell][name] += values
+            verdicts = [
+                one for cell in sorted(suspects) for one in judge(cell, now[cell], base[cell])
             ]
+        slower = [one for one in verdicts if one.slower]
+        for one in verdicts:
+            if one.suspect and not one.slower:
+                print(f"undecided, too much noise: {one.cell}: {one.figure} {_interval(one)}")
     finally:
         sides.end()
     for one in slower:
@@ -251,7 +263,7 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
     told = {(one.cell, one.figure): one for one in verdicts}
     lines = [
         HEAD,
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for shape in SHAPES:
         if shape.name not in now:
@@ -263,6 +275,7 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
             f"| {cell} | {total.mid * 1e3:.0f} ({total.low * 1e3:.0f}–{total.high * 1e3:.0f}) "
             f"| {shape.batch * shape.decode / total.mid:,.0f} "
             f"| {_interval(told[cell, 'end_to_end_s'])} "
+            f"| {Spread.of(mine['processor_s']).mid * 1e3:.0f} | {_interval(told[cell, 'processor_s'])} "
             f"| {Spread.of(mine['ttft_s']).mid * 1e3:.1f} | {_interval(told[cell, 'ttft_s'])} "
             f"| {Spread.of(mine['between_tokens_s']).mid * 1e3:.2f} "
             f"| {_interval(told[cell, 'between_tokens_s'])} "
@@ -279,7 +292,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), default="S")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument(
         "--plant", type=float, default=1.0, help="slow each step down so many times"

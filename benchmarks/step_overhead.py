@@ -24,6 +24,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import ramify.engine.core as engine_core
 from ramify.attention.batch import AttentionBatch
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
@@ -65,7 +66,7 @@ class Cell:
         )
         config = resolve(asked, model_max_len=32_768, token_bytes=1, free_memory=0)
         self.device = AtOnce()
-        self.core = EngineCore(config, self.device, vocab_size=32_000)
+        self.core: EngineCore = EngineCore(config, self.device, vocab_size=32_000)
         rng = random.Random(1)
         head = [rng.randrange(32_000) for _ in range(shared)]
         for at in range(num_running + num_waiting):
@@ -90,12 +91,11 @@ class Cell:
         """Time the parts of one step."""
         spent: dict[str, float] = defaultdict(float)
         core, planner = self.core, self.core.planner
-        build: Any = "of" if hasattr(AttentionBatch, "of") else "build"
         undo = [
             timed(core.scheduler, "schedule", spent, "schedule"),
             timed(planner, "plan", spent, "plan"),
-            timed(AttentionBatch, build, spent, "build"),
-            timed(core, "_step_plan", spent, "step plan"),
+            timed(AttentionBatch, "of", spent, "build"),
+            timed(engine_core, "step_plan", spent, "step plan"),
             timed(core, "_step_done", spent, "update"),
             timed(planner, "commit", spent, "commit"),
         ]

@@ -26,9 +26,14 @@ class Verdict:
     ratio: Interval  # now / baseline; above 1 is slower
 
     @property
+    def suspect(self) -> bool:
+        """Beyond the limit, if perhaps by chance: worth more pairs."""
+        return self.ratio.mid > LIMIT
+
+    @property
     def slower(self) -> bool:
         """Beyond the limit, and not by chance."""
-        return self.ratio.mid > LIMIT and self.ratio.low > 1.0
+        return self.suspect and self.ratio.low > 1.0
 
 
 Samples = Mapping[str, Sequence[float]]  # figure → values by pair, larger is slower

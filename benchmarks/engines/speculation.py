@@ -65,7 +65,7 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
             if "absent" in answer:
                 print(f"| {text.title} | {mode} | {answer['absent']} | | |", flush=True)
                 return {"absent": answer["absent"]}
-        code = _code(workers["off"], args.limit, vocab) if text.follows else []
+        code = _code(workers["off"], LOAD_LIMIT_S, vocab) if text.follows else []
         for pair in range(args.pairs + 1):  # the first one warms up
             rng = random.Random(f"{text.name} {pair}")
             task = _task(text, rng, vocab, code)
@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
         for worker in workers.values():
             worker.end()
     off = samples["off"]
-    for mode, mine in samples.items():
+    for mode, mine in ((mode, samples[mode]) for mode in SPECULATION):
         ratios = [b["between_s"] / a["between_s"] for a, b in zip(mine, off, strict=True)]
         interval = median_interval(ratios)
         rate = 1 / median_interval([one["between_s"] for one in mine]).mid

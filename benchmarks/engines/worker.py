@@ -58,13 +58,14 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
     if task.before:
         engine.generate(task.before, task.before_new)
     talks: list[list[int]] = [[] for _ in task.turns[0]]
-    total, tokens, first, between = 0.0, [], [], []
+    total, cpu, tokens, first, between = 0.0, 0.0, [], [], []
     facts: dict[str, float] = {}
     for asked in task.turns:
         talks = [talk + one for talk, one in zip(talks, asked, strict=True)]
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         found = engine.generate(talks, task.num_new)
         total += time.perf_counter() - start
+        cpu += time.process_time() - cpu_start
         _check(found, task.num_new)
         tokens += found.tokens
         talks = [talk + one for talk, one in zip(talks, found.tokens, strict=True)]
@@ -76,6 +77,7 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
             facts[name] = facts.get(name, 0.0) + value
     return {
         "total_s": total,
+        "cpu_s": cpu,  # of all threads of this process
         "ttft_s": median(first) if first else None,
         "between_s": median(between) if between else None,
         "tokens": tokens,

@@ -56,6 +56,15 @@ class KvDtype(str, Enum):
     fp8 = "fp8"
 
 
+class Speculative(str, Enum):
+    """Where guesses for the next tokens come from."""
+
+    off = "off"
+    ngram = "ngram"
+    tree = "tree"
+    auto = "auto"
+
+
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
 
@@ -225,6 +234,9 @@ def generate(
     max_batch_tokens: MaxTokens = _SCHEDULER.max_batch_tokens,
     max_model_len: MaxLen = None,
     prefix_cache: Annotated[bool, typer.Option(help="Share prefixes.")] = True,
+    speculative: Annotated[
+        Speculative, typer.Option(help="Guess tokens; auto: from the tree, then from the text.")
+    ] = Speculative.off,
     attention_backend: Backend = _ATTENTION.attention_backend,
     exact: Exact = _ATTENTION.exact,
     progress: Annotated[
@@ -261,6 +273,7 @@ def generate(
             max_batch_tokens=max_batch_tokens,
             max_model_len=max_model_len,
             prefix_cache=prefix_cache,
+            speculative=speculative.value,
             attention_backend=attention_backend,
             exact=exact,
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from numbers import Integral
 
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
+DRAFTERS = ("off", "ngram", "tree", "auto")
+ACCEPTANCE = ("exact", "rejection")
 POLICIES = (
     "auto",
     "lru",
@@ -67,6 +70,23 @@ class AttentionSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSection:
+    """Whether tokens are guessed, several of which one step verifies."""
+
+    speculative: str = "off"  # or "ngram", "tree", "auto": both; no token changes by it
+    max_draft_tokens: int = 15  # with the token before them, 2 whole tiles of 8 rows
+    speculative_sampling: str = "exact"  # or "rejection": keeps the distribution, not the tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSection:
+    """How closely the engine watches itself."""
+
+    check_sample: float = 0.001  # share of the steps after which everything is recounted
+    step_timeout_s: float = 300.0  # a step that takes longer is reported as stuck; 0 for never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What was asked, frozen; `EngineConfig.of` takes flat options."""
 
@@ -74,6 +94,8 @@ class EngineConfig:
     cache: CacheSection = field(default_factory=CacheSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
+    speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
+    faults: FaultSection = field(default_factory=FaultSection)
 
     @classmethod
     def of(cls, **options: object) -> EngineConfig:
@@ -104,6 +126,7 @@ class EngineConfig:
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
             ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
+            ("max_draft_tokens", self.speculative.max_draft_tokens),
         ):
             if value is None and name not in ("page_size", "max_num_seqs", "max_batch_tokens"):
                 continue
@@ -117,8 +140,9 @@ class EngineConfig:
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")
         share = self.attention.verify_sample
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ConfigError(f"verify_sample={share!r} but it must be a share of 0 to 1")
+        _check_number("verify_sample", share, 1.0, "a share of 0 to 1")
+        _check_number("check_sample", self.faults.check_sample, 1.0, "a share of 0 to 1")
+        _check_number("step_timeout_s", self.faults.step_timeout_s, inf, "0 or more seconds")
         if share and not self.attention.exact:
             raise ConfigError(
                 f"verify_sample={share} with exact=False: without exactness hits may differ in "
@@ -134,6 +158,24 @@ class EngineConfig:
             )
         if self.cache.policy not in POLICIES:
             raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {POLICIES}")
+        self._validate_speculation()
+
+    def _validate_speculation(self) -> None:
+        source, rule = self.speculative.speculative, self.speculative.speculative_sampling
+        if source not in DRAFTERS:
+            raise ConfigError(f"speculative={source!r} but it must be one of {DRAFTERS}")
+        if rule not in ACCEPTANCE:
+            raise ConfigError(f"speculative_sampling={rule!r} but it must be one of {ACCEPTANCE}")
+        if rule == "rejection" and self.attention.exact:
+            raise ConfigError(
+                "speculative_sampling='rejection' with exact=True: the tokens would depend on what "
+                "was guessed; use exact=False, or leave it at 'exact'"
+            )
+
+
+def _check_number(name: str, value: object, most: float, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ConfigError(f"{name}={value!r} but it must be {allowed}")
 
 
 def _plain(value: object) -> object:
@@ -150,6 +192,8 @@ _SECTIONS = {
     "cache": CacheSection,
     "scheduler": SchedulerSection,
     "attention": AttentionSection,
+    "speculative": SpeculativeSection,
+    "faults": FaultSection,
 }
 
 

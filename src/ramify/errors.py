@@ -26,8 +26,8 @@ RamifyError
 │  ├─ SlotOutOfRangeError         a slot that no page of the pool has
 │  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
-├─ StepFailedError                a forward pass failed; its requests were told
-├─ OverloadedError                too many requests wait already; try again later
+├─ StepMemoryError                a forward pass ran out of memory
+├─ StepFailedError                a request could not be served; it was told
 ├─ DrainingError                  the engine finishes what it has and takes nothing new
 └─ EngineStoppedError             the engine was closed, or a bug has ended it
 """
@@ -225,8 +225,19 @@ class InvariantError(CacheError):
     """`check()` found a contradiction: a bug in Ramify."""
 
 
+class StepMemoryError(RamifyError, MemoryError):
+    """A forward pass, or a copy of pages, ran out of memory; nothing of it counts."""
+
+    def __init__(self, num_tokens: int, told: str) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(
+            f"a step of {num_tokens} tokens ran out of memory ({told}); free some, or start with "
+            "a smaller kv_cache_tokens, max_batch_tokens or max_model_len"
+        )
+
+
 class StepFailedError(RamifyError):
-    """A forward pass failed; its requests were told and hold no pages."""
+    """A request failed in its steps, or by a fault of the engine; it holds no pages any more."""
 
 
 class DrainingError(RamifyError):

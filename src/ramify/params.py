@@ -341,6 +341,8 @@ class RequestMetrics:
     total_s: float  # from arrival to the end
     decode_tokens_per_s: float | None  # output tokens after the first, per second
     preemptions: int = 0
+    num_drafted: int = 0  # guesses that steps verified
+    num_accepted: int = 0  # of them right: output tokens that took no step of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.executors import LocalExecutor
 from ramify.engine.llm import LLM
 from ramify.engine.runner import ModelRunner
+from ramify.engine.speculative import Drafter
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
@@ -55,6 +56,7 @@ class Sizes:
     max_batch_tokens: int = 4096
     max_num_seqs: int = 8
     prefix_cache: bool = True
+    speculative: str = "off"
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,14 @@ class RecordingExecutor:
         spoil_free_pages(self.runner.pool, self.cache)
         self.runner.last.clear()
         result = LocalExecutor(self.runner).execute(plan)
-        for index, draw in enumerate(plan.draws):
+        row = 0
+        for draw in plan.draws:
             positions = self.rows.setdefault(draw.request_id, {})
-            assert draw.position not in positions, "a token was drawn twice"
-            positions[draw.position] = self.runner.last[0][index].view(torch.int32)
+            for place in range(len(result.drawn[draw.request_id].token_ids)):
+                position = draw.position + place
+                assert position not in positions, "a token was drawn twice"
+                positions[position] = self.runner.last[0][row + place].view(torch.int32)
+            row += len(draw.draft) + 1
         return result
 
     def erase_pages(self, pages: Sequence[int]) -> None:
@@ -150,7 +156,7 @@ def kv_bits(pool: KVPool, slots: Tensor) -> Tensor:
 class Engine:
     """An `EngineCore` built as `LLM` builds it, around a recording executor."""
 
-    def __init__(self, model: Model, sizes: Sizes) -> None:
+    def __init__(self, model: Model, sizes: Sizes, drafter: Drafter | None = None) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype
         asked = EngineConfig.of(
             page_size=sizes.page_size,
@@ -159,6 +165,7 @@ class Engine:
             max_num_seqs=sizes.max_num_seqs,
             prefix_cache=sizes.prefix_cache,
             kv_dtype=model.kv_dtype,
+            speculative=sizes.speculative,
         )
         resolved = resolve(
             asked,
@@ -168,7 +175,9 @@ class Engine:
         )
         runner = RecordingRunner(model, resolved.num_pages, sizes.page_size)
         self.executor = RecordingExecutor(runner)
-        self.core = EngineCore(resolved, self.executor, vocab_size=config.vocab_size)
+        self.core = EngineCore(
+            resolved, self.executor, vocab_size=config.vocab_size, drafter=drafter
+        )
         self.executor.cache = self.core.cache
 
     def generate(

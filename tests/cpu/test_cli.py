@@ -135,13 +135,13 @@ def test_generate_prints_text_and_where_the_prompt_came_from(checkpoint: Path) -
 def test_generate_reads_files_and_stdin_and_answers_in_json(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Prompts come from options, files and standard input, in that order."""
+    """Prompts come from options, files and standard input, in that order; a bar if asked."""
     file = tmp_path / "prompt.txt"
     file.write_text("from a file")
 
     found = ramify(
         *("generate", checkpoint, "--prompt", "one", "--prompt-file", file, "--prompt-file", "-"),
-        *("--max-tokens", "2", "--logprobs", "1", "--json"),
+        *("--max-tokens", "2", "--logprobs", "1", "--progress", "--json"),
         stdin="from stdin",
     )
 
@@ -149,6 +149,7 @@ def test_generate_reads_files_and_stdin_and_answers_in_json(
     assert [len(one["token_ids"]) for one in told] == [2, 2, 2]
     assert all(len(one["logprobs"]) == 2 for one in told)
     assert told[0]["cache"]["computed_tokens"] == told[0]["prompt_tokens"]
+    assert "3/3" in found.stderr
 
 
 def test_generate_speaks_through_the_chat_template(checkpoint: Path) -> None:

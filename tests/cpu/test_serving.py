@@ -100,6 +100,14 @@ def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None
     assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted
 
 
+def test_a_server_sends_away_who_would_wait_too_long(old: Path) -> None:
+    """By default; a limit that makes no sense is refused."""
+    llm = AsyncLLM(old, **OPTIONS)
+    assert llm.config.asked.scheduler.max_waiting == 1024
+    with pytest.raises(ConfigError, match="max_waiting=0"):
+        AsyncLLM(old, max_waiting=0)
+
+
 def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path) -> None:
     """Texts, conversations and a change of weights while it serves."""
     wanted, changed = answers(old), answers(new)

@@ -5,7 +5,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ramify.config import EngineConfig, resolve
 from ramify.engine import structured
 from ramify.engine.core import EngineCore
 from ramify.engine.request import Request
+from ramify.engine.speculative import room_for_guesses, takes_guesses
 from ramify.engine.structured import Formats
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import DeadEndError, InvalidParamsError
@@ -59,7 +60,15 @@ class Teller:
     answers: Iterable[Sequence[int]]
     rng: random.Random = field(default_factory=lambda: random.Random(3))
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+    def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        for request in running:
+            if takes_guesses(request):
+                yield request, self.guess(request, room_for_guesses(request))
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= len(request.draft)
+
+    def guess(self, request: Request, limit: int) -> tuple[int, ...]:
         known = list(request.output_ids)
         rest = [list(one[len(known) :]) for one in self.answers if list(one[: len(known)]) == known]
         guesses = self.rng.choice(rest)[: min(limit, self.rng.randrange(9))] if rest else []

@@ -48,12 +48,12 @@ class Gate:
 class AsyncBench:
     """`llm` over `bench.core`; nobody but the engine's thread touches the core while it runs."""
 
-    def __init__(self, *, max_waiting: int = 1024, closed: bool = False, **options: Any) -> None:
+    def __init__(self, *, closed: bool = False, **options: Any) -> None:
         self.bench = Bench(**options)
         self.gate = Gate(self.bench.device)
         self.gate.is_open = not closed
         self.bench.core.executor = self.gate
-        self.llm = AsyncLLM.over(self.bench.core, max_waiting=max_waiting)
+        self.llm = AsyncLLM.over(self.bench.core)
 
     def assert_nothing_left(self) -> None:
         """When the thread is over: no request, no page, no lease."""

@@ -114,7 +114,7 @@ class CacheModel:
         tree, store = self.cache._tree, self.cache._store
         nodes = [(tree.node(at), tree.length[at], list(tree.children(at))) for at in tree.nodes()]
         remembered = [
-            (at, store.ghosts.reason[at], store.ghosts.evicted[at])
+            (at, store.ghosts.reason[at], store.ghosts.evicted_s[at])
             for at in store.ghosts.oldest_first()
         ]
         return (

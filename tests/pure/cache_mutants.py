@@ -231,7 +231,7 @@ class _LeakingStore(PageStore):
         for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
             tree.pins[node] = tree.holder[node] = 0
             tree.evict_tail(node, tree.resident[node])
-            self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
+            self.ghosts.add(node, WITHDRAWN, self.now_s())
         self.ghosts.trim()
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.config import EngineConfig, resolve
+from ramify.engine.advance import TextDecoder
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.speculative import Drafter
 from ramify.params import FinishReason, RequestOutput, SamplingParams
@@ -43,6 +44,10 @@ class Bench:
     next_token: Callable[[Sequence[int]], int] | None = None
     drafter: Drafter | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of the scheduler, others than above
+    speculative: str = "off"
+    max_draft_tokens: int = 15
+    check_sample: float = 0.0
+    text_decoder: Callable[[], TextDecoder] = LetterDecoder
     tokens: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -56,6 +61,9 @@ class Bench:
             max_batch_tokens=self.max_batch_tokens,
             prefix_cache=self.prefix_cache,
             **self.options,
+            speculative=self.speculative,
+            max_draft_tokens=self.max_draft_tokens,
+            check_sample=self.check_sample,
         )
         config = resolve(asked, model_max_len=self.max_model_len, token_bytes=1, free_memory=0)
         self.device = FakeExecutor(
@@ -72,7 +80,7 @@ class Bench:
             self.device,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
-            text_decoder=LetterDecoder,
+            text_decoder=self.text_decoder,
             drafter=self.drafter,
             clock=lambda: self.time,
         )

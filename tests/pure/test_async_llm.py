@@ -1,4 +1,4 @@
-"""`AsyncLLM` over a fake device: streams, slow readers, leaving, limits, and every way to end."""
+"""`AsyncLLM` over a fake device: streams, slow readers, leaving and limits."""
 
 import asyncio
 import gc
@@ -8,10 +8,8 @@ import threading
 import pytest
 
 from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.stream import merged
 from ramify.errors import (
-    ConfigError,
-    DrainingError,
-    EngineStoppedError,
     InvalidParamsError,
     OutOfPagesError,
     OverloadedError,
@@ -85,6 +83,37 @@ def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
     assert len(events) == 2
     assert [t for e in events for t in e.new_token_ids] == expected(PROMPT, 200, ends=())
     assert sum(len(event.logprobs) for event in events) == 200
+    assert events[0].cache is not None
+
+
+def test_increments_that_are_merged_keep_what_only_one_of_them_has() -> None:
+    """The report on the prompt comes with the first, the output with the last."""
+    made = AsyncBench()
+    llm_events = []
+    made.bench.add(PROMPT, max_tokens=4, ignore_eos=True)
+    while made.bench.core.has_unfinished:
+        llm_events += made.bench.step()
+
+    one = merged(llm_events)
+
+    assert one.cache == llm_events[0].cache
+    assert one.cache is not None
+    assert one.output is llm_events[-1].output
+    assert list(one.new_token_ids) == expected(PROMPT, 4, ends=())
+
+
+def test_what_is_not_to_be_shared_is_not() -> None:
+    """`max_shared` reaches the engine."""
+    made = AsyncBench()
+
+    async def main() -> list[int]:
+        async with made.llm as llm:
+            first = await llm.stream(PROMPT, asked(2), max_shared=0).whole()
+            second = await llm.stream(PROMPT, asked(2)).whole()
+            third = await llm.stream(PROMPT, asked(2)).whole()
+            return [one.cache.read_tokens for one in (first, second, third)]
+
+    assert run(main()) == [0, 0, 4]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +221,6 @@ def test_what_cannot_be_served_is_told_and_nothing_else_is_hurt() -> None:
 
     run(main())
     made.assert_nothing_left()
-    with pytest.raises(ConfigError, match="max_waiting=0"):
-        AsyncBench(max_waiting=0)
 
 
 def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
@@ -213,7 +240,7 @@ def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
 
 def test_too_many_waiting_requests_are_refused_with_a_hint() -> None:
     """Those that wait already are served."""
-    made = AsyncBench(max_num_seqs=1, max_waiting=2, closed=True)
+    made = AsyncBench(max_num_seqs=1, options={"max_waiting": 2}, closed=True)
 
     async def main() -> None:
         async with made.llm as llm:
@@ -232,115 +259,6 @@ def test_too_many_waiting_requests_are_refused_with_a_hint() -> None:
 
     run(main())
     made.assert_nothing_left()
-
-
-def test_draining_finishes_what_is_there() -> None:
-    """New requests are refused with a hint; then the engine is closed."""
-    made = AsyncBench(closed=True)
-
-    async def main() -> None:
-        llm = made.llm
-        task = asyncio.create_task(llm.generate(PROMPT, asked(5)))
-        await made.gate.arrive()
-        drained = asyncio.create_task(llm.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(DrainingError) as refused:
-            await llm.generate(PROMPT)
-        assert refused.value.retry_after_s > 0
-        assert str(llm.health().state) == "draining"
-        made.gate.open()
-        assert await drained
-        assert list((await task).token_ids) == expected(PROMPT, 5, ends=())
-        with pytest.raises(EngineStoppedError, match="was closed"):
-            await llm.generate(PROMPT)
-
-    run(main())
-    made.assert_nothing_left()
-
-
-def test_draining_ends_in_time() -> None:
-    """Who has not finished is told so, with what there is."""
-    made = AsyncBench(closed=True)
-
-    async def main() -> None:
-        llm = made.llm
-        task = asyncio.create_task(llm.generate(PROMPT, asked(500)))
-        await made.gate.arrive()
-        drained = asyncio.create_task(llm.drain(0.0))
-        asyncio.get_running_loop().call_later(0.01, made.gate.open)  # when time has run out
-        assert not await drained
-        assert (await task).finish_reason is FinishReason.ABORT
-
-    run(main())
-    made.assert_nothing_left()
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_after_close_everything_is_an_error(used: bool) -> None:
-    """Streams that were open end with `abort`; closing twice is fine; also before any use."""
-    made = AsyncBench()
-
-    async def main() -> None:
-        llm = made.llm
-        stream = llm.stream(PROMPT, asked(1500))
-        if used:
-            await anext(stream)
-        await llm.aclose()
-        await llm.aclose()
-        if used:
-            assert (await stream.whole()).finish_reason is FinishReason.ABORT
-        with pytest.raises(EngineStoppedError):
-            await llm.generate(PROMPT)
-        with pytest.raises(EngineStoppedError):
-            await llm.run(lambda core: core)
-        assert not llm.health().is_alive
-        assert await llm.drain()
-
-    run(main())
-    made.assert_nothing_left()
-
-
-def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
-    """Nobody hangs, and health says so."""
-    made = AsyncBench(fail_at={3}, error=SystemExit("broken"))
-
-    async def main() -> None:
-        llm = made.llm
-        tasks = [asyncio.create_task(llm.generate(PROMPT[k:], asked(50))) for k in range(4)]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, EngineStoppedError) for one in found)
-        assert "SystemExit: broken" in str(found[0])
-        await asyncio.to_thread(llm._loop.join)
-        health = llm.health()
-        assert not health.is_alive
-        assert "broken" in str(health.error)
-        with pytest.raises(EngineStoppedError, match="bug"):
-            await llm.generate(PROMPT)
-        await llm.aclose()
-
-    run(main())
-
-
-def test_health_tells_how_old_a_step_is() -> None:
-    """Without waiting for the engine, which is in one."""
-    made = AsyncBench(closed=True)
-
-    async def main() -> None:
-        async with made.llm as llm:
-            assert llm.health().step_age_s is None
-            task = asyncio.create_task(llm.generate(PROMPT, asked(2)))
-            await made.gate.arrive()
-            health = llm.health()
-            assert health.is_alive
-            assert health.is_busy
-            assert health.step_age_s is not None
-            made.gate.open()
-            await task
-            stats = await llm.stats()
-            assert (stats.num_running, stats.num_waiting, stats.num_steps) == (0, 0, 2)
-            assert not llm.health().is_busy
-
-    run(main())
 
 
 def test_several_event_loops_share_an_engine() -> None:
@@ -367,26 +285,6 @@ def test_several_event_loops_share_an_engine() -> None:
     for number in range(4):
         wanted = [expected([number, *PROMPT, k], 20, ends=()) for k in range(4)]
         assert found[number] == [token for one in wanted for token in one]
-    made.assert_nothing_left()
-
-
-def test_an_event_loop_that_is_gone_holds_nothing() -> None:
-    """Its requests end at the next thing there is to tell it."""
-    made = AsyncBench()
-    streams = []
-
-    async def begin() -> None:
-        stream = made.llm.stream(PROMPT, asked(1500))
-        streams.append(stream)
-        await anext(stream)
-
-    asyncio.run(begin())
-
-    async def main() -> None:
-        await until_idle(made.llm)
-        await made.llm.aclose()
-
-    run(main())
     made.assert_nothing_left()
 
 

@@ -27,7 +27,7 @@ def everything(cache: PrefixCache) -> tuple:
     return (
         cache.stats(),
         [tree.node(node) for node in tree.nodes()],
-        [(node, store.ghosts.reason[node], store.ghosts.evicted[node]) for node in ghosts],
+        [(node, store.ghosts.reason[node], store.ghosts.evicted_s[node]) for node in ghosts],
         list(store.queue.nodes()),
         dict(tree.roots),
         store.clock,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, namespace_of, namespace_parts
-from ramify.cache.key import common_pages
+from ramify.cache.packed import common_pages
 from ramify.errors import InvalidKeyError
 
 # Of range(10) in the namespace "model", in pages of 4: what stores and routers know pages by.

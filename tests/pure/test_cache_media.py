@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, Lease, Media, PrefixCache, Salt
-from ramify.cache.key import common_pages
 from ramify.cache.marks import CONTINUED
+from ramify.cache.packed import common_pages
 from ramify.errors import InvalidKeyError
 
 PLACEHOLDER = 9

@@ -1,6 +1,7 @@
 """Several answers to one prompt, and steps that verify guesses."""
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.request import Request
+from ramify.engine.speculative import room_for_guesses, takes_guesses
 from ramify.params import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import VOCAB, Bench, expected
@@ -31,7 +33,15 @@ class Guesser:
     longest: int
     rng: random.Random = field(default_factory=lambda: random.Random(7))
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+    def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        for request in running:
+            if takes_guesses(request):
+                yield request, self.guess(request, room_for_guesses(request))
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= len(request.draft)
+
+    def guess(self, request: Request, limit: int) -> tuple[int, ...]:
         context = request.sequence.tokens.tolist()
         guesses: list[int] = []
         for _ in range(min(limit, self.rng.randrange(self.longest + 1))):
@@ -155,3 +165,21 @@ def test_text_that_may_begin_a_stop_text_is_told_later(stop: str) -> None:
 
     text = "".join(map(chr, (ord("A") + token for token in script)))
     assert "".join(told) == text.partition(stop)[0] == bench.outputs[request_id].text
+
+
+def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
+    """It is live until all of its answers have ended."""
+    bench = Bench(next_token=lambda context: 7, drafter=Guesser(0.0, 1))
+    request_id = bench.add(PROMPT, n=3, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        bench.step()
+    leader = bench.core._requests[request_id]
+    leader.max_len = len(leader.sequence.tokens) + 1  # it ends first, as one with a stop text may
+    bench.step()
+    assert leader.is_finished
+
+    bench.abort(request_id)
+
+    found = [one.finish_reason for one in bench.outputs[request_id].completions]
+    assert found == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT]
+    bench.assert_nothing_leaked()

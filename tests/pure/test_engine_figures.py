@@ -154,8 +154,8 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 # -- the verdict of perf.py ----------------------------------------------------------------------
 
 
-def noisy_pairs(factor: float, rng: random.Random, count: int = 12) -> list[Verdict]:
-    """Verdicts when one side takes `factor` times as long, on a machine with slow phases.
+def noisy_pairs(factor: float, rng: random.Random, count: int) -> tuple[list[float], list[float]]:
+    """Times when one side takes `factor` times as long, on a machine with slow phases.
 
     The phase is that of the pair and may double everything; each side has 4 % of its own.
     """
@@ -164,16 +164,22 @@ def noisy_pairs(factor: float, rng: random.Random, count: int = 12) -> list[Verd
         phase = rng.choice([1.0, 1.0, 1.3, 2.0])
         now.append(factor * phase * rng.lognormvariate(0.0, 0.04))
         base.append(phase * rng.lognormvariate(0.0, 0.04))
-    return judge("cell", {"end_to_end_s": now}, {"end_to_end_s": base})
+    return now, base
+
+
+def verdict_of(now: list[float], base: list[float]) -> Verdict:
+    return judge("cell", {"end_to_end_s": now}, {"end_to_end_s": base})[0]
 
 
 def share_failed(factor: float) -> float:
-    """How often a run fails: found slower, and again with twice the pairs."""
+    """How often a run fails: suspect after 12 pairs, slower after 24 more."""
     rng = random.Random(f"verdict {factor}")
     failed = 0
     for _ in range(400):
-        if noisy_pairs(factor, rng)[0].slower:
-            failed += noisy_pairs(factor, rng, 24)[0].slower
+        now, base = noisy_pairs(factor, rng, 12)
+        if verdict_of(now, base).suspect:
+            more, others = noisy_pairs(factor, rng, 24)
+            failed += verdict_of(now + more, base + others).slower
     return failed / 400
 
 

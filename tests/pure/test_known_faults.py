@@ -22,9 +22,8 @@ TESTS = Path(__file__).resolve().parents[1]
 FAULTS = [
     *(f"PB{n}" for n in range(1, 33)),
     *(f"AB{n}" for n in range(1, 29)),
-    *(f"EB{n}" for n in (*range(1, 10), 12, 21)),  # of K/V, attention and the tree
-    *("YB10", "YB11", "EB14"),  # of samplers
-    *(f"YB{n}" for n in (1, 2, 6, 7, 8, 9, 15, 17, 24, 26)),  # of slots, tables and their graphs
+    *(f"EB{n}" for n in range(1, 24)),
+    *(f"YB{n}" for n in range(1, 27)),
 ]
 
 TIERS = "a cached page has one place: there are no other tiers yet, and no copies in flight"
@@ -33,7 +32,33 @@ STATES = "there are no recurrent layers yet: what is cached is K/V by position, 
 ROWS = "block tables know rows, which they hand out themselves; no request names one"
 DEVICE = "decisions import no tensor library, so that nothing in them can wait for a device"
 
+REPOSITORY = "of a repository and its files: make check and the tests of the house look at those"
+SERVER = "of a server, which is not built yet"
+GROUPS = "the radix tree is the only record of what is shared; nothing lists groups or ids"
+
 EXEMPT = {
+    "YB3": "ruff finds every print in the library",
+    "YB4": REPOSITORY,
+    "YB5": "mypy is strict, in make check",
+    "YB12": "a request that has ended leaves the batch; there is no row to mask",
+    "YB13": "prompts are never padded to one length",
+    "YB14": "there is no tensor parallelism yet; options are read by name, unknown ones refused",
+    "YB16": "a speed is made of the tokens that were produced, which are what is counted",
+    "YB18": REPOSITORY,
+    "YB19": REPOSITORY,
+    "YB20": REPOSITORY,
+    "YB21": "nothing is reset between calls, which test_ab17 and test_ab16 would show",
+    "YB22": SERVER,
+    "YB25": "make perf compares medians with their spread",
+    "EB10": GROUPS,
+    "EB11": GROUPS,
+    "EB13": "hits are counted in tokens that were read; no formula is made of groups",
+    "EB17": SERVER,
+    "EB18": "a checkpoint is a directory or a name, and find_checkpoint says where it looked",
+    "EB19": REPOSITORY,
+    "EB20": REPOSITORY,
+    "EB22": REPOSITORY,
+    "EB23": REPOSITORY,
     "PB5": TIERS,
     "PB6": TIERS,
     "PB7": TIERS,
@@ -53,7 +78,6 @@ EXEMPT = {
     "YB1": DEVICE,
     "YB6": ROWS,
     "YB8": "allocate_all gives rows for all or raises; there is no list of what it managed",
-    "YB15": "drafts are tokens of a sequence, and plan refuses one that its row cannot hold",
     "YB26": "rows are a heap, and nothing is formatted that is not raised or logged",
 }
 

@@ -78,7 +78,7 @@ def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
 
     assert told == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
     assert list(llm.generate(PROMPT[2:], asked(3))[0].token_ids) == expected(PROMPT[2:], 3, ends=())
-    assert not bench.core.live_requests
+    assert not bench.core.live
     llm.cache.clear()
     assert llm.cache.stats().free_pages == llm.cache.core.num_pages
     with pytest.raises(UnknownRequestError):

@@ -11,7 +11,7 @@ from ramify.cache.key import CacheKey
 from ramify.cache.values import Match
 from ramify.engine.prefill import MAX_LOOKS, NUM_REFRESHED
 from ramify.engine.request import Request
-from ramify.engine.waiting import PRIORITY_TOKENS, WaitingQueue
+from ramify.engine.waiting import PRIORITY_TOKENS, SPARE_TENANTS, WaitingQueue
 from ramify.errors import ConfigError, OverloadedError, PromptTooLongError
 from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench, expected
@@ -95,6 +95,87 @@ def test_eb15_decodes_that_fill_the_budget_keep_no_prompt_out() -> None:
     for key in range(8):
         bench.abort(key)
     bench.run()
+
+
+def test_yb23_prompts_stop_no_decode_and_a_shortage_of_pages_ends_nobody() -> None:
+    """Every decode has its token in every step, though prompts come that fill steps and pool."""
+    bench = Bench(400, 4, max_batch_tokens=24)
+    decoding = [bench.add([30 + at], max_tokens=40, ignore_eos=True) for at in range(3)]
+    bench.step()
+    prompts = [[1 + at] * 110 for at in range(9)]
+    keys = [bench.add(prompt, max_tokens=3, ignore_eos=True) for prompt in prompts]
+
+    for _ in range(38):
+        assert {event.request_id for event in bench.step()} >= set(decoding)
+    outputs = bench.run()
+
+    for key, prompt in zip(keys, prompts, strict=True):
+        assert list(outputs[key].token_ids) == expected(prompt, 3, ends=())
+
+
+def test_a_short_prompt_passes_a_long_one_that_is_part_way() -> None:
+    """It has its answer in the next step, and the long one goes on with what is left."""
+    bench = Bench(8000, 4, max_batch_tokens=64)
+    long = bench.add([1] * 1500, max_tokens=1)
+    bench.step()
+    done = []
+    for at in range(10):
+        short = bench.add([2 + at] * 20, max_tokens=1)
+        bench.step()
+        done.append(short in bench.outputs)
+
+    outputs = bench.run()
+
+    assert all(done)
+    ttft_s = outputs[long].metrics.ttft_s
+    assert ttft_s is not None
+    assert ttft_s <= (1500 + 10 * 20) // 60 + 2
+
+
+def test_prompts_are_not_cut_into_slivers() -> None:
+    """Long chunks end on page boundaries; a few tokens left over are no piece of another prompt."""
+    bench = Bench(8000, 16, max_batch_tokens=512)
+    bench.add([30], max_tokens=30, ignore_eos=True)
+    bench.step()
+    for at in range(6):
+        bench.add([1 + at] * 900, max_tokens=1)
+    chunks: list[tuple[int, int]] = []
+    while bench.core.has_unfinished:
+        before = {one.id: one.sequence.num_computed for one in bench.core.scheduler.running}
+        bench.step()
+        for one in bench.core.scheduler.running:
+            if one.is_prefill:
+                start = before.get(one.id, 0)
+                chunks.append((start, one.sequence.num_computed - start))
+
+    assert chunks
+    assert min(length for _, length in chunks if length) >= 64
+    assert all((start + length) % 16 == 0 for start, length in chunks if length >= 16 * 16)
+
+
+def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
+    """Thousands of tenants, namespaces and parked followers later, every list is short."""
+    bench = Bench(400, 4, max_num_seqs=4, max_batch_tokens=32)
+    for at in range(300):
+        tenant, params = f"tenant {at}", SamplingParams(max_tokens=2)
+        prompts = [[1 + at % 40] * 20 + [part] for part in range(4)]
+        keys = [bench.core.add_request(one, params, tenant=tenant) for one in prompts]
+        if at % 3 == 0:
+            bench.core.abort(keys[3])
+        for _ in range(6):
+            bench.core.step()
+    while bench.core.has_unfinished:
+        bench.core.step()
+
+    core, queue = bench.core, bench.core.scheduler.waiting
+    assert not core._requests
+    assert not core.scheduler.running
+    assert not core.scheduler._returned
+    assert not core.planner._holders
+    assert not core.planner._deferred
+    assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
+    assert len(queue._tenants) <= 2 * SPARE_TENANTS
+    assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_TENANTS
 
 
 # -- priorities ------------------------------------------------------------------------------
@@ -251,7 +332,7 @@ def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
 # -- overload, and what a step costs ---------------------------------------------------------
 
 
-def test_ab11_too_many_waiting_requests_are_refused_with_a_time() -> None:
+def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
     """Nothing is queued; those that can never be served are told that instead."""
     bench = Bench(max_num_seqs=1, options={"max_waiting": 3}, max_model_len=64)
     for at in range(3):

@@ -1,11 +1,47 @@
-"""What a plan will take, known before anything is changed."""
+"""What a plan needs and will take, known before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ramify.attention.sequence import RadixSequence
-from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES, common_pages
+from ramify.errors import CacheError
+from ramify.kv.block_table import PagedBlockTable
+
+
+def require_plannable(
+    sequences: Sequence[RadixSequence], limits: Sequence[int], table: PagedBlockTable
+) -> None:
+    """Raise CacheError, before anything is changed, if one of them cannot be planned."""
+    rows = 0
+    for one, limit in zip(sequences, limits, strict=True):
+        if one.released:
+            raise CacheError("the sequence was released; make a new one to go on")
+        if getattr(one.tokens, "typecode", None) != "i":
+            raise CacheError(
+                f"the tokens are {type(one.tokens).__name__} but must be 32-bit integers; "
+                'use array("i", tokens)'
+            )
+        if one.num_planned:
+            raise CacheError("the sequence is in a plan that was not committed or abandoned")
+        if one.num_uncomputed < 1 or limit < 1:
+            raise CacheError(
+                f"the sequence has {one.num_uncomputed} uncomputed tokens and may compute "
+                f"{limit}; both must be at least 1, append a token first"
+            )
+        if len(one.tokens) > table.max_tokens:
+            raise CacheError(
+                f"the sequence has {len(one.tokens)} tokens but a row of the block table "
+                f"holds {table.max_tokens}; build the table with more pages"
+            )
+        rows += one.row is None
+    if rows > table.num_free_rows:
+        raise CacheError(
+            f"{rows} new sequences but {table.num_free_rows} free rows in the block "
+            "table; release some, or build it with more rows"
+        )
 
 
 def sort_out(

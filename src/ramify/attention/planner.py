@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from ramify.attention.batch import AttentionBatch, sharing_arrays
-from ramify.attention.demand import num_pages_asked, sort_out
+from ramify.attention.demand import num_pages_asked, require_plannable, sort_out
 from ramify.attention.sequence import RadixSequence
 from ramify.cache.key import CacheKey, pack
 from ramify.cache.pages import ID_BYTES
@@ -83,7 +83,7 @@ class RadixAttentionPlanner:
         decodes, growing, others, rest = sort_out(
             sequences, limits, page_size=self.page_size, max_tokens=self.table.max_tokens
         )
-        self._validate(others, rest)
+        require_plannable(others, rest, self.table)
         keys = [self._key(one, limit) for one, limit in zip(others, rest, strict=True)]
         fresh = [one for one in others if one.lease is None]
         begun: list[tuple[RadixSequence, int, int]] = []
@@ -128,35 +128,6 @@ class RadixAttentionPlanner:
         else:
             new = np.array([one.num_planned for one in sequences], np.int32)
         return AttentionBatch.of(rows, cached, new, self.table, self._sharing)
-
-    def _validate(self, sequences: Sequence[RadixSequence], limits: Sequence[int]) -> None:
-        rows = 0
-        for one, limit in zip(sequences, limits, strict=True):
-            if one.released:
-                raise CacheError("the sequence was released; make a new one to go on")
-            if getattr(one.tokens, "typecode", None) != "i":
-                raise CacheError(
-                    f"the tokens are {type(one.tokens).__name__} but must be 32-bit integers; "
-                    'use array("i", tokens)'
-                )
-            if one.num_planned:
-                raise CacheError("the sequence is in a plan that was not committed or abandoned")
-            if one.num_uncomputed < 1 or limit < 1:
-                raise CacheError(
-                    f"the sequence has {one.num_uncomputed} uncomputed tokens and may compute "
-                    f"{limit}; both must be at least 1, append a token first"
-                )
-            if len(one.tokens) > self.table.max_tokens:
-                raise CacheError(
-                    f"the sequence has {len(one.tokens)} tokens but a row of the block table "
-                    f"holds {self.table.max_tokens}; build the table with more pages"
-                )
-            rows += one.row is None
-        if rows > self.table.num_free_rows:
-            raise CacheError(
-                f"{rows} new sequences but {self.table.num_free_rows} free rows in the block "
-                "table; release some, or build it with more rows"
-            )
 
     def _key(self, one: RadixSequence, limit: int) -> CacheKey | None:
         """What a sequence attaches by, announces and is compared by; None if it does none of that.
@@ -387,7 +358,7 @@ class RadixAttentionPlanner:
             )
         limits = [len(one.tokens) for one in longer]
         try:
-            self._validate(longer, limits)
+            require_plannable(longer, limits, self.table)
             keys = [self._key(one, limit) for one, limit in zip(longer, limits, strict=True)]
             for one, key in zip(longer, keys, strict=True):
                 self._attach(one, key)

@@ -17,24 +17,30 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp, log
+from typing import Final
 
 from ramify.cache.eviction import EvictionQueue, Lane
 from ramify.cache.tree import RadixTree
 
-TURNS, LOOKUPS = 3, 8  # classes: turn 0, 1, 2+ of a path x lookups 0, 1, 2, 3-4, 5-8, ... 33+
-NUM_CLASSES = TURNS * LOOKUPS
-SLOTS = 8  # age is counted in slots of an eighth of the pool's pages looked up
-MAX_AGE = 512  # pools of pages looked up; where the last bin ends
-NEAR, NEXT, FAR = (
-    0.7,
-    0.7**2,
-    0.7**3,
-)  # weights with which hazards are smoothed over 3 bins each way
-OWN = 0.02  # pools of pages that a class must have seen to outweigh the mean of all classes
-PRIOR, PRIOR_HAZARD = 0.25, 0.1  # pools of pages of a prior: a tenth in each bin, which is LRU
-LIFT = 1.5  # times this for each bucket of lookups beyond the first: a little of SLRU
-HALF_LIFE = 64  # pools of pages looked up, for what is learned and for a node's count of lookups
-LEARN_EVERY = 16  # requests from one class's new index to the next one's
+TURNS: Final = 3  # classes: turn 0, 1, 2+ of a path, times ...
+LOOKUPS: Final = 8  # ... lookups 0, 1, 2, 3-4, 5-8, ... 33+
+NUM_CLASSES: Final = TURNS * LOOKUPS
+SLOTS: Final = 8  # age is counted in slots of an eighth of the pool's pages looked up
+MAX_AGE: Final = 512  # pools of pages looked up; where the last bin ends
+NEAR: Final = 0.7  # weights with which hazards are smoothed over 3 bins each way
+NEXT: Final = 0.7**2
+FAR: Final = 0.7**3
+OWN: Final = 0.02  # pools of pages that a class must have seen to outweigh the mean of all classes
+PRIOR: Final = 0.25  # pools of pages of a prior ...
+PRIOR_HAZARD: Final = 0.1  # ... of a tenth in each bin, which is LRU
+LIFT: Final = 1.5  # times this for each bucket of lookups beyond the first: a little of SLRU
+HALF_LIFE: Final = (
+    64  # pools of pages looked up, for what is learned and for a node's count of lookups
+)
+LEARN_EVERY: Final = 16  # requests from one class's new index to the next one's
+
+
+NEVER: Final = float("inf")  # the score of a class without leaves
 
 
 def _edges() -> list[int]:
@@ -47,14 +53,14 @@ def _edges() -> list[int]:
     return edges
 
 
-EDGES = _edges()
-NUM_BINS = len(EDGES) - 1
-LATER = [(b, EDGES[b]) for b in range(1, NUM_BINS)]
-WIDTHS = [EDGES[b + 1] - EDGES[b] for b in range(NUM_BINS)]
-BIN_OF = [bisect_right(EDGES, age, 0, NUM_BINS) - 1 for age in range(EDGES[-1])]  # by age
-FADED = [0.5 ** (age / (HALF_LIFE * SLOTS)) for age in range(EDGES[-1])]  # by age
-OLDEST = EDGES[-1] - 1
-BUCKETS = [
+EDGES: Final = _edges()
+NUM_BINS: Final = len(EDGES) - 1
+LATER: Final = {EDGES[b]: b for b in range(1, NUM_BINS)}
+WIDTHS: Final = [EDGES[b + 1] - EDGES[b] for b in range(NUM_BINS)]
+BIN_OF: Final = [bisect_right(EDGES, age, 0, NUM_BINS) - 1 for age in range(EDGES[-1])]  # by age
+FADED: Final = [0.5 ** (age / (HALF_LIFE * SLOTS)) for age in range(EDGES[-1])]  # by age
+OLDEST: Final = EDGES[-1] - 1
+BUCKETS: Final = [
     min(max(1, n if n <= 2 else 1 + (n - 1).bit_length()), LOOKUPS - 1) for n in range(64)
 ]  # by uses after the first
 
@@ -93,7 +99,9 @@ class AutoPolicy:
         self._requests = 0
         self._has_evicted = False  # since an index was learned last: else there is no use for it
         self._learned = -1  # the class learned last
-        self._version = 0  # of the indices and of `_now`
+        self._scores = [NEVER] * NUM_CLASSES  # of the leaf of each class that would go
+        self._best = [0] * NUM_CLASSES  # that leaf
+        self._outdated = set[int]()  # classes for which both are to be found anew
         self._mean = [0.0] * NUM_BINS
         self._index = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
         self._learn_mean()
@@ -112,32 +120,41 @@ class AutoPolicy:
 
     def choose(self, lanes: dict[int, Lane], queue: EvictionQueue) -> int:
         """The oldest or newest leaf of a class, whichever has the least index."""
-        version, last_access = self._version, self._tree.last_access
-        least, found = float("inf"), 0
-        for number, lane in lanes.items():
-            if lane.version != version:
-                self._look_at(lane, self._index[number], queue.first_of(lane))
-            score = lane.score
-            if score < least or (score == least and last_access[lane.best] < last_access[found]):
-                least, found = score, lane.best
-        return found
-
-    def _look_at(self, lane: Lane, index: list[float], oldest: int) -> None:
-        """Keep a lane's choice until the lane, the time or an index changes."""
-        lane.version, state, now, newest = self._version, self._state, self._now, lane.tail
-        age = now - (state[oldest] >> 5)
-        lane.best, lane.score = oldest, index[BIN_OF[min(OLDEST, age)]]
-        if newest and newest != oldest:
-            age = now - (state[newest] >> 5)
-            score = index[BIN_OF[min(OLDEST, age)]]
-            if score < lane.score:
-                lane.best, lane.score = newest, score
+        changed, scores, best = queue.changed, self._scores, self._best
+        if self._outdated:
+            changed |= self._outdated
+            self._outdated.clear()
+        if changed:
+            state, now = self._state, self._now
+            for number in changed:
+                lane = lanes.get(number)
+                if lane is None:
+                    scores[number], best[number] = NEVER, 0
+                    continue
+                oldest, newest = lane.head, lane.tail
+                if lane.num_spilled:
+                    oldest = queue.first_of(lane)
+                index = self._index[number]
+                age = now - (state[oldest] >> 5)
+                score = index[BIN_OF[age] if age < OLDEST else -1]
+                if newest != oldest and newest:
+                    age = now - (state[newest] >> 5)
+                    other = index[BIN_OF[age] if age < OLDEST else -1]
+                    if other < score:
+                        oldest, score = newest, other
+                scores[number], best[number] = score, oldest
+            changed.clear()
+        least = min(scores)
+        if scores.count(least) == 1:
+            return best[scores.index(least)]
+        equal = [one for one, score in zip(best, scores, strict=True) if score == least]
+        return min(equal, key=self._tree.last_access.__getitem__)
 
     # -- what happens to nodes -------------------------------------------------------------
 
     def used(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
         """A request of `num_pages` pages has ended: count the gaps, and class its nodes anew."""
-        self._clock += min(num_pages, self._num_pages)
+        self._clock += min(self._num_pages, num_pages)
         now = self._clock // self._slot_pages
         while self._now < now:
             self._now += 1
@@ -146,8 +163,18 @@ class AutoPolicy:
         if self._requests % LEARN_EVERY == 0 and self._has_evicted:
             self._learn_next()
             self._has_evicted = False
+        length, count, turn = self._tree.length, self._count, 0
+        if known:
+            turn = self._used_again(known)
+        for node in new:
+            count[node] = 1
+            self._enter(node, turn * LOOKUPS, length[node])
+
+    def _used_again(self, known: Sequence[int]) -> int:
+        """Count the gaps on a path of nodes that are known; returns the turn that comes next."""
         length, state, count, alive = self._tree.length, self._state, self._count, self._alive
-        reuses, at_risk, gain, turn = self._reuses, self._at_risk, self._gain, 0
+        reuses, at_risk, gain, now = self._reuses, self._at_risk, self._gain, self._now
+        turn = 0
         for node in known:
             before, pages = state[node], length[node]
             if not before:  # its first user is not done yet
@@ -168,9 +195,7 @@ class AutoPolicy:
             at_risk[number][0] += gain * pages
             if turn < TURNS - 1:
                 turn += 1
-        for node in new:
-            count[node] = 1
-            self._enter(node, turn * LOOKUPS, length[node])
+        return turn
 
     def evicted(self, node: int) -> None:  # noqa: ARG002
         """It is remembered, and goes on being counted."""
@@ -197,19 +222,18 @@ class AutoPolicy:
 
     def _begin_slot(self) -> None:
         """A slot has passed: pages whose age comes to the beginning of a bin are at risk in it."""
-        self._version += 1
+        self._outdated.update(range(NUM_CLASSES))
         self._gain *= 2 ** (1 / (HALF_LIFE * SLOTS))
         if self._gain > 1e9:
             for row in (*self._reuses, *self._at_risk):
                 row[:] = [each / self._gain for each in row]
             self._gain = 1.0
         now = self._now
+        begins = {now - edge for edge in LATER}
         for number, alive in enumerate(self._alive):
-            if alive:
-                at_risk = self._at_risk[number]
-                for bin_, edge in LATER:
-                    if (slot := now - edge) in alive:
-                        at_risk[bin_] += self._gain * alive[slot]
+            at_risk = self._at_risk[number]
+            for slot in begins.intersection(alive):
+                at_risk[LATER[now - slot]] += self._gain * alive[slot]
 
     # -- learning --------------------------------------------------------------------------
 
@@ -274,4 +298,4 @@ class AutoPolicy:
                 )
             ahead.append((hits, kept, stays))
             index[b] = hits / kept
-        self._version += 1
+        self._outdated.add(number)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, ValuesView
 from itertools import count
 
-from ramify.cache.key import ATOM_BYTES, CacheKey
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, pack_pages
 from ramify.cache.tree import RadixTree
 from ramify.cache.values import Lease
@@ -50,12 +51,14 @@ class LeaseBook:
 
     def replace(self, old: Lease, source: CacheKey, num_tokens: int, packed: bytes) -> Lease:
         """The next lease of the same request, at the node to which the old one has moved."""
-        number, node, counted = next(self._numbers), old.node, old.counted
-        num_pending, at, tree = 0, node, self._tree
-        while tree.holder[at]:
+        number, at, tree = next(self._numbers), old.node, self._tree
+        num_pending, holder = 0, tree.holder
+        while holder[at]:
             num_pending += tree.resident[at]
             at = tree.parent[at]
-        lease = Lease(number, source, num_tokens, packed, node, num_pending, old.holder, counted)
+        lease = Lease(
+            number, source, num_tokens, packed, old.node, num_pending, old.holder, old.counted
+        )
         del self._live[old.id]
         self._live[number] = lease
         return lease
@@ -94,12 +97,15 @@ class LeaseBook:
     def growth(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
         """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
         atoms, pinned, own = key.atoms, lease.num_tokens * ATOM_BYTES, lease.source
-        if key.namespace != own.namespace or not atoms.startswith(
-            own.atoms if len(own.atoms) == pinned else memoryview(own.atoms)[:pinned]
+        if key.namespace != own.namespace or (
+            pinned
+            and not atoms.startswith(
+                own.atoms if len(own.atoms) == pinned else memoryview(own.atoms)[:pinned]
+            )
         ):
             raise LeaseError(f"the key does not begin with the prefix of lease {lease.id}")
-        packed = pack_pages(private)
-        grown = len(atoms) // self._tree.page_bytes - lease.num_tokens // self._tree.page_size
+        packed, page_bytes = pack_pages(private), self._tree.page_bytes
+        grown = len(atoms) // page_bytes - pinned // page_bytes
         if grown * ID_BYTES > len(packed):
             raise PageOwnershipError(
                 f"the key has {grown} whole pages beyond lease {lease.id} but only "

@@ -138,6 +138,14 @@ class EventLog:
             self._digest = 0
             self._sequence += 1  # whatever happens until somebody subscribes is a gap
 
+    def take_over(self, other: EventLog) -> None:
+        """Tell those who listened to `other` that all is gone, and what comes from now on."""
+        self.subscribers, self.observers = other.subscribers, other.observers
+        self._sequence = other._sequence
+        for subscriber in self.subscribers:
+            subscriber._log = self  # noqa: SLF001 - of this module
+        self.cleared()
+
     # -- what happens to nodes -------------------------------------------------------------
 
     def stored(self, node: int) -> None:
@@ -197,6 +205,12 @@ class EventLog:
     def pause(self) -> None:
         """Tell nothing page by page until `cleared`."""
         self._paused = True
+
+    def observe(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
+        """Have an observer called from now on; returns how to stop that."""
+        observers = self.observers
+        observers.append(observer)
+        return lambda: observers.remove(observer) if observer in observers else None
 
     def tell_observers(self) -> None:
         """Call the observers of what was evicted, now that the cache is consistent again."""

@@ -42,15 +42,12 @@ class Policy(Protocol):
 class Lane:
     """Leaves in ascending order: a linked list, and a heap for those that would cut in."""
 
-    __slots__ = ("best", "head", "num_spilled", "score", "spill", "tail", "version")
+    __slots__ = ("head", "num_spilled", "spill", "tail")
 
     def __init__(self) -> None:
         self.head = self.tail = 0
         self.spill: list[tuple[float, int, int]] = []  # key, ticket, node
         self.num_spilled = 0  # entries of the heap that still count
-        self.version = -1  # a policy may keep its choice here; -1 when the lane has changed
-        self.score = 0.0
-        self.best = 0
 
 
 class EvictionQueue:
@@ -64,6 +61,7 @@ class EvictionQueue:
     def __init__(self, tree: RadixTree, policy: Policy) -> None:
         self._policy = policy
         self._lanes: dict[int, Lane] = {}
+        self.changed = set[int]()  # lanes that came, went or changed, until a policy clears it
         self.place = tree.column("q")  # 0: not here, -1: in a list, else the ticket in a heap
         self._after = tree.column("i")
         self._before = tree.column("i")
@@ -78,7 +76,7 @@ class EvictionQueue:
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = Lane()
-        lane.version = -1
+        self.changed.add(number)
         self._lane[node] = number
         self.place[node] = -1
         self.num_queued += 1
@@ -106,7 +104,7 @@ class EvictionQueue:
         """Take out a node that is pinned, evicted or no leaf any more."""
         place, number = self.place[node], self._lane[node]
         lane = self._lanes[number]
-        lane.version = -1
+        self.changed.add(number)
         self.place[node] = 0
         self.num_queued -= 1
         if place == -1:

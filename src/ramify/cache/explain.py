@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ramify.cache.ghosts import REASONS, Ghosts
-from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
 
 MAX_SIBLINGS = 64  # looked at for the one that goes along furthest

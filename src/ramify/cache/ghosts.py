@@ -28,25 +28,28 @@ class Ghosts:
         self._forgotten = forgotten
         self.max_pages = max_pages
         self.reason = tree.column("b")
-        self.evicted = tree.column("q")  # in lookups since the cache was made
         self.evicted_s = tree.column("d")
         self._after = tree.column("i")
         self._before = tree.column("i")
         self._listed = tree.column("b")
         self._head = self._tail = 0
 
-    def add(self, node: int, reason: int, now: int, now_s: float) -> None:
+    def add(self, node: int, reason: int, now_s: float) -> None:
         """Pages of a node were evicted just now."""
-        if node != self._tail:
+        tail = self._tail
+        if node != tail:
             if self._listed[node]:
                 self.remove(node)
-            if self._tail:
-                self._after[self._tail], self._before[node] = node, self._tail
+                tail = self._tail
+            if tail:
+                self._after[tail] = node
+                self._before[node] = tail
             else:
                 self._head = node
             self._tail = node
             self._listed[node] = 1
-        self.reason[node], self.evicted[node], self.evicted_s[node] = reason, now, now_s
+        self.reason[node] = reason
+        self.evicted_s[node] = now_s
 
     def never_computed(self, node: int) -> bool:
         """Whether a ghost is one because the step that was to compute it failed."""

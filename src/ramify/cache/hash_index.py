@@ -54,7 +54,7 @@ class HashIndex:
     def add(self, node: int) -> None:
         """Hash a new node's page and make it known."""
         tree = self._tree
-        parent, edge = tree.parent[node], tree.edges[node % SHARDS][node]
+        parent, edge = tree.parent[node], tree.edge(node)
         missed_parent, missed_page, name = self._missed
         if parent != missed_parent or edge != missed_page:
             name = self._chain(self._hash_of(parent), edge, self._page_bytes)

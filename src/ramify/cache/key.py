@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, spelled_out, utf8
+from ramify.cache.packed import ATOM_BYTES
 from ramify.errors import InvalidKeyError
 
-ATOM_BYTES = 4  # one int32 per token
 HASH_BYTES = 16  # of a page hash
 _SIGN = 3 if sys.byteorder == "little" else 0  # the byte of an atom that has its sign
 _page_hasher = hashlib.blake2b(digest_size=HASH_BYTES)
@@ -209,29 +209,3 @@ def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, marks: Marks = ()
 def split_hashes(packed: bytes) -> list[bytes]:
     """Packed page hashes, one by one."""
     return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
-
-
-def common_pages(one: bytes, other: bytes, page_bytes: int, start: int = 0) -> int:
-    """Whole pages that `one` from byte `start` on shares with `other` from byte `start` on."""
-    return shared_pages(one, start, memoryview(other)[start:], page_bytes)
-
-
-def shared_pages(atoms: bytes, position: int, edge: bytes | memoryview, page_bytes: int) -> int:
-    """Whole pages that `atoms` from byte `position` on share with the beginning of `edge`.
-
-    Halves the range until it is one page: in all, a memcmp of at most twice the shared part, and
-    nothing is copied.
-    """
-    low, high = 0, max(0, min(len(atoms) - position, len(edge))) // page_bytes
-    view = memoryview(edge)
-    if atoms.startswith(view[: high * page_bytes], position):
-        return high
-    high -= 1  # invariant: the first `low` pages agree, the first `high + 1` do not
-    while low < high:
-        middle = (low + high + 1) // 2
-        begin, end = low * page_bytes, middle * page_bytes
-        if atoms.startswith(view[begin:end], position + begin):
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -7,12 +7,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import index
-from typing import Any, SupportsIndex, overload
+from typing import Any, Final, SupportsIndex, overload
 
-from ramify.cache.key import shared_pages
+from ramify.cache.packed import shared_pages
 from ramify.errors import ConfigError, InvariantError, OutOfPagesError, PageOwnershipError
 
-ID_BYTES = 4  # page ids travel as native int32
+ID_BYTES: Final = 4  # page ids travel as native int32
 
 
 class Pages(Sequence[int]):
@@ -182,15 +182,16 @@ class PageLedger:
         """
         if not packed:
             return
-        first = packed[:ID_BYTES]
-        run = self._runs.get(first, b"")
+        runs, first = self._runs, packed[:ID_BYTES]
+        run = runs.get(first, b"")
         if run.startswith(packed):  # the beginning of a run, or all of it
-            del self._runs[first]
-            if rest := run[len(packed) :]:
-                self._runs[rest[:ID_BYTES]] = rest
+            del runs[first]
+            if len(run) > len(packed):
+                rest = run[len(packed) :]
+                runs[rest[:ID_BYTES]] = rest
         else:
             for head in self._runs_of(packed):
-                del self._runs[head]
+                del runs[head]
         self._num_private -= len(packed) // ID_BYTES
 
     def disown(self, packed: bytes) -> None:

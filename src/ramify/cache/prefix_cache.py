@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 
 from ramify.cache.audit import check_cache
 from ramify.cache.book import LeaseBook
+from ramify.cache.continuation import continuation
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
-from ramify.cache.ghosts import ASKED, CAPACITY
+from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
-from ramify.cache.key import ATOM_BYTES, CacheKey
+from ramify.cache.key import CacheKey, pack
 from ramify.cache.leases import Pin, PinBoard
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
-from ramify.cache.tree import SHARDS, Node, RadixTree
+from ramify.cache.tree import Node, RadixTree
 from ramify.cache.values import CacheStats, Lease, Match, whole
-from ramify.errors import ConfigError, LeaseError, OutOfPagesError
+from ramify.errors import ConfigError, LeaseError
 
 GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
 
@@ -32,7 +35,7 @@ class PrefixCache:
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
         index: "radix" or "hash": how pages are found. The same results at another cost.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default four times `num_pages`, at 4 bytes a token and 400 a run; 0 for none.
+            "auto"; by default four times `num_pages`, at 4 to 6 bytes a token and 400 a run; 0: none.
         max_pinned_share: share of the pages that `pin` may keep from eviction.
         log_every: lookups from one log line to the next, 0 for none.
         clock: seconds, never going back; for ages and times to live.
@@ -110,6 +113,17 @@ class PrefixCache:
         store, refused = self._store, self._pins.refusal(key)
         return explain_key(self._tree, store.ghosts, key, store.now_s(), refused)
 
+    def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
+        """At most `limit` tokens that came after a lease's prefix and `tail` before; often none.
+
+        A guess, evicted pages included; changes nothing. Where there are several, the last used.
+
+        Raises:
+            LeaseError: the lease is not live, or was withdrawn.
+        """
+        self._book.require(lease)
+        return continuation(self._tree, lease.node, pack(tail), limit)
+
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""
         return 0 <= num_pages <= self.num_available
@@ -164,10 +178,7 @@ class PrefixCache:
         if not 0 <= length <= lease.num_tokens:
             raise LeaseError(f"{length} tokens asked for of the {lease.num_tokens} of a lease")
         pages = whole("num_tokens", length) // self.page_size
-        while tree.start[node] >= pages and tree.parent[node]:
-            node = tree.parent[node]
-        if tree.start[node] + tree.length[node] > pages:
-            node = self._store.split(node, pages - tree.start[node])
+        node = self._store.cut(node, pages)
         self._store.pin_path(tree.root[node], tree.path(node))
         packed = lease.packed[: pages * ID_BYTES]
         return self._book.open(lease.source, pages * self.page_size, packed, node)
@@ -184,9 +195,7 @@ class PrefixCache:
                 f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
                 "from no lookup; release it instead"
             )
-        self._store.recorder.cancel(*lease.counted[:4])
-        for node in self._tree.path(lease.node):
-            self._tree.hits[node] -= 1
+        self._store.cancel_lookup(lease.node, lease.counted)
         self._drop(lease)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
@@ -259,11 +268,7 @@ class PrefixCache:
         missing = whole("num_pages", num_pages) - store.ledger.num_free
         if missing > 0:
             self._pins.expire()
-            if missing > store.num_evictable:
-                raise OutOfPagesError(
-                    num_pages, store.ledger.num_free, store.num_evictable, store.ledger.num_pages
-                )
-            store.evict(missing, CAPACITY)
+            store.make_room(num_pages, missing)
         return Pages(store.ledger.take(num_pages))
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -286,8 +291,7 @@ class PrefixCache:
                 call the cache.
             num_pages: at most so many; by default all.
 
-        Returns:
-            how many pages. Cost: a look at every cached leaf.
+        Returns how many pages. Cost: a look at every cached leaf.
         """
         self._pins.expire()
         limit = self.num_pages if num_pages is None else whole("num_pages", num_pages)
@@ -406,8 +410,7 @@ class PrefixCache:
         announced, size = self._book.announced(lease), self.page_size
         if not announced:
             return lease, Pages()
-        first = self._tree.start[announced[0]]
-        start = max(num_tokens // size, first)
+        start = max(num_tokens // size, self._tree.start[announced[0]])
         lease.node, packed = self._store.retract(announced, start)
         rest = lease.packed[: len(lease.packed) - len(packed)]
         tokens = len(rest) // ID_BYTES * size
@@ -455,9 +458,7 @@ class PrefixCache:
         It is called at the end of the call that evicted, when the pages are free and before
         anybody has them: the time to copy their K/V elsewhere. It must not call the cache.
         """
-        observers = self._store.log.observers
-        observers.append(observer)
-        return lambda: observers.remove(observer) if observer in observers else None
+        return self._store.log.observe(observer)
 
     def check(self) -> None:
         """Recount everything, O(nodes + pages). A contradiction raises InvariantError."""
@@ -467,8 +468,7 @@ class PrefixCache:
 
     def _usable(self, key: CacheKey) -> int:
         """Bytes of a key that may be found: at least one token is always computed."""
-        page_bytes = self._page_bytes
-        return max(0, len(key.atoms) - 1) // page_bytes * page_bytes
+        return max(0, len(key.atoms) - 1) // self._page_bytes * self._page_bytes
 
     def _acquire(self, key: CacheKey, end: int, *, pending: bool, counted: bool = True) -> Lease:
         tree, store = self._tree, self._store
@@ -480,12 +480,11 @@ class PrefixCache:
             if part:
                 path.append(store.split(part, covered))
         store.pin_path(root, path)
-        pages, holder = tree.pages, tree.holder
-        parts, num_pending = [pages[node % SHARDS][node] for node in path], 0
-        node = path[-1] if path else root
-        if holder[node]:
-            num_pending = sum(tree.resident[at] for at in path if holder[at])
-        packed = parts[0] if len(parts) == 1 else b"".join(parts)
+        node, packed, num_pending = root, b"", 0
+        if path:
+            node, packed = path[-1], tree.path_pages(path)
+            if tree.holder[node]:
+                num_pending = sum(tree.resident[at] for at in path if tree.holder[at])
         found = len(packed) // ID_BYTES * self.page_size
         if not counted:
             return self._book.open(key, found, packed, node, num_pending)

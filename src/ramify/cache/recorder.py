@@ -6,15 +6,16 @@ import logging
 import sys
 from array import array
 from dataclasses import dataclass
+from typing import Final
 
 from ramify.cache.ghosts import REASONS
 
 log = logging.getLogger(__name__)
 
-GENERATION = 512  # lookups; the recent hit rate is over the last one to two of them
-NUM_BUCKETS = 24
-MISS = NUM_BUCKETS  # the gap of a lookup that found nothing
-_PER_SECOND = 256  # the first bucket ends at 1/256 s, each further one at twice that
+GENERATION: Final = 512  # lookups; the recent hit rate is over the last one to two of them
+NUM_BUCKETS: Final = 24
+MISS: Final = NUM_BUCKETS  # the gap of a lookup that found nothing
+_PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further one at twice that
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,9 @@ class Recorder:
     def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
         """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
         self.evictions[reason] += num_pages
-        self._residency[bucket(age_s)] += num_pages
-        self._idle[bucket(idle_s)] += num_pages
+        age, idle = int(age_s * _PER_SECOND).bit_length(), int(idle_s * _PER_SECOND).bit_length()
+        self._residency[age if age < NUM_BUCKETS else NUM_BUCKETS - 1] += num_pages
+        self._idle[idle if idle < NUM_BUCKETS else NUM_BUCKETS - 1] += num_pages
 
     @property
     def recent(self) -> tuple[int, int]:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ramify.cache.events import EventLog
 from ramify.cache.eviction import EvictionQueue, Policy
-from ramify.cache.ghosts import CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
-from ramify.cache.key import ATOM_BYTES, CacheKey, shared_pages
+from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.recorder import MISS, Recorder, bucket
 from ramify.cache.tree import SHARDS, Node, RadixTree
 from ramify.cache.values import CacheStats
+from ramify.errors import OutOfPagesError
 
 
 class PageStore:
@@ -64,14 +66,13 @@ class PageStore:
 
     def pin_path(self, root: int, path: Sequence[int]) -> None:
         """One more pin on a root and the nodes below it, the last of which may be a leaf."""
-        tree, pins, pinned = self.tree, self.tree.pins, 0
+        tree, pins = self.tree, self.tree.pins
+        pins[root] += 1
         for node in path:
             count = pins[node]
             if not count:
-                pinned += tree.resident[node]
+                self.num_evictable -= tree.resident[node]
             pins[node] = count + 1
-        pins[root] += 1
-        self.num_evictable -= pinned
         if path and self.queue.place[path[-1]]:
             self.queue.remove(path[-1])
 
@@ -100,27 +101,30 @@ class PageStore:
             if not left:
                 unpinned += tree.resident[at]
             used = last_access[at]
-            if tree.start[at] < num_known or 0 < used < since:
+            if 0 < used < since or tree.start[at] < num_known:
                 known.append(at)
             elif not used:
                 new.append(at)  # else somebody else has computed it meanwhile, and used it
             last_access[at] = clock
             used_s[at] = now_s
             at = above
-        new.reverse()
-        known.reverse()
+        if len(new) > 1:
+            new.reverse()
+        if len(known) > 1:
+            known.reverse()
         try:
             self.policy.used(new, known, tree.start[node] + tree.length[node])
         finally:
             self._unpinned(node, at, unpinned)
 
     def _unpinned(self, node: int, root: int, num_pages: int) -> None:
-        self.tree.pins[root] -= 1
+        tree = self.tree
+        tree.pins[root] -= 1
         self.num_evictable += num_pages
-        if self._is_evictable(node) and not self.queue.place[node]:
+        if not self.queue.place[node] and self._is_evictable(node):
             self.queue.offer(node)
-        if not self.tree.first_child[root]:
-            self.tree.drop_empty_root(root)
+        if not tree.first_child[root]:
+            tree.drop_empty_root(root)
 
     def count_lookup(
         self, path: Sequence[int], node: int, atoms: bytes, found: int, end: int
@@ -131,9 +135,11 @@ class PageStore:
         and its number.
         """
         tree, recorder, hits = self.tree, self.recorder, self.tree.hits
-        for at in path:
-            hits[at] += 1
-        gap = bucket(self.now_s() - tree.used_s[node]) if path else MISS
+        gap = MISS
+        if path:
+            for at in path:
+                hits[at] += 1
+            gap = bucket(self.now_s() - tree.used_s[node])
         ideal, position = found, found * ATOM_BYTES
         if tree.num_ghost_pages and position < end:
             for below, shared in tree.follow(node, atoms, position, end):
@@ -149,6 +155,21 @@ class PageStore:
             recorder.write_log(used, self.num_evictable, ledger.num_free)
         return tokens, found, ideal, gap, self.clock
 
+    def cancel_lookup(self, node: int, counted: tuple[int, int, int, int, int]) -> None:
+        """Undo the count of a lookup that ended at `node`."""
+        self.recorder.cancel(*counted[:4])
+        for at in self.tree.path(node):
+            self.tree.hits[at] -= 1
+
+    def cut(self, node: int, depth: int) -> int:
+        """The node at or above `node` that ends at page `depth`; it is made if need be."""
+        tree = self.tree
+        while tree.start[node] >= depth and tree.parent[node]:
+            node = tree.parent[node]
+        if tree.start[node] + tree.length[node] > depth:
+            node = self.split(node, depth - tree.start[node])
+        return node
+
     def split(self, node: int, num_pages: int) -> int:
         """Cut a node; returns the upper half, which the caller is going to pin."""
         tree = self.tree
@@ -162,9 +183,7 @@ class PageStore:
     def _is_evictable(self, node: int) -> bool:
         """Whether a node is a leaf that nobody pins; a root never is."""
         tree = self.tree
-        if tree.pins[node] or tree.resident_children[node]:
-            return False
-        return tree.resident[node] > 0
+        return not tree.pins[node] and not tree.resident_children[node] and tree.resident[node] > 0
 
     def _same_place(self, node: int, other: int) -> bool:
         """Whether two nodes are alike in the order of eviction."""
@@ -203,16 +222,20 @@ class PageStore:
         Raises:
             PageOwnershipError: a page is not private; nothing changed.
         """
+        if not packed:
+            return node, packed
+        child = self.tree.index.find(node, key.atoms, position)
+        if self.tree.resident[child]:
+            return self._insert_beside(node, child, key, position, packed)
+        self.ledger.adopt(packed)
+        return self.fill(node, child, key, position, packed, 0), packed
+
+    def _insert_beside(
+        self, node: int, child: int, key: CacheKey, position: int, packed: bytes
+    ) -> tuple[int, bytes]:
+        """The same where somebody else has published some of it."""
         tree, atoms, page_bytes, parts = self.tree, key.atoms, self._page_bytes, list[bytes]()
-        while packed:
-            child = tree.index.find(node, atoms, position)
-            if not tree.resident[child]:  # nor has node 0
-                self.ledger.adopt(packed)
-                node = self.fill(node, child, key, position, packed, 0)
-                parts.append(packed)
-                break
-            if tree.holder[child]:
-                break  # somebody else is computing it: ours stay private
+        while tree.resident[child] and not tree.holder[child]:
             if not parts:
                 self.ledger.require_private(packed)
             edge = tree.edges[child % SHARDS][child]
@@ -230,7 +253,15 @@ class PageStore:
             packed = packed[shared * ID_BYTES :]
             position += shared * page_bytes
             node = child
-        return node, parts[0] if len(parts) == 1 else b"".join(parts)
+            if not packed:
+                break
+            child = tree.index.find(node, atoms, position)
+        else:  # what is left, somebody else is computing, or nobody has
+            if not tree.resident[child]:
+                self.ledger.adopt(packed)
+                node = self.fill(node, child, key, position, packed, 0)
+                parts.append(packed)
+        return node, b"".join(parts)
 
     def fill(
         self, node: int, child: int, key: CacheKey, position: int, packed: bytes, holder: int
@@ -255,7 +286,7 @@ class PageStore:
                 tree.hits[child] = 0
             else:
                 shared = len(packed) // ID_BYTES if longest is None else longest
-                edge = atoms[position : position + shared * page_bytes]
+                edge = piece(atoms, position, position + shared * page_bytes)
                 if not holder and longest is None and self._may_grow(node, len(edge)):
                     tree.grow(node, edge, packed)
                     child = node
@@ -299,21 +330,33 @@ class PageStore:
 
     # -- pages out -------------------------------------------------------------------------
 
+    def make_room(self, num_pages: int, missing: int) -> None:
+        """Evict the `missing` ones of `num_pages` pages that somebody asks for.
+
+        Raises:
+            OutOfPagesError: there are not so many to evict; nothing changed.
+        """
+        if missing > self.num_evictable:
+            ledger = self.ledger
+            raise OutOfPagesError(num_pages, ledger.num_free, self.num_evictable, ledger.num_pages)
+        self.evict(missing, CAPACITY)
+
     def evict(self, num_pages: int, reason: int) -> int:
         """Evict up to `num_pages` pages in the order of the policy; returns how many."""
-        tree, evicted, now_s = self.tree, 0, self.now_s()
-        while evicted < num_pages and (node := self.queue.first()):
+        tree, queue, evicted, now_s = self.tree, self.queue, 0, self.now_s()
+        resident, place = tree.resident, queue.place
+        while evicted < num_pages and (node := queue.first()):
             while True:
                 evicted += self._evict_from(node, num_pages - evicted, reason, now_s)
-                above = tree.parent[node]
-                if tree.resident[node]:
-                    if not self.queue.place[node]:
-                        self.queue.offer(node)
+                if resident[node]:
+                    if not place[node]:
+                        queue.offer(node)
                     break
+                above = tree.parent[node]
                 if not self._is_evictable(above):
                     break
                 if evicted >= num_pages or not self._same_place(node, above):
-                    self.queue.offer(above)
+                    queue.offer(above)
                     break
                 node = above  # which would come next: no need to queue for it
         self.ghosts.trim()
@@ -344,18 +387,20 @@ class PageStore:
 
     def _evict_from(self, node: int, num_pages: int, reason: int, now_s: float) -> int:
         """Evict pages from the tail of an evictable leaf; when it has none left, it is no leaf."""
-        tree = self.tree
+        tree, log = self.tree, self.log
         self.policy.evicted(node)
-        cut: int = min(tree.resident[node], num_pages)
+        cut = tree.resident[node]
+        if cut > num_pages:
+            cut = num_pages
+        elif self.queue.place[node]:
+            self.queue.remove(node)
         packed = tree.evict_tail(node, cut)
         self.ledger.reclaim(packed)
         self.num_evictable -= cut
         self.recorder.evicted(reason, cut, now_s - tree.created_s[node], now_s - tree.used_s[node])
-        if self.log.subscribers or self.log.observers:
-            self.log.removed(node, packed, reason)
-        self.ghosts.add(node, reason, self.clock, now_s)
-        if not tree.resident[node] and self.queue.place[node]:
-            self.queue.remove(node)
+        if log.subscribers or log.observers:
+            log.removed(node, packed, reason)
+        self.ghosts.add(node, reason, now_s)
         return cut
 
     def drop_pending(self, nodes: Iterable[int]) -> None:
@@ -364,7 +409,7 @@ class PageStore:
         for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
             tree.pins[node] = tree.holder[node] = 0
             self.ledger.reclaim(tree.evict_tail(node, tree.resident[node]))
-            self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
+            self.ghosts.add(node, WITHDRAWN, self.now_s())
         self.ghosts.trim()
 
     def retract(self, nodes: Sequence[int], start: int) -> tuple[int, bytes]:
@@ -382,7 +427,7 @@ class PageStore:
             last = tree.parent[node]
             tree.pins[node] = tree.holder[node] = 0
             parts.append(tree.evict_tail(node, tree.resident[node]))
-            self.ghosts.add(node, WITHDRAWN, self.clock, self.now_s())
+            self.ghosts.add(node, WITHDRAWN, self.now_s())
         packed = b"".join(reversed(parts))
         self.ledger.disown(packed)
         self.ghosts.trim()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from ramify.cache.key import ATOM_BYTES, CacheKey
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.tree import Node
 

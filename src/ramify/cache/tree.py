@@ -11,17 +11,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Final, Literal, Protocol, overload
 
-from ramify.cache.key import ATOM_BYTES, shared_pages
 from ramify.cache.marks import Marks, between
+from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages
 from ramify.errors import ConfigError
 
-SHARDS = (
-    256  # of the dicts from node to bytes: each stays small enough to be resized in microseconds
-)
-MAX_GROWN_BYTES = 1 << 16  # a leaf longer than this gets a child instead of being copied to grow
+SHARDS: Final = 256  # of the dicts from node to bytes: each stays small enough to resize quickly
+MAX_GROWN_BYTES: Final = (
+    1 << 16
+)  # a leaf longer than this gets a child instead of being copied to grow
 
 
 class ChildIndex(Protocol):
@@ -87,25 +87,25 @@ class PageIndex:
     def find(self, parent: int, atoms: bytes, position: int) -> int:
         """One dict lookup, however many children there are."""
         end = position + self._page_bytes
-        name = atoms[position:end] + parent.to_bytes(4, "little")
-        return self._shards[atoms[end - ATOM_BYTES]].get(name, 0)
+        shard = self._shards[atoms[end - ATOM_BYTES]]
+        return shard.get(atoms[position:end] + parent.to_bytes(4, "little"), 0)
 
     def add(self, node: int) -> None:
         """Name a node by its first page and its parent."""
-        shard, name = self._name(node)
+        tree, end = self._tree, self._page_bytes
+        edge = tree.edges[node % SHARDS][node]
+        shard = self._shards[edge[end - ATOM_BYTES]]
+        name = bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
         assert name not in shard, "siblings share their first page"
         shard[name] = node
 
     def remove(self, node: int) -> None:
         """Forget the name of a node."""
-        shard, name = self._name(node)
-        del shard[name]
-
-    def _name(self, node: int) -> tuple[dict[bytes, int], bytes]:
         tree, end = self._tree, self._page_bytes
         edge = tree.edges[node % SHARDS][node]
-        name = edge[:end] + tree.parent[node].to_bytes(4, "little")
-        return self._shards[edge[end - ATOM_BYTES]], name
+        del self._shards[edge[end - ATOM_BYTES]][
+            bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
+        ]
 
 
 class RadixTree:
@@ -131,11 +131,12 @@ class RadixTree:
         self.num_ghosts = 0  # nodes without a resident page
         self.num_ghost_pages = 0  # remembered pages, those of partly evicted nodes included
         self._vacant = array("i")
-        self.edges: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
+        self.edges: list[dict[int, bytes | memoryview]] = [{} for _ in range(SHARDS)]
         self.pages: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
         self.marks: dict[int, Marks] = {}
         self._columns: list[array[Any]] = []
         self._inherited: list[array[Any]] = []
+        self._cleared: list[array[Any]] = []  # of a number given back; `add` sets the others
         self._capacity = 1  # entries in every column
         self.root = self.column("i")
         self.parent = self.column("i")
@@ -148,12 +149,13 @@ class RadixTree:
         self.start = self.column("i", inherited=True)  # pages above the node
         self.pins = self.column("i", inherited=True)
         self.holder = self.column("q", inherited=True)
-        self.hits = self.column("q", inherited=True)
-        self.priority = self.column("i", inherited=True)
-        self.last_access = self.column("q", inherited=True)
         self.created = self.column("q", inherited=True)
         self.created_s = self.column("d", inherited=True)
         self.used_s = self.column("d", inherited=True)
+        self._cleared.clear()
+        self.hits = self.column("q", inherited=True)
+        self.priority = self.column("i", inherited=True)
+        self.last_access = self.column("q", inherited=True)
 
     @overload
     def column(
@@ -170,6 +172,7 @@ class RadixTree:
         self._columns.append(column)
         if inherited:
             self._inherited.append(column)
+            self._cleared.append(column)
         return column
 
     # -- finding ---------------------------------------------------------------------------
@@ -236,6 +239,7 @@ class RadixTree:
         root = self.roots[namespace] = self._new()
         self.namespaces[root] = namespace
         self.root[root] = root
+        self.parent[root] = self.start[root] = self.length[root] = 0
         return root
 
     def drop_empty_root(self, root: int) -> None:
@@ -254,27 +258,23 @@ class RadixTree:
         return self._vacant.pop()
 
     def _vacate(self, node: int) -> None:
-        """Give a number back, with all its fields 0."""
-        self.root[node] = self.parent[node] = self.length[node] = 0
-        self.next_sibling[node] = self.prev_sibling[node] = 0
-        for column in self._inherited:
+        """Give a number back, without pins, holder, children and siblings."""
+        for column in self._cleared:
             column[node] = 0
         self._vacant.append(node)
 
-    def add(self, parent: int, atoms: bytes, packed: bytes, holder: int) -> int:
+    def add(self, parent: int, atoms: bytes | memoryview, packed: bytes, holder: int) -> int:
         """Hang a leaf below `parent`, which must have no child that begins with the same page."""
-        node = self._new()
-        count = len(packed) // ID_BYTES
+        node = self._vacant.pop() if self._vacant else self._new()
         shard = node % SHARDS
         self.edges[shard][node] = atoms
         self.pages[shard][node] = packed
         self.root[node] = self.root[parent]
         self.parent[node] = parent
         self.start[node] = self.start[parent] + self.length[parent]
-        self.length[node] = self.resident[node] = count
+        self.length[node] = self.resident[node] = len(packed) // ID_BYTES
         self.holder[node] = holder
-        head = self.first_child[parent]
-        if head:
+        if head := self.first_child[parent]:
             self.next_sibling[node] = head
             self.prev_sibling[head] = node
         self.first_child[parent] = node
@@ -297,9 +297,9 @@ class RadixTree:
         for column in self._inherited:
             column[upper] = column[node]
         self.index.remove(node)
-        self.edges[upper % SHARDS][upper] = edge[:cut]
+        self.edges[upper % SHARDS][upper] = piece(edge, 0, cut)
         self.pages[upper % SHARDS][upper] = packed[: num_pages * ID_BYTES]
-        self.edges[shard][node] = edge[cut:]
+        self.edges[shard][node] = piece(edge, cut, len(edge))
         self.pages[shard][node] = packed[num_pages * ID_BYTES :]
         self.length[upper] = num_pages
         self.resident[upper] = min(resident, num_pages)
@@ -328,10 +328,10 @@ class RadixTree:
         self.num_nodes += 1
         return upper
 
-    def grow(self, node: int, atoms: bytes, packed: bytes) -> None:
+    def grow(self, node: int, atoms: bytes | memoryview, packed: bytes) -> None:
         """Append pages to a leaf that is resident in full."""
         shard, count = node % SHARDS, len(packed) // ID_BYTES
-        self.edges[shard][node] += atoms
+        self.edges[shard][node] = b"".join((self.edges[shard][node], atoms))
         self.pages[shard][node] += packed
         self.length[node] += count
         self.resident[node] += count
@@ -357,16 +357,17 @@ class RadixTree:
 
     def evict_tail(self, node: int, num_pages: int) -> bytes:
         """Take the last `num_pages` page ids off a leaf, which stays as a memory of them."""
-        keep = self.resident[node] - num_pages
-        shard = node % SHARDS
-        packed = self.pages[shard][node]
-        self.pages[shard][node] = packed[: keep * ID_BYTES]
+        keep, shard = self.resident[node] - num_pages, self.pages[node % SHARDS]
+        packed = shard[node]
         self.resident[node] = keep
         self.num_ghost_pages += num_pages
-        if not keep:
-            self.num_ghosts += 1
-            self.resident_children[self.parent[node]] -= 1
-        return packed[keep * ID_BYTES :]
+        if keep:
+            shard[node] = packed[: keep * ID_BYTES]
+            return packed[keep * ID_BYTES :]
+        shard[node] = b""
+        self.num_ghosts += 1
+        self.resident_children[self.parent[node]] -= 1
+        return packed
 
     def forget(self, node: int) -> None:
         """Drop the memory of a leaf's evicted pages; a leaf without resident pages leaves."""
@@ -374,23 +375,26 @@ class RadixTree:
         self.num_ghost_pages -= self.length[node] - keep
         if keep:
             shard = node % SHARDS
-            self.edges[shard][node] = self.edges[shard][node][: keep * self.page_bytes]
+            self.edges[shard][node] = piece(self.edges[shard][node], 0, keep * self.page_bytes)
             self.length[node] = keep
             if node in self.marks:
                 self._mark(node, between(self.marks.pop(node), 0, keep * self.page_size))
             return
         assert not self.first_child[node] and not self.pins[node]
         self.index.remove(node)
-        before, after, parent = self.prev_sibling[node], self.next_sibling[node], self.parent[node]
+        before, after = self.prev_sibling[node], self.next_sibling[node]
         if before:
             self.next_sibling[before] = after
+            self.prev_sibling[node] = 0
         else:
-            self.first_child[parent] = after
+            self.first_child[self.parent[node]] = after
         if after:
             self.prev_sibling[after] = before
+            self.next_sibling[node] = 0
         shard = node % SHARDS
         del self.edges[shard][node], self.pages[shard][node]
-        self.marks.pop(node, None)
+        if self.marks:
+            self.marks.pop(node, None)
         self.num_nodes -= 1
         self.num_ghosts -= 1
         self._vacate(node)
@@ -438,11 +442,16 @@ class RadixTree:
 
     def edge(self, node: int) -> bytes:
         """The packed atoms of a node."""
-        return self.edges[node % SHARDS][node]
+        return bytes(self.edges[node % SHARDS][node])
 
     def packed_pages(self, node: int) -> bytes:
         """The packed ids of a node's resident pages."""
         return self.pages[node % SHARDS][node]
+
+    def path_pages(self, path: list[int]) -> bytes:
+        """The packed ids of the pages of several nodes."""
+        parts = [self.pages[node % SHARDS][node] for node in path]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def node(self, node: int) -> Node:
         """All that is known of a node."""

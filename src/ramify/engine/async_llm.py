@@ -21,7 +21,7 @@ from ramify.engine.session import AsyncSession, SessionOptions, open_transcript
 from ramify.engine.stats import EngineStats
 from ramify.engine.stream import Inbox, Outlet, Stream
 from ramify.engine.warm import WARM_PARAMS, WarmPrompt
-from ramify.errors import ConfigError, OverloadedError, RequestError
+from ramify.errors import ConfigError, RequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class AsyncLLM:
     Args:
         model: as `LLM`.
         progress: bars on stderr while weights load, if it is a terminal.
-        max_waiting: requests that may wait; one more is an OverloadedError.
+        max_waiting: requests that may wait; one more is an OverloadedError. None: any number.
         options: those of `LLM`.
 
     The constructor loads the model in the caller's thread. The engine's thread starts with the
@@ -56,37 +56,29 @@ class AsyncLLM:
         model: str | Path = _MODEL.model,
         *,
         progress: bool = False,
-        max_waiting: int = MAX_WAITING,
+        max_waiting: int | None = MAX_WAITING,
         **options: Any,
     ) -> None:
         if not isinstance(model, str | Path):
             raise ConfigError(f"model={model!r} but it must be a directory or a name")
-        asked = EngineConfig.of(model=str(model), **options)
+        asked = EngineConfig.of(model=str(model), max_waiting=max_waiting, **options)
         from ramify.engine.build import Engine
 
         self._engine: Engine | None = Engine(asked, progress=progress)
-        self._begin(self._engine.core, self._engine.tokenizer, max_waiting)
+        self._begin(self._engine.core, self._engine.tokenizer)
 
     @classmethod
-    def over(
-        cls,
-        core: EngineCore,
-        tokenizer: Tokenizer | None = None,
-        *,
-        max_waiting: int = MAX_WAITING,
-    ) -> AsyncLLM:
+    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
         """The same over an engine of your own, which nobody else may touch from now on."""
         made = cls.__new__(cls)
         made._engine = None  # noqa: SLF001 - its own class
-        made._begin(core, tokenizer, max_waiting)  # noqa: SLF001
+        made._begin(core, tokenizer)  # noqa: SLF001
         return made
 
-    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None, max_waiting: int) -> None:
-        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
-            raise ConfigError(f"max_waiting={max_waiting!r} but it must be an integer >= 1")
+    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.config: ResolvedConfig = core.config
-        self._loop = EngineLoop(core, max_waiting=max_waiting)
+        self._loop = EngineLoop(core)
         self._outlets: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outlet] = (
             weakref.WeakKeyDictionary()
         )
@@ -255,7 +247,7 @@ class AsyncLLM:
             async with room:
                 try:
                     return await self._stream(make, WARM_PARAMS, options, in_thread=True).whole()
-                except (RequestError, OverloadedError) as error:
+                except RequestError as error:
                     return error
 
         return list(await asyncio.gather(*map(compute, many)))

@@ -14,10 +14,12 @@ from ramify.attention.exact import Exactness
 from ramify.attention.mla import MlaAttention
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
+from ramify.engine.acceptance import accept_or_pick
 from ramify.engine.core import EngineCore
 from ramify.engine.executors import LocalExecutor
 from ramify.engine.memory import free_memory
 from ramify.engine.runner import ModelRunner
+from ramify.engine.sampler import pick
 from ramify.engine.structured import Formats
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
@@ -87,9 +89,10 @@ class Engine:
                 tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
             )
         self.epoch = 0  # of the weights
+        by_rejection = asked.speculative.speculative_sampling == "rejection"
         self.core = EngineCore(
             self.config,
-            LocalExecutor(self.runner),
+            LocalExecutor(self.runner, accept_or_pick if by_rejection else pick),
             vocab_size=config.vocab_size,
             eos_token_ids=eos_token_ids,
             namespace=self._namespace(self.path, self.epoch),

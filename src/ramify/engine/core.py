@@ -17,15 +17,17 @@ from ramify.cache.key import namespace_of
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.advance import TextDecoder, advance, finish_text, take_text
+from ramify.engine.faults import Faults
 from ramify.engine.intake import check_vocabulary, checked_ids, max_len
 from ramify.engine.plan import step_plan
 from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
 from ramify.engine.shaping import Matcher, Shaper
-from ramify.engine.speculative import Drafter
-from ramify.engine.step import Executor, StepResult
-from ramify.errors import CacheError, InvalidParamsError, StepFailedError, UnknownRequestError
+from ramify.engine.speculative import Drafter, drafter_of
+from ramify.engine.step import Executor, StepPlan, StepResult
+from ramify.engine.watchdog import Watchdog
+from ramify.errors import CacheError, InvalidParamsError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.params import (
     CacheReport,
@@ -37,8 +39,6 @@ from ramify.params import (
 )
 
 logger = logging.getLogger(__name__)
-
-MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class EngineCore:
         eos_token_ids: the model's own ends of sequence.
         namespace: what the K/V depends on beside the tokens: model, weights, dtype.
         text_decoder: makes a decoder per request; None when the model has no tokenizer.
-        drafter: guesses tokens; None when nothing is guessed.
+        drafter: guesses tokens; None for the one that `config` asks for, if any.
         formats: makes a matcher for one answer; None when there is no structured output.
         clock: seconds; another one can be passed in tests.
     """
@@ -96,6 +96,23 @@ class EngineCore:
         self.cache = PrefixCache(
             config.num_pages, config.page_size, policy=config.asked.cache.policy, clock=clock
         )
+        self.start_over()
+        self.faults = Faults(self, config.asked.faults)
+        self.watchdog = Watchdog(config.asked.faults.step_timeout_s)
+        self.rechecks = Rechecks(config.asked.attention.verify_sample)
+        self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
+        self.max_waiting = config.asked.scheduler.max_waiting
+        self.num_steps = 0
+        self.num_computed_tokens = 0  # query rows of all steps so far
+        self.drafter = drafter or drafter_of(config, self.cache)
+        self._text_decoder, self._clock, self._formats = text_decoder, clock, formats
+        self._requests: dict[int, Request] = {}
+        self._outbox: list[StepOutput] = []  # not told yet: more than one step's after an interrupt
+        self._ids = count()
+
+    def start_over(self) -> None:
+        """Empty table, planner and queues over the cache as it is; nobody's requests are told."""
+        config = self.config
         width = min(config.max_pages_per_seq, config.num_pages)
         self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
         self.planner = RadixAttentionPlanner(
@@ -107,16 +124,6 @@ class EngineCore:
             max_batch_tokens=config.max_batch_tokens,
             coalesce_steps=config.asked.scheduler.coalesce_steps,
         )
-        self.rechecks = Rechecks(config.asked.attention.verify_sample)
-        self._draw = random.Random()  # noqa: S311  # which requests are checked is no secret
-        self.max_waiting = config.asked.scheduler.max_waiting
-        self.num_steps = 0
-        self.num_computed_tokens = 0  # query rows of all steps so far
-        self._text_decoder, self._drafter, self._clock = text_decoder, drafter, clock
-        self._formats = formats
-        self._requests: dict[int, Request] = {}
-        self._outbox: list[StepOutput] = []  # not told yet: more than one step's after an interrupt
-        self._ids = count()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class EngineCore:
         namespace = self.namespace_for(tenant, salt)
         request = self._new_request(ids, params, namespace, longest)
         request.prompt, request.priority, request.tenant = prompt, priority, tenant
-        request.recheck = self._draw.random() < self.rechecks.share
+        request.recheck = self.sampled(self.rechecks.share)
         for index in range(1, params.n):
             branch = self._new_request(
                 ids, replace(params, prompt_logprobs=None), namespace, longest
@@ -173,13 +180,27 @@ class EngineCore:
             request.branches.append(branch)
         for one in (request, *request.branches):
             one.sequence.max_shared = max_shared
-            one.shaper = self._shaper(one)
+            self.renew(one)
         for one in (request, *request.branches):
             self._requests[one.id] = one
-            if self._text_decoder is not None:
-                one.decoder = self._text_decoder()
         self.scheduler.add(request)
         return request.id
+
+    def renew(self, request: Request) -> None:
+        """Give a request a shaper, and a decoder that knows its tokens so far.
+
+        At its beginning, and in place of those that broke off in the middle of a call.
+        """
+        request.shaper = self._shaper(request)
+        if self._text_decoder is not None:
+            request.decoder = self._text_decoder()
+            ends = isinstance(request.stop_reason, int)  # in a token that is no text
+            for token in request.output_ids[: -1 if ends else None]:
+                request.decoder.step(token)
+
+    def sampled(self, share: float) -> bool:
+        """Whether something that is done to a share of all cases is done to this one."""
+        return self._draw.random() < share
 
     def namespace_for(self, tenant: str = "", salt: str = "") -> bytes:
         """Where the prefixes of a tenant and salt are cached."""
@@ -248,14 +269,22 @@ class EngineCore:
         request = self._requests.get(request_id) if isinstance(request_id, int) else None
         if request is None or request.leader is not None or request.is_settled:
             raise UnknownRequestError(request_id)
-        for one in (request, *request.branches):
-            if not one.is_finished:
-                self._end(one, FinishReason.ABORT)
-        return self._settle(request)
+        self.faults.involved = ()
+        while not request.has_ended:
+            try:
+                for one in (request, *request.branches):
+                    if not one.is_finished:
+                        self._end(one, FinishReason.ABORT)
+            except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
+                self.faults.contain(error)
+        told = [one for one in self._outbox if one.request_id == request_id]
+        self._outbox = [one for one in self._outbox if one.request_id != request_id]
+        settled = [one.output for one in told if one.output is not None]  # by a repair
+        return settled[0] if settled else self._settle(request)
 
     @property
-    def live_requests(self) -> list[Request]:
-        """Requests and branches that have not ended, in order of arrival."""
+    def live(self) -> list[Request]:
+        """Requests and branches whose caller was not told all yet, oldest first."""
         return list(self._requests.values())
 
     def forget(self, request_ids: Container[int]) -> None:
@@ -271,93 +300,104 @@ class EngineCore:
 
     def step(self) -> list[StepOutput]:
         """schedule → plan → execute → commit → update; what it did, request by request."""
-        self._step()
+        self.watchdog.begin(self.faults.describe)
+        try:
+            self._step()
+            self.faults.maybe_check()
+        except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
+            self.faults.contain(error)
+        finally:
+            self.watchdog.end()
         outputs, self._outbox = self._outbox, []
         return outputs
 
     def _step(self) -> None:
-        if self._drafter is not None:
-            for request in self.scheduler.running:
-                one = request.sequence
-                if (
-                    one.num_uncomputed == 1
-                    and not request.failures
-                    and not request.waiting_branches
-                ):
-                    limit = request.max_len - len(one.tokens) - 1
-                    request.draft = self._drafter.propose(request, limit)
+        self.faults.involved = ()
+        planned = self._planned()
+        if planned is None:
+            return
+        scheduled, plan = planned
+        try:
+            result = self.executor.execute(plan)
+        except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
+            self.faults.step_failed(scheduled, error)
+            return
+        self._step_done(scheduled, result)
+        self.faults.step_succeeded()
+
+    def _planned(self) -> tuple[Scheduled, StepPlan] | None:
+        """The next step, if there is anything to do."""
+        if self.drafter is not None:
+            for request, draft in self.drafter.propose(self.scheduler.running):
+                request.draft = draft
         scheduled = self.scheduler.schedule()
         if scheduled is None:
-            return
+            return None
+        self.faults.involved = scheduled.requests
         now = self._clock()
         for request in scheduled.requests:
             if request.first_step_s is None:
                 request.first_step_s = now
-        try:
-            result = self.executor.execute(step_plan(scheduled))
-        except Exception as error:  # noqa: BLE001 - contained here: the step's requests are told
-            self._step_failed(scheduled, error)
-            return
-        except BaseException:  # an interrupt: the engine stays whole for whoever goes on
-            self._put_back(scheduled.requests)
-            raise
-        try:
-            self._step_done(scheduled, result)
-        except BaseException:  # whoever was not served goes on from what it has; see `_outbox`
-            idle = [one for one in self.scheduler.running if not one.sequence.num_uncomputed]
-            self._put_back([*scheduled.requests, *idle])
-            raise
+        return scheduled, step_plan(scheduled)
 
     def _step_done(self, scheduled: Scheduled, result: StepResult) -> None:
         """Commit what was computed and hand out what was drawn."""
         if result.failed:
-            self._some_failed(scheduled, result.failed)
+            self.faults.some_failed(scheduled, result.failed)
         served = [one for one in scheduled.requests if one.sequence.num_planned]
-        starts, kept, news = [], [], {}
+        starts, kept = [], []
         for request in served:
-            sequence = request.sequence
-            num_planned = sequence.num_planned
-            starts.append(sequence.num_computed)
+            num_planned = request.sequence.num_planned
+            starts.append(request.sequence.num_computed)
             if request.id in result.drawn:
-                news[request.id] = advance(request, result.drawn[request.id])
-                num_planned -= len(request.draft) + 1 - news[request.id][0]
+                num_drawn = len(result.drawn[request.id].token_ids)
+                num_planned -= len(request.draft) + 1 - num_drawn
             kept.append(num_planned)
         self.planner.commit([request.sequence for request in served], kept)
         self.num_steps += 1
         self.num_computed_tokens += scheduled.batch.num_tokens
         for request, start in zip(served, starts, strict=True):
+            self.faults.involved = (request,)
             request.note_computed(start)
             request.prompt_logprobs.extend(result.scored.get(request.id, ()))
-            if request.id in news:
-                self._served(request, news[request.id], result)
+            if request.id in result.drawn:
+                self._served(request, result)
 
-    def _served(
-        self, request: Request, new: tuple[int, FinishReason | None], result: StepResult
-    ) -> None:
+    def _served(self, request: Request, result: StepResult) -> None:
         """A request has new tokens, whose K/V but the last one's is committed."""
-        sequence = request.sequence
+        sequence, num_known = request.sequence, len(request.output_ids)
+        branches = [one for one in request.waiting_branches if one.id in result.drawn]
+        self._advance(request, result)
         if request.draft:
             del sequence.tokens[sequence.num_computed :]
+            if self.drafter is not None:
+                num_right = len(result.drawn[request.id].token_ids) - 1
+                self.drafter.verified(request, min(num_right, len(request.output_ids) - num_known))
             request.draft = ()
-        branches = [
-            one for one in request.branches if one.id in result.drawn and not one.output_ids
-        ]
         for one in branches:
             self._branch_off(one, request)
-        self._go_on(request, *new)
+        self._go_on(request)
         for one in branches:
-            self._go_on(one, *advance(one, result.drawn[one.id]))
+            self._advance(one, result)
+            self._go_on(one)
 
-    def _go_on(self, request: Request, num_new: int, reason: FinishReason | None) -> None:
-        """Tell the new tokens of a request, which ends for a reason, or is computed further."""
+    def _advance(self, request: Request, result: StepResult) -> None:
+        """Add what was drawn; from now on a request stands for its answer's end, if that is it."""
+        try:
+            advance(request, result.drawn[request.id])
+        except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
+            self.faults.text_failed(request, error)
+
+    def _go_on(self, request: Request) -> None:
+        """Tell the new tokens of a request, which ends if it must, or is computed further."""
         if request.first_token_s is None:
             request.first_token_s = self._clock()
-        request.failures = 0
-        if reason is None:
+        self.faults.acquit(request)
+        if request.ending is None:
             request.sequence.tokens.append(request.output_ids[-1])
         else:
-            self._end(request, reason)
-        self._tell(request, num_new)
+            self._end(request, request.ending)
+        self.tell(request)
 
     def _branch_off(self, branch: Request, leader: Request) -> None:
         """Let a branch go on from its leader's prompt: with the same pages, or back in the queue."""
@@ -372,28 +412,32 @@ class EngineCore:
         try:
             if pairs:
                 self.executor.copy_pages(pairs)
-        except BaseException:
+        except Exception as error:  # noqa: BLE001 - out of memory, say: it can do without
+            logger.warning("pages of request %d were not copied: %s", leader.id, error)
             self.planner.release([twin])
-            raise
+            self.scheduler.add(branch)
+            return
         branch.sequence = twin
         self.scheduler.join(branch)
 
-    def _tell(self, request: Request, num_new: int) -> None:
-        leader = request.group
+    def tell(self, request: Request) -> None:
+        """Put what is new of a request into the outbox, its end included."""
+        leader, asked = request.group, request.params.logprobs is not None
         output = self._settle(leader) if leader.has_ended and not leader.is_settled else None
+        start, request.num_told = request.num_told, len(request.output_ids)
+        request.is_told = request.is_finished
         if leader.id not in self.rechecks.running:
-            asked = request.params.logprobs is not None
             self._outbox.append(
                 StepOutput(
                     leader.id,
-                    tuple(request.output_ids[len(request.output_ids) - num_new :]),
+                    tuple(request.output_ids[start:]),
                     output,
                     request.index,
                     take_text(request),
-                    tuple(request.logprobs[-num_new:]) if asked and num_new else (),
+                    tuple(request.logprobs[start:]) if asked else (),
                     request.finish_reason,
                     leader.cache_report(cache_on=self.planner.share)
-                    if request is leader and 0 < num_new == len(request.output_ids)
+                    if request is leader and start == 0 < request.num_told
                     else None,
                 )
             )
@@ -402,62 +446,32 @@ class EngineCore:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a request or branch, once: nothing of it stays but published pages."""
+        request.ending = reason
         self.scheduler.remove(request)
-        request.finish_reason, request.end_s = finish_text(request, reason), self._clock()
-        del self._requests[request.id]
+        self.close(request)
+
+    def close(self, request: Request) -> None:
+        """Settle text and reason of a request that ends and holds nothing any more."""
+        assert request.ending is not None
+        try:
+            reason = finish_text(request, request.ending)
+        except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
+            reason = self.faults.text_failed(request, error)
+        request.end_s = self._clock()
+        request.finish_reason = reason
         if request.recheck:
             self.rechecks.note(request)
 
     def _settle(self, leader: Request) -> RequestOutput:
         """The output of a request that has ended, branches included; made once."""
+        output = leader.output(cache_on=self.planner.share)
         leader.is_settled = True
-        return leader.output(cache_on=self.planner.share)
+        for one in (leader, *leader.branches):
+            del self._requests[one.id]
+        return output
 
-    # -- when a step fails -------------------------------------------------------------------
-
-    def _step_failed(self, scheduled: Scheduled, error: Exception) -> None:
-        logger.warning("a step of %d requests failed: %s", len(scheduled.requests), error)
-        self._put_back(scheduled.requests)
-        for request in scheduled.requests:
-            self._blame(request, error)
-
-    def _some_failed(self, scheduled: Scheduled, errors: dict[int, Exception]) -> None:
-        """Some requests of a step failed: they and those that read their pages do not count."""
-        failed = {}
-        for request in scheduled.requests:
-            names = [one.id for one in (request, *request.waiting_branches) if one.id in errors]
-            if names:
-                failed[request] = errors[names[0]]
-        total = len(scheduled.requests)
-        first = next(iter(failed.values()))
-        logger.warning("%d of %d requests of a step failed: %s", len(failed), total, first)
-        self._put_back(list(failed))
-        for request, error in failed.items():
-            self._blame(request, error)
-
-    def _blame(self, request: Request, error: Exception) -> None:
-        """Count a failure; a request that failed too often ends, its waiting branches too."""
-        request.failures += 1
-        if request.failures < MAX_FAILURES:
-            return
-        for one in (request, *request.waiting_branches):
-            one.error = StepFailedError(
-                f"request {one.group.id} was in {request.failures} failed steps, the limit is "
-                f"{MAX_FAILURES}; the last one failed with {type(error).__name__}: {error}"
-            )
-            one.error.__cause__ = error
-            self._end(one, FinishReason.ERROR)
-            self._tell(one, 0)
-
-    def _put_back(self, requests: Sequence[Request]) -> None:
-        """Nothing of a step counts for these: its pages are erased, they wait again."""
-        page_size, running = self.config.page_size, self.scheduler.running
-        held = {}
-        for one in running:
-            if one.sequence.row is not None:
-                pages = self.table.pages(one.sequence.row)
-                held[id(one.sequence)] = pages[one.sequence.num_computed // page_size :]
-        planned = [one.sequence for one in requests if one.sequence.row is not None]
-        back = set(map(id, self.planner.abandon(planned)))
-        self.executor.erase_pages(sorted({page for key in back for page in held[key]}))
-        self.scheduler.send_back([one for one in running if id(one.sequence) in back])
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request or branch with an error, and tell."""
+        request.error = error
+        self._end(request, FinishReason.ERROR)
+        self.tell(request)

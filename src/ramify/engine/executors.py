@@ -5,26 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ramify.engine.runner import ModelRunner
-from ramify.engine.sampler import draw_all, token_logprob
+from ramify.engine.sampler import Pick, draw_all, pick, token_logprob
 from ramify.engine.step import Drawn, StepPlan, StepResult
+from ramify.errors import StepMemoryError
 from ramify.params import TokenLogprob
 
 SCORED_ROWS = 64  # logits of so many prompt rows at a time: [64, 152k] float32 is 39 MB
 
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's words
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, of whichever device and library."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    told = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in told for words in NO_MEMORY)
+
 
 class LocalExecutor:
-    """Forward pass and sampling in the caller's thread."""
+    """Forward pass and sampling in the caller's thread.
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    Args:
+        choose: how tokens are drawn, and guesses accepted.
+    """
+
+    def __init__(self, runner: ModelRunner, choose: Pick = pick) -> None:
+        self.runner, self._choose = runner, choose
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`.
 
         Requests with a hidden row that is not finite fail, and those whose logits are not.
         """
+        try:
+            return self._execute(plan)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            raise StepMemoryError(plan.batch.num_tokens, told[0]) from error
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         hidden = self.runner.forward(plan)
         failed: dict[int, Exception] = {}
         for index in self.runner.broken_rows(hidden):
@@ -42,7 +67,7 @@ class LocalExecutor:
         if draws:
             rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
             logits = self.runner.logits(hidden, rows).numpy()
-            drawn, without = draw_all(logits, draws)
+            drawn, without = draw_all(logits, draws, self._choose)
             failed |= without
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
         for score in plan.scores:

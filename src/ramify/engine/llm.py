@@ -343,15 +343,26 @@ class LLM:
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
+        max_shared: int | None = None,
     ) -> int:
         """Queue one prompt; returns its id. Options as those of `generate`.
+
+        Args:
+            max_shared: only so many of its first tokens are kept for others; by default all.
 
         Raises:
             RequestError: it can never be served; nothing is queued.
         """
         chosen = params or SamplingParams()
-        options = {"priority": priority, "tenant": tenant, "salt": salt}
-        return self._answers.add(prompt, chosen, self.tokenizer, **options)
+        return self._answers.add(
+            prompt,
+            chosen,
+            self.tokenizer,
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+            max_shared=max_shared,
+        )
 
     def step(self) -> list[StepOutput]:
         """One step of the engine: what it did for whoever got any tokens.

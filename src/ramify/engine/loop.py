@@ -48,6 +48,7 @@ class Health:
     is_busy: bool  # a step is being computed
     step_age_s: float | None  # since the last step began, or ended if none is being computed
     error: str | None  # what ended a dead one
+    stuck_s: float | None = None  # how long a step has gone on beyond `step_timeout_s`
 
     @property
     def is_alive(self) -> bool:
@@ -71,15 +72,11 @@ class EngineLoop:
 
     Args:
         core: nobody else touches it from now on.
-        max_waiting: requests in the queue; beyond it, new ones are refused.
         retry_after_s: what `DrainingError` tells.
     """
 
-    def __init__(
-        self, core: EngineCore, *, max_waiting: int = 1024, retry_after_s: float = 10.0
-    ) -> None:
+    def __init__(self, core: EngineCore, *, retry_after_s: float = 10.0) -> None:
         self.core, self.retry_after_s = core, retry_after_s
-        core.max_waiting = max_waiting
         self.ended: Future[None] = Future()  # done when the thread is over
         self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
         self.error: EngineStoppedError | None = None
@@ -169,7 +166,9 @@ class EngineLoop:
         """See `Health`; waits for nobody."""
         age_s = None if self._step_s is None else time.monotonic() - self._step_s
         told = None if self.error is None else str(self.error)
-        return Health(self._state, self._is_stepping, age_s, told)
+        watchdog = self.core.watchdog
+        stuck_s = watchdog.stuck_s if watchdog.is_stuck else None
+        return Health(self._state, self._is_stepping, age_s, told, stuck_s)
 
     def _command(self, call: Callable[[EngineCore], T]) -> tuple[Command, Future[T]]:
         future: Future[T] = Future()
@@ -298,7 +297,9 @@ class EngineLoop:
     def _give_up(self, error: OutOfPagesError) -> None:
         """End the request that nothing can be freed for; its caller gets the error."""
         scheduler = self.core.scheduler
-        request = next(iter(scheduler.running or scheduler.waiting)).group
+        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
+        assert first is not None, "nobody asked for pages"
+        request = first.group
         inbox = self._inboxes.pop(request.id, None)
         self.core.rechecks.running.pop(request.id, None)
         self.core.abort(request.id)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ramify.attention.planner import RadixAttentionPlanner
-from ramify.cache.key import ATOM_BYTES, CacheKey, common_pages
+from ramify.cache.key import CacheKey
+from ramify.cache.packed import ATOM_BYTES, common_pages
 from ramify.engine.request import Request
 from ramify.engine.waiting import WaitingQueue
 

@@ -31,15 +31,16 @@ def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
         core.abort(request_id)
     for pin in core.cache.pins():  # they would keep what nobody can hit
         core.cache.unpin(pin)
-    live = core.live_requests
-    running = list(scheduler.running)
+    live = [one for one in core.live if not one.is_finished]
+    waiting, running = list(scheduler.waiting), list(scheduler.running)
     core.planner.release([one.sequence for one in running])
+    for one in waiting:
+        scheduler.waiting.remove(one)
     for one in live:
         one.recheck = False
         one.namespace = _moved(one.namespace, old, core.namespace)
-        if one not in running:
-            one.restart()
-    scheduler.send_back(running)
+        one.restart()  # branches too, which are in no queue before their prompt is computed
+    scheduler.send_back([*running, *waiting])
     return len(live)
 
 

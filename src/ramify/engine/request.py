@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ramify.attention.planner import RadixSequence
+from ramify.cache.key import CacheKey
+from ramify.engine.speculative import Guessing
 from ramify.params import (
     CacheReport,
     Completion,
@@ -51,9 +53,12 @@ class Request:
     leader: Request | None = None  # of a branch
     branches: list[Request] = field(default_factory=list)  # of a leader, live or ended
     draft: tuple[int, ...] = ()  # guesses for its next tokens, to be verified in this step
+    guessing: Guessing = field(default_factory=Guessing)
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     num_taken: int = 0  # characters of it that were told
+    num_told: int = 0  # of its tokens
+    is_told: bool = False  # that it has ended
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     due: int = 0  # when it came, in computed tokens, less what its priority is worth
@@ -67,7 +72,10 @@ class Request:
     max_computed: int = 0  # tokens whose K/V was computed or read at some time
     recomputed: int = 0
     preemptions: int = 0
-    failures: int = 0  # of steps that it was in
+    failures: int = 0  # of steps that it was in, since its last token
+    repairs: int = 0  # of the engine while it ran, since its last token
+    suspect: CacheKey | None = None  # what it had read when it failed; it goes on without
+    ending: FinishReason | None = None  # its last token is there; `finish_reason` follows
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
@@ -101,7 +109,9 @@ class Request:
     @property
     def has_ended(self) -> bool:
         """Whether a leader and its branches have all ended."""
-        return self.is_finished and all(one.is_finished for one in self.branches)
+        if self.finish_reason is None:
+            return False
+        return all(one.is_finished for one in self.branches)
 
     @property
     def is_finished(self) -> bool:
@@ -132,7 +142,8 @@ class Request:
         end = self.sequence.num_computed
         if self.report is None:
             self.report = (self.sequence.num_read, self.sequence.num_shared)
-        self.recomputed += max(0, min(self.max_computed, end) - start)
+        if start < self.max_computed:
+            self.recomputed += min(self.max_computed, end) - start
         self.max_computed = max(self.max_computed, end)
 
     def completion(self) -> Completion:
@@ -187,6 +198,8 @@ class Request:
                 total_s=end_s - self.arrival_s,
                 decode_tokens_per_s=decode,
                 preemptions=sum(one.preemptions for one in members),
+                num_drafted=sum(one.guessing.num_drafted for one in members),
+                num_accepted=sum(one.guessing.num_accepted for one in members),
             ),
             cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=scored,

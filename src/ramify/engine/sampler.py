@@ -5,7 +5,7 @@ Every row is dealt with by itself: nothing that is drawn depends on who shares t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from ramify.params import SamplingParams, TokenLogprob
 
 Row = NDArray[np.float32]  # [vocab_size]
 Rows = NDArray[np.float32]  # [rows, vocab_size]
+# Chooses by ids, weights, a number in [0, 1) and the guess for this place, if there is one.
+Pick = Callable[[NDArray[np.int64] | None, NDArray[np.float64], float, int | None], int]
 
 # How far below the likeliest the tokens are that are tried as a nucleus before all are sorted, in
 # units of the temperature. Of 152k normal scores of deviation 3, at temperature 0.8, 3k are above
@@ -23,13 +25,31 @@ Rows = NDArray[np.float32]  # [rows, vocab_size]
 NUCLEUS_DEPTHS = (10.0, 14.0)
 
 
+def pick(
+    ids: NDArray[np.int64] | None, weights: NDArray[np.float64], number: float, _guess: int | None
+) -> int:
+    """One of the tokens, by inverting their cumulative distribution; whatever was guessed.
+
+    Args:
+        ids: [kept] tokens that can be drawn; None for all.
+        weights: [kept], not negative, not all 0; overwritten.
+        number: what decides, in [0, 1).
+    """
+    mass = np.cumsum(weights, out=weights)
+    at = int(np.searchsorted(mass, number * mass[-1], side="right"))
+    if at == len(mass):  # rounded up to all of it
+        at = int(np.searchsorted(mass, mass[-1], side="left"))
+    return at if ids is None else int(ids[at])
+
+
 def draw_all(
-    logits: Rows, draws: Sequence[Draw]
+    logits: Rows, draws: Sequence[Draw], choose: Pick = pick
 ) -> tuple[dict[int, Drawn], dict[int, FloatingPointError]]:
     """What is drawn for each request, by id, and for whom nothing could be.
 
     Args:
         logits: 1 + number of drafts rows for each draw, in this order.
+        choose: how a token is drawn at a temperature > 0.
     """
     drawn: dict[int, Drawn] = {}
     failed: dict[int, FloatingPointError] = {}
@@ -41,7 +61,7 @@ def draw_all(
         end = start + len(draw.draft) + 1
         try:
             drawn[draw.request_id] = _drawn(
-                logits[start:end], draw, tokens[start:end], are_finite[start:end]
+                logits[start:end], draw, tokens[start:end], are_finite[start:end], choose
             )
         except FloatingPointError as error:
             failed[draw.request_id] = error
@@ -64,7 +84,9 @@ def draw_tokens(logits: Rows, draw: Draw) -> Drawn:
     return drawn[draw.request_id]
 
 
-def _drawn(logits: Rows, draw: Draw, likeliest: list[int], are_finite: list[bool]) -> Drawn:
+def _drawn(
+    logits: Rows, draw: Draw, likeliest: list[int], are_finite: list[bool], choose: Pick
+) -> Drawn:
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     shaping = draw.shaping
@@ -76,7 +98,7 @@ def _drawn(logits: Rows, draw: Draw, likeliest: list[int], are_finite: list[bool
                 f"the logits of request {draw.request_id} at position {draw.position + place} "
                 "are not finite; the weights or the K/V are damaged"
             )
-        token = likeliest[place] if is_plain else draw_token(logits[place], draw, place)
+        token = likeliest[place] if is_plain else draw_token(logits[place], draw, place, choose)
         tokens.append(token)
         if draw.num_logprobs is not None:
             logprobs.append(token_logprob(logits[place], token, draw.num_logprobs))
@@ -85,12 +107,11 @@ def _drawn(logits: Rows, draw: Draw, likeliest: list[int], are_finite: list[bool
     return Drawn(tuple(tokens), tuple(logprobs))
 
 
-def draw_token(logits: Row, draw: Draw, place: int = 0) -> int:
+def draw_token(logits: Row, draw: Draw, place: int = 0, choose: Pick = pick) -> int:
     """The token after the first `place` drafts. Equal scores go to the lowest id.
 
-    Temperature 0 is the likeliest token. Otherwise one of `candidates` is drawn by inverting their
-    cumulative distribution, in the order of their ids, with a number that depends on
-    (seed, position) alone.
+    Temperature 0 is the likeliest token. Otherwise one of `candidates` is chosen, with a number
+    that depends on (seed, position) alone.
 
     Raises:
         FloatingPointError: all tokens that are allowed have a score of minus infinity.
@@ -105,12 +126,8 @@ def draw_token(logits: Row, draw: Draw, place: int = 0) -> int:
     if draw.params.temperature == 0.0:
         return int(logits.argmax())
     ids, weights = candidates(logits, draw.params)
-    mass = np.cumsum(weights, out=weights)
-    target = uniform(draw.seed, draw.position + place) * mass[-1]
-    at = int(np.searchsorted(mass, target, side="right"))
-    if at == len(mass):  # rounded up to all of it
-        at = int(np.searchsorted(mass, mass[-1], side="left"))
-    return at if ids is None else int(ids[at])
+    guess = draw.draft[place] if place < len(draw.draft) else None
+    return choose(ids, weights, uniform(draw.seed, draw.position + place), guess)
 
 
 def candidates(

@@ -133,6 +133,8 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.waiting.add(request, self._prefill.num_uncached(request))
+        if request.failures:
+            self._returned.add(request)
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step; None when there is nothing to do.
@@ -213,6 +215,8 @@ class Scheduler:
                 alone = [(one, min(one.sequence.num_uncomputed, self.max_batch_tokens))]
                 if not admits:
                     return alone, []
+                if len(self.running) >= self.max_num_seqs:  # branches took the last row
+                    self._preempt([])
                 self.waiting.admit(one)
                 self.waiting.charge(one, alone[0][1])
                 return [], alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,12 @@ from ramify.engine.shaping import Shaping
 from ramify.params import SamplingParams, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Choose the next tokens of one request: one, and one more for each draft that is right."""
+class Draw(NamedTuple):
+    """Choose the next tokens of one request: one, and one more for each draft that is right.
+
+    A tuple, as `Drawn`: each step makes one per request, and a frozen dataclass takes five times
+    as long to make.
+    """
 
     request_id: int
     row: int  # of the step's query rows, whose logits give the first token; drafts are in the next
@@ -49,8 +52,7 @@ class StepPlan:
     request_ids: tuple[int, ...]  # in batch order
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """The tokens chosen for one request: the drafts that were right, and the one after them."""
 
     token_ids: tuple[int, ...]  # at least 1, at most 1 more than there were drafts
@@ -70,7 +72,11 @@ class Executor(Protocol):
     """Carries out plans. `ramify.testing.FakeExecutor` is one without a model."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the forward pass and sample; afterwards the K/V of the step is in its pages."""
+        """Run the forward pass and sample; afterwards the K/V of the step is in its pages.
+
+        Raises:
+            StepMemoryError: memory did not suffice; fewer tokens may fit.
+        """
         ...
 
     def erase_pages(self, pages: Sequence[int]) -> None:

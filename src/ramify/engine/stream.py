@@ -114,6 +114,7 @@ def merged(events: Sequence[StepOutput]) -> StepOutput:
         "".join(one.text for one in events),
         tuple(entry for one in events for entry in one.logprobs),
         last.finish_reason,
+        next((one.cache for one in events if one.cache is not None), None),
     )
 
 

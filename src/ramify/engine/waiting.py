@@ -89,6 +89,8 @@ class WaitingQueue:
         del self._waiting[request.id]
         self.num_uncached -= request.rank - request.due
         request.behind = None
+        if not self._waiting:
+            self._parked.clear()  # of whoever has ended while it was parked
         return True
 
     def first(self) -> Request | None:

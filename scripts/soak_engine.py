@@ -1,0 +1,114 @@
+"""Random requests and faults against engines around a tiny model; every answer is compared.
+
+    make soak-engine                                    20,000 requests, about 20 minutes
+    make soak-engine ARGS="--requests 600"              a first look
+    make soak-engine ARGS="--cells chunks --seed 70 --requests 40"   one life again
+
+A life (`tests/cpu/engine_life.py`) is one engine that serves some dozens of requests: aborts,
+preemptions, several answers by fork, stop texts, penalties, guesses, and steps, copies, decoders and
+pages that fail. Each answer must be that of the same request alone on a fresh engine, bit for bit,
+each request ends once, and no page is leaked. A cell that fails prints the seed of that life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LIFE = 40  # requests of one engine
+COLUMNS = ("requests", "tokens", "read", "aborts", "preemptions", "faults", "out of memory")
+MORE = ("interrupts", "repairs", "condemned", "errors")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one cell."""
+
+    cell: str
+    counts: Counter[str]
+    seconds: float
+    failure: str  # empty if there was none
+
+
+@cache
+def model_of(folder: str, kv_dtype: str) -> Any:
+    """One per process: what is answered alone is the same in all cells."""
+    from tests.cpu.engine_life import SmallModel
+
+    return SmallModel(Path(folder), kv_dtype)
+
+
+def soak(name: str, requests: int, first_seed: int, folder: str) -> Outcome:
+    """Live one life after the other until so many requests are served, or one was wrong."""
+    import logging
+
+    import torch
+
+    from tests.cpu.engine_life import CELLS, Life
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # faults are what this is about
+    begin, cell, counts = time.monotonic(), CELLS[name], Counter[str]()
+    model = model_of(folder, cell.kv_dtype)
+    number, failure = first_seed, ""
+    while counts["requests"] < requests and not failure:
+        try:
+            life = Life(model, cell, number)
+            counts += life.run(min(LIFE, requests - counts["requests"]))
+        except BaseException:  # noqa: BLE001  # whatever it is, it is the finding
+            failure = f"seed {number}\n{traceback.format_exc(limit=-6)}"
+        number += 1
+    return Outcome(name, counts, time.monotonic() - begin, failure)
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from ramify.testing import write_tiny_checkpoint
+    from tests.cpu.engine_life import CELLS, TINY
+
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--requests", type=int, default=20_000, help="over all cells")
+    parser.add_argument("--cells", default=",".join(CELLS), help="comma-separated, of %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the first life; the next add 1")
+    parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
+    args = parser.parse_args()
+    asked = args.cells.split(",")
+    if unknown := set(asked) - set(CELLS):
+        parser.error(f"no such cells: {sorted(unknown)}; there are {list(CELLS)}")
+    if args.requests < 1:
+        parser.error(f"--requests {args.requests}, but at least 1 is needed")
+
+    each = -(-args.requests // len(asked))
+    heads = (*COLUMNS, *MORE)
+    print(
+        f"{'cell':13}" + "".join(f"{head:>{max(9, len(head) + 1)}}" for head in heads), flush=True
+    )
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.jobs) as pool:
+        write_tiny_checkpoint(folder, "llama", **TINY)
+        running = [pool.submit(soak, cell, each, args.seed, folder) for cell in asked]
+        for done in as_completed(running):
+            one = done.result()
+            outcomes.append(one)
+            row = "".join(f"{one.counts[head]:>{max(9, len(head) + 1)},}" for head in heads)
+            print(f"{one.cell:13}{row} {one.seconds:6.0f} s", flush=True)
+            if one.failure:
+                print(f"{one.cell} FAILED: {one.failure}", flush=True)
+    total = sum(one.counts["requests"] for one in outcomes)
+    failed = [one.cell for one in outcomes if one.failure]
+    print(f"{total:,} requests, {len(failed)} of {len(asked)} cells failed {failed or ''}".rstrip())
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,454 @@
+"""Lives of an engine: random requests and random faults around a tiny model, and what must hold.
+
+Every answer is compared with that of the same request alone, cold, on a fresh engine. What is done
+to the engine: steps that raise before or after they wrote, run out of memory or are interrupted;
+K/V that becomes NaN, in cached pages too; copies, decoders and observers of evictions that raise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ramify.attention.tree import TreeBackend
+from ramify.config import EngineConfig, resolve
+from ramify.engine.core import EngineCore
+from ramify.engine.executors import LocalExecutor
+from ramify.engine.request import Request
+from ramify.engine.runner import ModelRunner
+from ramify.engine.speculative import room_for_guesses, takes_guesses
+from ramify.engine.step import StepPlan, StepResult
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
+from ramify.kv.pool import KVPool
+from ramify.models.loader import Decoder, load_model
+from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
+from ramify.params import Completion, FinishReason, RequestOutput, SamplingParams
+from ramify.testing import write_tiny_checkpoint
+
+MAX_TOKENS = 160  # of a request, prompt and answers
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 280,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """In what engines differ."""
+
+    name: str
+    page_size: int = 4
+    pool_tokens: int = 2048
+    max_batch_tokens: int = 64
+    max_num_seqs: int = 8
+    kv_dtype: str = "auto"
+    policy: str = "auto"
+    prefix_cache: bool = True
+    faults: float = 0.0  # how often a step has one
+    share_right: float = 0.0  # of the guesses of a drafter; 0 for none
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        Cell("roomy"),
+        Cell("roomy-faults", faults=0.06),
+        Cell("tight-page1", page_size=1, pool_tokens=192, max_num_seqs=6, faults=0.05),
+        Cell("tight-page16", page_size=16, pool_tokens=320, policy="lru", faults=0.05),
+        Cell("tight-drafts", pool_tokens=256, faults=0.05, share_right=0.6),
+        Cell("chunks", max_batch_tokens=7, faults=0.04),
+        Cell("chunk1", page_size=3, max_batch_tokens=1, pool_tokens=600, faults=0.01),
+        Cell("drafts", share_right=0.7),
+        Cell("int8", page_size=8, kv_dtype="int8", faults=0.05, share_right=0.3),
+        Cell("no-cache", prefix_cache=False, faults=0.04),
+        Cell(
+            "wide", page_size=5, max_batch_tokens=512, max_num_seqs=32, policy="slru", faults=0.05
+        ),
+        Cell("two-rows", page_size=2, max_num_seqs=2, pool_tokens=400, policy="lfu", faults=0.05),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """A small grammar: few stems, each with few continuations, each with few ends."""
+
+    stems: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rng: random.Random) -> Prompts:
+        return cls(tuple(_tokens(rng, rng.choice([3, 9, 16, 33, 60])) for _ in range(6)))
+
+    def draw(self, rng: random.Random) -> tuple[int, ...]:
+        number = rng.randrange(len(self.stems))
+        prompt = self.stems[number]
+        if rng.random() < 0.8:
+            prompt += _tokens(random.Random(f"{number}/{rng.randrange(2)}"), 11)
+        if rng.random() < 0.7:
+            prompt += _tokens(random.Random(f"end {rng.randrange(3)}"), 2)
+        return prompt
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(3, 270) for _ in range(count))
+
+
+PARAMS = (
+    *(SamplingParams(max_tokens=count) for count in (1, 4, 9, 14)),
+    SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0),
+    SamplingParams(max_tokens=12, stop=("a", "e", "in", "st")),
+    SamplingParams(max_tokens=10, temperature=1.0, seed=5),
+    SamplingParams(max_tokens=10, temperature=0.8, top_k=20, top_p=0.9, seed=6, logprobs=2),
+    SamplingParams(max_tokens=8, temperature=1.0, seed=7, n=3),
+    SamplingParams(max_tokens=6, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=10, frequency_penalty=0.7, presence_penalty=0.3),
+    SamplingParams(max_tokens=10, temperature=1.0, seed=8, repetition_penalty=1.3, min_p=0.02),
+    SamplingParams(max_tokens=5, prompt_logprobs=0),
+)
+
+
+class SmallModel:
+    """A tiny decoder with its tokenizer; one runner per size of pool."""
+
+    def __init__(self, folder: Path, kv_dtype: str, dtype: str = "float32") -> None:
+        if not (folder / "config.json").exists():
+            write_tiny_checkpoint(folder, "llama", **TINY)
+        self.decoder: Decoder = load_model(folder, dtype=dtype, exact=True)
+        self.tokenizer = Tokenizer.load(folder)
+        self.kv_dtype = kv_dtype
+        self.references: dict[tuple[tuple[int, ...], SamplingParams, int], Completion] = {}
+        self._runners: dict[tuple[int, int], ModelRunner] = {}
+        self._alone = self._new_runner(16, 16)
+
+    def runner(self, num_pages: int, page_size: int) -> ModelRunner:
+        """The one for such a pool: one engine at a time may have it."""
+        if (num_pages, page_size) not in self._runners:
+            self._runners[num_pages, page_size] = self._new_runner(num_pages, page_size)
+        return self._runners[num_pages, page_size]
+
+    def _new_runner(self, num_pages: int, page_size: int) -> ModelRunner:
+        config, dtype = self.decoder.config, self.decoder.dtype
+        kept = plane_dtype(self.kv_dtype, dtype)
+        spec = attention_spec(config, page_size=page_size, dtype=dtype, exact=True, kv_dtype=kept)
+        pool = KVPool(kv_layout(config), num_pages, page_size, dtype=kept)
+        backend = attention_of(config, spec, TreeBackend(spec, torch.device("cpu")))
+        return ModelRunner(self.decoder, pool, backend)
+
+    def reference(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Completion:
+        """The answer of this request alone."""
+        params = replace(params, n=1, seed=seed)
+        if (prompt, params, seed) not in self.references:
+            cell = Cell("alone", page_size=16, pool_tokens=16 * 16, max_batch_tokens=256)
+            core = build(self, cell, Saboteur(self._alone, random.Random(0), 0.0))
+            core.add_request(prompt, params)
+            outputs = []
+            while core.has_unfinished:
+                outputs += [event.output for event in core.step() if event.output is not None]
+            [output] = outputs
+            assert output.error is None
+            self.references[prompt, params, seed] = output.completions[0]
+        return self.references[prompt, params, seed]
+
+
+@dataclass
+class Saboteur:
+    """An executor in which, and around which, things go wrong."""
+
+    runner: ModelRunner
+    rng: random.Random
+    rate: float
+    done: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.inner = LocalExecutor(self.runner)
+
+    def happens(self, rate: float, *kinds: str) -> str:
+        """One of these faults, or none; counted."""
+        if self.rng.random() >= rate:
+            return ""
+        kind = self.rng.choice(kinds)
+        self.done[kind] += 1
+        return kind
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        kind = self.happens(
+            self.rate,
+            "raise",
+            "raise late",
+            "memory",
+            "interrupt",
+            "interrupt late",
+            "taint",
+            "page",
+        )
+        if kind in ("raise", "interrupt", "memory"):
+            self._raise(kind, plan)
+        if kind == "page":
+            self._spoil_page()
+        result = self.inner.execute(plan)
+        if kind.endswith("late"):
+            self._spoil(plan.batch.slot_mapping.tolist())
+            self._raise(kind.removesuffix(" late"), plan)
+        if kind == "taint":
+            index = self.rng.randrange(plan.batch.num_seqs)
+            bounds = plan.batch.cu_seqlens_q
+            self._spoil(plan.batch.slot_mapping[bounds[index] : bounds[index + 1]].tolist())
+            return self._tainted(plan, result, index)
+        return result
+
+    def _tainted(self, plan: StepPlan, result: StepResult, index: int) -> StepResult:
+        name = plan.request_ids[index]
+        result.drawn.pop(name, None)
+        return replace(result, failed={**result.failed, name: FloatingPointError("tainted")})
+
+    def _raise(self, kind: str, plan: StepPlan) -> None:
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "memory":
+            raise StepMemoryError(plan.batch.num_tokens, "sabotage")
+        raise RuntimeError("sabotage")
+
+    def _spoil_page(self) -> None:
+        """Some page that is cached or in use, or a free one."""
+        page = self.rng.randrange(self.runner.pool.num_pages)
+        size = self.runner.pool.page_size
+        self._spoil(range(page * size, (page + 1) * size))
+
+    def _spoil(self, slots: Sequence[int]) -> None:
+        pool, index = self.runner.pool, torch.tensor(list(slots))
+        for name, plane in pool.planes(self.rng.randrange(pool.layout.num_layers)).items():
+            if plane.dtype.is_floating_point and name != "v":
+                plane.flatten(0, 1)[index] = float("nan")
+
+    def erase_pages(self, pages: Sequence[int]) -> None:
+        self.inner.erase_pages(pages)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        kind = self.happens(3 * self.rate, "raise in copy", "interrupt in copy")
+        if kind:
+            raise (RuntimeError("sabotage") if kind.startswith("raise") else KeyboardInterrupt)
+        self.inner.copy_pages(pairs)
+
+    def evicted(self, told: object) -> None:
+        """An observer of evictions, so that it is called inside `plan`."""
+        kind = self.happens(self.rate / 4, "raise in plan", "interrupt in plan")
+        if kind:
+            raise (RuntimeError("sabotage") if kind.startswith("raise") else KeyboardInterrupt)
+
+
+class TornDecoder:
+    """A decoder that is sometimes interrupted, before or after it took a token in."""
+
+    def __init__(self, tokenizer: Tokenizer, saboteur: Saboteur) -> None:
+        self._inner, self._saboteur = Detokenizer(tokenizer), saboteur
+
+    def step(self, token_id: int) -> str:
+        kind = self._saboteur.happens(self._saboteur.rate / 30, "torn before", "torn after")
+        if kind == "torn before":
+            raise KeyboardInterrupt
+        text = self._inner.step(token_id)
+        if kind:
+            raise KeyboardInterrupt
+        return text
+
+    def finish(self) -> str:
+        if self._saboteur.happens(self._saboteur.rate / 10, "torn at the end"):
+            raise KeyboardInterrupt
+        return self._inner.finish()
+
+
+@dataclass
+class Guesser:
+    """Guesses what it was told is right, or nonsense."""
+
+    share: float
+    rng: random.Random
+    known: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        for request in running:
+            if takes_guesses(request):
+                yield request, self.guess(request, room_for_guesses(request))
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= len(request.draft)
+
+    def guess(self, request: Request, limit: int) -> tuple[int, ...]:
+        right = self.known.get((request.group.id, request.index), ())[len(request.output_ids) :]
+        guesses = []
+        for token in right[: min(limit, self.rng.randrange(6))]:
+            sound = self.rng.random() < self.share
+            guesses.append(token if sound else self.rng.randrange(3, 270))
+        return tuple(guesses)
+
+
+def build(
+    model: SmallModel, cell: Cell, saboteur: Saboteur, drafter: Guesser | None = None
+) -> EngineCore:
+    """An engine as `LLM` builds it."""
+    config = model.decoder.config
+    asked = EngineConfig.of(
+        page_size=cell.page_size,
+        kv_cache_tokens=cell.pool_tokens,
+        max_batch_tokens=cell.max_batch_tokens,
+        max_num_seqs=cell.max_num_seqs,
+        max_model_len=MAX_TOKENS,
+        prefix_cache=cell.prefix_cache,
+        policy=cell.policy,
+        check_sample=0.02 if cell.faults else 0.0,
+        step_timeout_s=0,
+    )
+    resolved = resolve(asked, model_max_len=MAX_TOKENS, token_bytes=1, free_memory=0)
+    core = EngineCore(
+        resolved,
+        saboteur,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        text_decoder=lambda: TornDecoder(model.tokenizer, saboteur),
+        drafter=drafter,
+    )
+    core.cache.observe_evictions(saboteur.evicted)
+    return core
+
+
+@dataclass
+class Asked:
+    """A request of a life, and what was told of it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    output: RequestOutput | None = None
+
+
+class Life:
+    """One engine, from its first request until it is empty again."""
+
+    def __init__(self, model: SmallModel, cell: Cell, seed: int) -> None:
+        self.rng = random.Random(f"{cell.name} {seed}")
+        self.model, self.cell = model, cell
+        self.prompts = Prompts.of(random.Random(f"prompts {seed % 2}"))
+        runner = model.runner(cell.pool_tokens // cell.page_size, cell.page_size)
+        self.saboteur = Saboteur(runner, self.rng, cell.faults)
+        self.guesser = Guesser(cell.share_right, self.rng) if cell.share_right else None
+        self.core = build(model, cell, self.saboteur, self.guesser)
+        self.asked: dict[int, Asked] = {}
+        self.counts: Counter[str] = Counter()
+
+    def run(self, num_requests: int) -> Counter[str]:
+        """Serve so many requests; AssertionError for whatever is wrong."""
+        left, steps, rng = num_requests, 0, self.rng
+        while left or self.core.has_unfinished:
+            while left and rng.random() < 0.6:
+                self._add()
+                left -= 1
+            if rng.random() < 0.02:
+                self._abort()
+            self._step()
+            steps += 1
+            assert steps < 2000 * num_requests, "the engine makes no progress"
+        self._check_end()
+        self.counts["steps"] += steps
+        return self.counts
+
+    def _add(self) -> None:
+        rng = self.rng
+        prompt, params = self.prompts.draw(rng), rng.choice(PARAMS)
+        request_id = self.core.add_request(
+            prompt,
+            params,
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            tenant=rng.choice(["", "", "a", "b"]),
+        )
+        self.asked[request_id] = Asked(prompt, params)
+        if self.guesser is not None:
+            for index in range(params.n):
+                answer = self.expected(prompt, params, index)
+                self.guesser.known[request_id, index] = answer.token_ids
+
+    def expected(self, prompt: tuple[int, ...], params: SamplingParams, index: int) -> Completion:
+        return self.model.reference(prompt, params, (params.seed or 0) + index)
+
+    def _abort(self) -> None:
+        live = [name for name, one in self.asked.items() if one.output is None]
+        if not live:
+            return
+        name = self.rng.choice(live)
+        try:
+            output = self.core.abort(name)
+        except KeyboardInterrupt:
+            return  # the next step tells what became of it
+        except UnknownRequestError:
+            return  # it ended in a step that was cut off: the next one tells
+        self.counts["aborts"] += 1
+        self._ended(name, output, told=False)
+
+    def _step(self) -> None:
+        try:
+            events = self.core.step()
+        except KeyboardInterrupt:
+            self.counts["interrupts"] += 1
+            return
+        for event in events:
+            one = self.asked[event.request_id]
+            assert one.output is None, "told after its end"
+            one.tokens.setdefault(event.index, []).extend(event.new_token_ids)
+            one.texts[event.index] = one.texts.get(event.index, "") + event.text
+            if event.output is not None:
+                self._ended(event.request_id, event.output, told=True)
+
+    def _ended(self, name: int, output: RequestOutput, *, told: bool) -> None:
+        one = self.asked[name]
+        assert one.output is None, "it ended twice"
+        one.output = output
+        self.counts["requests"] += 1
+        self.counts["read"] += output.cache.read_tokens + output.cache.shared_tokens
+        self.counts["preemptions"] += output.metrics.preemptions
+        for index, answer in enumerate(output.completions):
+            expected = self.expected(one.prompt, one.params, index)
+            self.counts["tokens"] += len(answer.token_ids)
+            tokens, text = one.tokens.get(index, []), one.texts.get(index, "")
+            if told:
+                assert list(answer.token_ids) == tokens, "what was told is not the output"
+                assert answer.text == text, "the text told is not the output's"
+            if answer.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
+                assert answer.text.startswith(text)
+            else:
+                assert answer == expected, f"{one.prompt} {one.params} answer {index}"
+        if any(each.finish_reason is FinishReason.ERROR for each in output.completions):
+            self.counts["errors"] += 1
+            assert isinstance(output.error, StepFailedError)
+            assert self.cell.faults, output.error
+
+    def _check_end(self) -> None:
+        core = self.core
+        assert all(one.output is not None for one in self.asked.values()), "a request is lost"
+        assert not core.live
+        core.cache.check()
+        stats = core.cache.stats()
+        assert (stats.num_leases, stats.private_pages) == (0, 0), "leaked"
+        assert stats.evictable_pages == stats.cached_pages
+        assert core.table.num_free_rows == self.cell.max_num_seqs
+        self.saboteur.rate = 0
+        core.cache.clear()
+        assert core.cache.stats().free_pages == core.cache.num_pages, "leaked"
+        found = core.faults.counts
+        assert not found.mismatches, "a check found a contradiction"
+        self.counts["repairs"] += found.repairs
+        self.counts["condemned"] += found.condemned_pages
+        self.counts["out of memory"] += found.out_of_memory
+        self.counts["faults"] += self.saboteur.done.total()

@@ -1,0 +1,172 @@
+"""Verified guesses leave no trace: every logit and all K/V have the bits of a run without them.
+
+A guess is verified in the rows of one step that the next steps would have computed one by one.
+Rows of logits that tokens are drawn from, and the K/V that is left in the cache, are compared as
+integers with those of the same text alone, computed at once and without a cache.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ramify.engine.llm import LLM
+from ramify.engine.request import Request
+from ramify.engine.speculative import Speculation, room_for_guesses, takes_guesses
+from ramify.params import SamplingParams
+from ramify.testing import write_tiny_checkpoint
+from tests.cpu.bit_scenarios import tokens
+from tests.cpu.engine_cases import Engine, Model, Prompt, Sizes, assert_idle, differences
+
+MODELS = [
+    ("llama", "float32-packed"),
+    ("llama", "float32-padded"),
+    ("llama", "float32-blocked"),
+    ("llama", "bfloat16"),
+    ("qwen3", "bfloat16"),
+    ("llama", "float32-int8"),
+    ("mistral", "bfloat16-int8"),
+    ("v2", "float32"),
+    ("v2", "bfloat16"),
+]
+PROMPTS = [tokens(1, 40), tokens(1, 29) + tokens(2, 5), tokens(3, 265), tokens(4, 1)]
+NUM_NEW = 40
+
+
+class Prophet:
+    """Knows the answers, and is wrong from some random place on."""
+
+    def __init__(self, answers: dict[Prompt, Prompt]) -> None:
+        self.answers, self.rng = answers, random.Random(5)
+        self.num_accepted = self.num_rejected = 0
+
+    def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        for request in running:
+            if takes_guesses(request):
+                answer = self.answers[tuple(request.prompt_ids)][len(request.output_ids) :]
+                length = min(self.rng.randrange(21), room_for_guesses(request))
+                right = self.rng.randrange(length + 1)
+                wrong = [self.rng.randrange(3, 290) for _ in range(length - right)]
+                yield request, (*answer[:right], *wrong)
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        self.num_accepted += num_accepted
+        self.num_rejected += len(request.draft) - num_accepted
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("family", "variant"), MODELS)
+def test_guesses_leave_no_trace(
+    family: str, variant: str, page_size: int, model_of: Callable[[str, str], Model]
+) -> None:
+    """Guesses of up to 20 tokens that cross pages, with tails that are rejected, in one batch."""
+    model = model_of(family, variant)
+    sizes = Sizes(page_size=page_size, num_pages=800 // page_size, max_batch_tokens=64)
+    plain = Engine(model, sizes).generate(PROMPTS, [NUM_NEW] * len(PROMPTS))
+    prophet = Prophet(
+        {prompt: output.token_ids for prompt, (output, _) in zip(PROMPTS, plain, strict=True)}
+    )
+    engine = Engine(model, sizes, prophet)
+
+    guessed = engine.generate(PROMPTS, [NUM_NEW] * len(PROMPTS))
+
+    assert prophet.num_accepted > 60
+    assert prophet.num_rejected > 60
+    for prompt, (output, logits), (before, _) in zip(PROMPTS, guessed, plain, strict=True):
+        assert output.token_ids == before.token_ids
+        kv = engine.cached_kv(prompt + output.token_ids)
+        assert len(kv) >= len(prompt) + NUM_NEW - 1 - page_size
+        assert list(differences(model, prompt, output.token_ids, logits, kv)) == []
+
+
+@pytest.mark.parametrize("num_pages", [24, 800])
+@pytest.mark.parametrize(
+    ("family", "variant"), [("llama", "float32-packed"), ("llama", "bfloat16"), ("v2", "float32")]
+)
+def test_the_tree_and_the_text_leave_no_trace(
+    family: str, variant: str, num_pages: int, model_of: Callable[[str, str], Model]
+) -> None:
+    """Questions that are asked again, and again from the middle of their answers; also preempted."""
+    model = model_of(family, variant)
+    sizes = Sizes(page_size=4, num_pages=num_pages, max_batch_tokens=40, speculative="auto")
+    engine = Engine(model, replace(sizes, max_num_seqs=4))
+    prompts = [tokens(1, 20), tokens(1, 17) + tokens(2, 5), tokens(4, 1)]
+    answers = engine.generate(prompts, [NUM_NEW] * 3)
+    longer = [
+        prompt + output.token_ids[:11] for prompt, (output, _) in zip(prompts, answers, strict=True)
+    ]
+
+    for asked, num_new in ((prompts, NUM_NEW), (longer, NUM_NEW - 11), (prompts, NUM_NEW + 9)):
+        for prompt, (output, logits) in zip(
+            asked, engine.generate(asked, [num_new] * 3), strict=True
+        ):
+            kv = engine.cached_kv(prompt + output.token_ids)
+            assert list(differences(model, prompt, output.token_ids, logits, kv)) == []
+
+    assert isinstance(engine.core.drafter, Speculation)
+    assert engine.core.drafter.counts["tree"].num_accepted > 20
+    assert bool(engine.core.scheduler.num_preemptions) == (num_pages == 24)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("spec") / "llama", "llama")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_an_llm_answers_the_same_with_guesses(checkpoint: Path, temperature: float) -> None:
+    """Greedy or drawn, with log probabilities and several answers: the whole output."""
+    params = SamplingParams(
+        temperature=temperature, seed=3, n=2, max_tokens=40, logprobs=2, ignore_eos=True
+    )
+    prompts = [list(tokens(1, 30)), list(tokens(2, 9)) * 4]
+    outputs = {}
+    for speculative in ("off", "auto"):
+        llm = LLM(checkpoint, kv_cache_tokens=4096, speculative=speculative)
+        outputs[speculative] = [llm.generate(prompts, params) for _ in range(2)]
+        assert_idle(llm)
+
+    for plain, guessed in zip(outputs["off"], outputs["auto"], strict=True):
+        assert [one.completions for one in plain] == [one.completions for one in guessed]
+    accepted = sum(one.metrics.num_accepted for one in outputs["auto"][1])
+    assert accepted > 40
+
+
+def test_rejection_answers_greedily_what_equality_does(checkpoint: Path) -> None:
+    """At temperature 0 there is nothing to reject by chance."""
+    prompts, params = [list(tokens(2, 9)) * 4], SamplingParams(max_tokens=40, ignore_eos=True)
+    llms = [
+        LLM(checkpoint, kv_cache_tokens=4096, exact=False, speculative="auto"),
+        LLM(
+            checkpoint,
+            kv_cache_tokens=4096,
+            exact=False,
+            speculative="auto",
+            speculative_sampling="rejection",
+        ),
+    ]
+
+    first, second = ([llm.generate(prompts, params)[0].text for _ in range(2)] for llm in llms)
+
+    assert first == second
+
+
+def test_rejection_is_repeatable_with_the_same_guesses(checkpoint: Path) -> None:
+    """Seeds decide what is left to chance."""
+    params = SamplingParams(temperature=0.5, seed=4, max_tokens=40, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        llm = LLM(
+            checkpoint,
+            kv_cache_tokens=4096,
+            exact=False,
+            speculative="auto",
+            speculative_sampling="rejection",
+        )
+        outputs = [llm.generate([list(tokens(2, 9)) * 4], params)[0] for _ in range(2)]
+        assert outputs[1].metrics.num_drafted > 0
+        found.append([one.token_ids for one in outputs])
+
+    assert found[0] == found[1]

@@ -1,0 +1,182 @@
+"""How an `AsyncLLM` ends: drained, closed, by a bug, with its program; and who hears of it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import (
+    DrainingError,
+    EngineStoppedError,
+)
+from ramify.params import FinishReason, SamplingParams
+from tests.pure.async_bench import AsyncBench, expected, run, until_idle
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+LEFT_OPEN = """
+import asyncio
+from ramify.engine.async_llm import AsyncLLM
+from ramify.params import SamplingParams
+from tests.pure.engine_bench import Bench
+
+async def main():
+    llm = AsyncLLM.over(Bench().core)
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=1500, ignore_eos=True))
+    print("begun" if (await anext(stream)).new_token_ids else "nothing")
+    return llm, stream
+
+kept = asyncio.run(main())
+"""
+
+
+def asked(max_tokens: int, **others: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)  # type: ignore[arg-type]
+
+
+def test_draining_finishes_what_is_there() -> None:
+    """New requests are refused with a hint; then the engine is closed."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        llm = made.llm
+        task = asyncio.create_task(llm.generate(PROMPT, asked(5)))
+        await made.gate.arrive()
+        drained = asyncio.create_task(llm.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(DrainingError) as refused:
+            await llm.generate(PROMPT)
+        assert refused.value.retry_after_s > 0
+        assert str(llm.health().state) == "draining"
+        made.gate.open()
+        assert await drained
+        assert list((await task).token_ids) == expected(PROMPT, 5, ends=())
+        with pytest.raises(EngineStoppedError, match="was closed"):
+            await llm.generate(PROMPT)
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_draining_ends_in_time() -> None:
+    """Who has not finished is told so, with what there is."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        llm = made.llm
+        task = asyncio.create_task(llm.generate(PROMPT, asked(500)))
+        await made.gate.arrive()
+        drained = asyncio.create_task(llm.drain(0.0))
+        asyncio.get_running_loop().call_later(0.01, made.gate.open)  # when time has run out
+        assert not await drained
+        assert (await task).finish_reason is FinishReason.ABORT
+
+    run(main())
+    made.assert_nothing_left()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_after_close_everything_is_an_error(used: bool) -> None:
+    """Streams that were open end with `abort`; closing twice is fine; also before any use."""
+    made = AsyncBench()
+
+    async def main() -> None:
+        llm = made.llm
+        stream = llm.stream(PROMPT, asked(1500))
+        if used:
+            await anext(stream)
+        await llm.aclose()
+        await llm.aclose()
+        if used:
+            assert (await stream.whole()).finish_reason is FinishReason.ABORT
+        with pytest.raises(EngineStoppedError):
+            await llm.generate(PROMPT)
+        with pytest.raises(EngineStoppedError):
+            await llm.run(lambda core: core)
+        assert not llm.health().is_alive
+        assert await llm.drain()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
+    """Nobody hangs, and health says so."""
+    made = AsyncBench(fail_at={3}, error=SystemExit("broken"))
+
+    async def main() -> None:
+        llm = made.llm
+        tasks = [asyncio.create_task(llm.generate(PROMPT[k:], asked(50))) for k in range(4)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, EngineStoppedError) for one in found)
+        assert "SystemExit: broken" in str(found[0])
+        await asyncio.to_thread(llm._loop.join)
+        health = llm.health()
+        assert not health.is_alive
+        assert "broken" in str(health.error)
+        with pytest.raises(EngineStoppedError, match="bug"):
+            await llm.generate(PROMPT)
+        await llm.aclose()
+
+    run(main())
+
+
+def test_health_tells_how_old_a_step_is() -> None:
+    """Without waiting for the engine, which is in one."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            assert llm.health().step_age_s is None
+            task = asyncio.create_task(llm.generate(PROMPT, asked(2)))
+            await made.gate.arrive()
+            health = llm.health()
+            assert health.is_alive
+            assert health.is_busy
+            assert health.step_age_s is not None
+            made.gate.open()
+            await task
+            stats = await llm.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_steps) == (0, 0, 2)
+            assert not llm.health().is_busy
+
+    run(main())
+
+
+def test_an_event_loop_that_is_gone_holds_nothing() -> None:
+    """Its requests end at the next thing there is to tell it."""
+    made = AsyncBench()
+    streams = []
+
+    async def begin() -> None:
+        stream = made.llm.stream(PROMPT, asked(1500))
+        streams.append(stream)
+        await anext(stream)
+
+    asyncio.run(begin())
+
+    async def main() -> None:
+        await until_idle(made.llm)
+        await made.llm.aclose()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_program_that_closes_nothing_ends_all_the_same() -> None:
+    """With a stream open and the thread at work: without a word, and with exit code 0."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LEFT_OPEN],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert (run.returncode, run.stdout, run.stderr) == (0, "begun\n", "")

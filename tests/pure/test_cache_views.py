@@ -1,0 +1,68 @@
+"""Long prompts are kept as views of their own keys: nothing is copied, and little is kept too long."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey, PrefixCache, RadixTree
+from ramify.cache.packed import MIN_VIEW_BYTES, piece
+from tests.pure.cache_traffic import Traffic
+
+LONG = 1024  # tokens in a page: a single one is long enough for a view
+
+
+def views(tree: RadixTree) -> list[memoryview]:
+    """The edges that are views."""
+    edges = (tree.edges[node % len(tree.edges)][node] for node in tree.nodes())
+    return [edge for edge in edges if isinstance(edge, memoryview)]
+
+
+def test_a_long_prompt_is_not_copied() -> None:
+    """What is cached of it is the key's own memory, also after a split near an end."""
+    cache = PrefixCache(128, 16, log_every=0)
+    key = CacheKey(range(1, 2000))
+
+    cache.release(cache.publish(cache.acquire(key), key, cache.reserve(125)))
+    (whole,) = views(cache._tree)
+    other = CacheKey([*range(1, 65), *[7] * 16])
+    cache.release(cache.acquire(other))
+
+    assert whole.obj is key.atoms
+    assert [(view.obj is key.atoms, len(view)) for view in views(cache._tree)] == [(True, 120 * 64)]
+    cache.check()
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
+def test_a_view_is_most_of_what_it_keeps_alive(length: int, one: int, other: int) -> None:
+    """Of a buffer, or of a view of it: the same bytes, and never less than three quarters."""
+    unit = MIN_VIEW_BYTES // 16
+    atoms = bytes(range(256)) * length
+    begin, end = sorted((min(one, length), min(other, length)))
+
+    first = piece(atoms, begin * unit, end * unit)
+    second = piece(first, 0, len(first) // 2)
+
+    assert (first, second) == (atoms[begin * unit : end * unit], first[: len(first) // 2])
+    for cut in (first, second):
+        if isinstance(cut, memoryview):
+            assert 4 * len(cut) >= 3 * length * unit
+            assert len(cut) >= MIN_VIEW_BYTES
+        else:
+            assert cut is atoms or 4 * len(cut) < max(3 * length * unit, 4 * MIN_VIEW_BYTES)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.sampled_from([None, 6, 0]))
+def test_prompts_of_long_pages_break_no_invariant(seed: int, ghost_pages: int | None) -> None:
+    """Splits, evictions, revivals and forgotten pages where every edge may be a view."""
+    cache = PrefixCache(12, LONG, ghost_pages=ghost_pages, log_every=0)
+    tree, traffic = cache._tree, Traffic(cache, Random(seed))
+
+    for _ in traffic.run(30):
+        cache.check()
+        for view in views(tree):
+            assert 4 * len(view) >= 3 * len(bytes(view.obj))
+        for user in traffic.live:
+            nodes = tree.path(user.lease.node)
+            assert b"".join(tree.edge(node) for node in nodes) == user.lease.key.atoms

@@ -1,0 +1,98 @@
+"""A text that knows where its end occurred in it before."""
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.engine.repeats import MAX_COMPARED, MAX_PLACES, Repeats
+
+
+def of(text: list[int]) -> Repeats:
+    repeats = Repeats()
+    repeats.extend(text)
+    return repeats
+
+
+def scan(text: list[int]) -> int:
+    """The latest place where the longest end of the text occurred before, or -1; by looking."""
+    best, longest = -1, 1
+    for place in range(len(text) - 2, 0, -1):
+        length = 0
+        while length <= place and text[place - length] == text[-1 - length]:
+            length += 1
+        if length > longest:
+            best, longest = place, length
+    return best
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ([], []),
+        ([1], []),
+        ([1, 1], []),
+        ([1, 2, 3, 4], []),
+        ([1, 2, 9, 2], []),  # one token says too little
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2, 3]),
+        ([7, 7, 7], [7, 7, 7, 7, 7]),
+        ([5, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], [8, 6, 1, 2, 9]),  # 3 tokens agree, not only 2
+        ([1, 2, 8, 1, 2, 9, 1, 2], [9, 1, 2, 9, 1]),  # the latest of two
+    ],
+)
+def test_the_longest_end_that_occurred_before_is_continued(
+    text: list[int], guess: list[int]
+) -> None:
+    """A text that repeats itself is repeated further than it goes."""
+    assert list(of(text).guess(5)) == guess
+    assert list(of(text).guess(1)) == guess[:1]
+    assert of(text).guess(0) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.integers(0, 3), max_size=30), cuts=st.lists(st.integers(1, 4), max_size=30))
+def test_whatever_way_a_text_grows_the_guess_is_that_of_a_scan(
+    text: list[int], cuts: list[int]
+) -> None:
+    """By one token or several, guessed at in between or not."""
+    repeats, at = Repeats(), 0
+    for cut in [*cuts, *[1] * len(text)]:
+        repeats.extend(text[at : at + cut])
+        at += cut
+
+        place = scan(text[:at])
+        expected = (text[:at][place + 1 :] * 9)[:9] if place >= 0 else []
+        if cut != 3:
+            assert list(repeats.guess(9)) == expected
+
+
+def test_the_work_for_a_token_is_bounded() -> None:
+    """However long the text and however often its end occurs: it compares so many tokens."""
+    reads = 0
+
+    class Counted(array):
+        def __getitem__(self, key: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(key)
+
+    rng = random.Random(0)
+    repeats = of([token for _ in range(3000) for token in (rng.randrange(5), 1, 2)])
+    repeats.tokens = Counted("i", repeats.tokens)
+    repeats._match = -1
+
+    assert repeats.guess(4)
+
+    assert 0 < reads <= MAX_PLACES * (2 * MAX_COMPARED + 2) + 3
+
+
+def test_the_index_is_in_proportion_to_the_text() -> None:
+    """One entry for each token at most, whether or not the text repeats itself."""
+    distinct, same = of(list(range(5000))), of([3] * 5000)
+
+    assert len(distinct._last) == len(distinct._earlier) == 5000
+    assert len(same._last) == 2
+    assert len(same._earlier) == 5000

@@ -1,0 +1,98 @@
+"""A step that does not come back is reported once, with what it was doing."""
+
+import logging
+import threading
+
+import pytest
+
+from ramify.engine.watchdog import Watchdog
+from tests.pure.engine_bench import Bench
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_stuck_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the requests, the time and the stack of its thread; the next step begins anew."""
+    clock = Clock()
+    watchdog = Watchdog(10.0, clock=clock)
+    watchdog.begin(lambda: "step 3 with 2 requests")
+    clock.now_s = 9.0
+    assert not watchdog.look()
+    assert not watchdog.is_stuck
+
+    clock.now_s = 11.0
+    with caplog.at_level(logging.ERROR):
+        assert watchdog.look()
+        assert not watchdog.look()
+
+    assert (watchdog.is_stuck, watchdog.stuck_s, watchdog.num_stuck) == (True, 11.0, 1)
+    [record] = caplog.records
+    assert "11.0 s, the limit is step_timeout_s=10" in record.getMessage()
+    assert "step 3 with 2 requests" in record.getMessage()
+    assert "test_a_stuck_step_is_reported_once" in record.getMessage()
+    watchdog.end()
+    assert not watchdog.is_stuck
+    watchdog.begin(lambda: "the next")
+    clock.now_s = 30.0
+    assert watchdog.look()
+    assert watchdog.num_stuck == 2
+
+
+def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> None:
+    """While `execute` does not return, others see `is_stuck`; afterwards all goes on."""
+    bench = Bench()
+    clock, entered, leave = Clock(), threading.Event(), threading.Event()
+    bench.core.watchdog = Watchdog(5.0, clock=clock)
+    execute = bench.device.execute
+
+    class Hanging:
+        erase_pages, copy_pages = bench.device.erase_pages, bench.device.copy_pages
+
+        def execute(self, plan: object) -> object:
+            entered.set()
+            assert leave.wait(60)
+            return execute(plan)  # type: ignore[arg-type]
+
+    bench.core.executor = Hanging()  # type: ignore[assignment]
+    key = bench.add([1, 2, 3], max_tokens=1)
+    thread = threading.Thread(target=bench.step)
+    thread.start()
+    assert entered.wait(60)
+
+    clock.now_s = 6.0
+    assert bench.core.watchdog.stuck_s == 6.0
+    assert f"with 1 requests: {key} (0+3 tokens)" in bench.core.faults.describe()
+    assert bench.core.watchdog.look()
+    leave.set()
+    thread.join()
+
+    assert bench.core.watchdog.stuck_s == 0.0
+    assert bench.run()[key].error is None
+
+
+def test_the_thread_begins_with_the_first_step_and_ends_with_its_watchdog() -> None:
+    """Nobody pays for a thread who has switched it off, or has dropped the engine."""
+
+    def names() -> int:
+        return sum(one.name == "ramify-watchdog" for one in threading.enumerate())
+
+    before = names()
+    never, watchdog = Watchdog(0), Watchdog(3600.0)
+    never.begin(lambda: "")
+    assert names() == before
+    assert not never.is_stuck
+
+    watchdog.begin(lambda: "")
+    watchdog.begin(lambda: "")
+    assert names() == before + 1
+    [thread] = [one for one in threading.enumerate() if one.name == "ramify-watchdog"][before:]
+    del watchdog
+    thread.join(60)
+
+    assert not thread.is_alive()
