@@ -66,8 +66,8 @@ venv: $(DEV)  ## .venv with everything for working on Ramify
 demo: $(RUN)  ## 32 questions about one document: cache off, cold, warm
 	@$(BIN)/ramify demo $(ARGS)
 
-test: $(DEV)  ## the test suite
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(DEV)  ## the test suite, one process for each core
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-pure: $(DEV)  ## the tests that need no torch: seconds
 	@$(BIN)/python -m pytest tests/pure $(ARGS)

@@ -92,7 +92,7 @@ def test_warm_chunked_batched_and_preempted_at_once(
     """
     model = model_of(family, variant)
     turns = (Turn(FIRST), Turn(AGAIN), Turn(FIRST, clear=True), Turn(AGAIN))
-    roomy = Sizes(page_size=page_size, num_pages=1500 // page_size, max_batch_tokens=50)
+    roomy = Sizes(page_size=page_size, num_pages=11500 // page_size, max_batch_tokens=400)
     tight = replace(roomy, num_pages=60 // page_size, max_batch_tokens=65)
 
     at_ease = compare(model, Scenario(roomy, turns))

@@ -358,7 +358,7 @@ def frozen(array: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def use_threads(count: int) -> None:
     """Let Numba's kernels run on so many threads, the very ones that torch uses where possible."""
-    if getattr(_asked, "count", None) == count == torch.get_num_threads():
+    if getattr(_asked, "count", None) == count:
         return
     import numba
 
@@ -366,9 +366,10 @@ def use_threads(count: int) -> None:
         numba.config.THREADING_LAYER = (
             "omp"  # torch's OpenMP: one pool, no thread waits for another
         )
+    before = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != count:  # Numba starts all there are, in torch's pool too
-        torch.set_num_threads(count)
+    if torch.get_num_threads() != before:  # Numba starts all there are, in torch's pool too
+        torch.set_num_threads(before)
     _asked.count = count
 
 

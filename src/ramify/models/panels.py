@@ -102,7 +102,7 @@ class Panels:
         Rows of x may be far apart; if their elements are, x is copied first.
 
         Raises:
-            ConfigError: x has another width or dtype.
+            ConfigError: x has another width, dtype or device.
         """
         out = torch.empty((x.shape[0], self.out_width), dtype=self._dtype)
         self._run(x, out, self._mode)
@@ -127,10 +127,11 @@ class Panels:
         return sums
 
     def _run(self, x: Tensor, out: Tensor, mode: int) -> None:
-        if x.dim() != 2 or x.shape[1] != self._in_width or x.dtype != self._dtype:
+        fits = x.dim() == 2 and x.shape[1] == self._in_width
+        if not fits or x.dtype != self._dtype or not x.is_cpu:
             raise ConfigError(
-                f"x is {x.dtype} {tuple(x.shape)}; it must be {self._dtype} "
-                f"[rows, {self._in_width}]"
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {self._dtype} "
+                f"[rows, {self._in_width}] on cpu"
             )
         num_rows = x.shape[0]
         if num_rows == 0 or self.out_width == 0:
