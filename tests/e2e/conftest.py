@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +13,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+
+from ramify.models.loader import find_checkpoint
+from tests.cpu.talker import TALKER_TEMPLATE
 
 START_S = 240  # the first start compiles kernels, on a machine that may be busy
 
@@ -29,16 +34,23 @@ class Running:
     url: str
     process: subprocess.Popen[bytes]
     log_file: Path
+    clients: dict[tuple[type, str], Any] = field(default_factory=dict)
 
     @property
     def log(self) -> str:
         return self.log_file.read_text()
 
     def openai(self, key: str = "none") -> Any:  # bodies are dictionaries, not the client's types
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        return self._client(openai.OpenAI, key, f"{self.url}/v1")
 
     def anthropic(self, key: str = "none") -> Any:
-        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+        return self._client(anthropic.Anthropic, key, self.url)
+
+    def _client(self, kind: type, key: str, url: str) -> Any:
+        """One per key, closed at the end: a client that is collected open is a warning."""
+        if (kind, key) not in self.clients:
+            self.clients[kind, key] = kind(base_url=url, api_key=key, max_retries=0)
+        return self.clients[kind, key]
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -51,13 +63,13 @@ class Running:
 Start = Callable[..., Running]
 
 
-def start_server(log_file: Path, *options: str) -> Running:
+def start_server(log_file: Path, *options: str, model: str = "ramify-tiny") -> Running:
     """`ramify serve` with these options, on a free port.
 
     Raises:
         AssertionError: it ended, or was not ready in time.
     """
-    command = [sys.executable, "-m", "ramify", "serve", "ramify-tiny", "--port", "0", *options]
+    command = [sys.executable, "-m", "ramify", "serve", model, "--port", "0", *options]
     with log_file.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env=os.environ | {"NO_COLOR": "1"}
@@ -86,16 +98,30 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Servers by their options; each is started once."""
     running: dict[tuple[str, ...], Running] = {}
 
-    def get(*options: str) -> Running:
-        if options not in running:
+    def get(*options: str, model: str = "ramify-tiny") -> Running:
+        key = (model, *options)
+        if key not in running:
             log = tmp_path_factory.mktemp("server") / "log"
-            running[options] = start_server(log, *options)
-        return running[options]
+            running[key] = start_server(log, *options, model=model)
+        return running[key]
 
     yield get
     for server in running.values():
+        for client in server.clients.values():
+            client.close()
         server.process.kill()
         server.process.wait()
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The built-in model with a template that writes tools and drops what an answer thought."""
+    path = tmp_path_factory.mktemp("model") / "talker"
+    shutil.copytree(find_checkpoint("ramify-tiny"), path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TALKER_TEMPLATE
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def test_models_are_listed(server: Running) -> None:
 def test_a_chat_is_answered_and_its_prefix_is_read_again(server: Running) -> None:
     """The second time all but the last page comes from the cache."""
     client = server.openai()
-    messages = talk(SYSTEM * 3 + "first", "Who lives in Rome?")
+    messages = talk("Chat. " + SYSTEM * 3, "Who lives in Rome?")
     answers = [
         client.chat.completions.create(
             model=MODEL, messages=messages, temperature=0, max_completion_tokens=6
@@ -77,9 +77,10 @@ def test_a_stream_is_the_same_answer_in_pieces(server: Running) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
     async def again() -> str:
-        client: Any = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
-        stream = await client.chat.completions.create(stream=True, **options)
-        return "".join([one.choices[0].delta.content or "" async for one in stream])
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as other:
+            client: Any = other
+            stream = await client.chat.completions.create(stream=True, **options)
+            return "".join([one.choices[0].delta.content or "" async for one in stream])
 
     assert asyncio.run(again()) == text
 
@@ -158,7 +159,7 @@ def test_structured_output_is_json(server: Running) -> None:
             "type": "json_schema",
             "json_schema": {"name": "x", "schema": schema, "strict": True},
         },
-        max_tokens=100,
+        max_tokens=800,
     )
     found = json.loads(answer.choices[0].message.content or "")
     assert found["city"] in ("Rome", "Paris")
@@ -185,7 +186,7 @@ def test_a_tool_that_must_be_called_is_called(server: Running) -> None:
             "messages": talk("", "Who?"),
             "tools": [tool],
             "tool_choice": "required",
-            "max_tokens": 100,
+            "max_tokens": 800,
         }
         client = server.openai()
         if stream:

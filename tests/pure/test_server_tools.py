@@ -29,6 +29,7 @@ def parsed(
     return shown + rest, names + [call.name for call in calls]
 
 
+LISTED = '{"name": "add", "arguments": [1]}'
 CASES = [
     (HERMES, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>", "Let me see.\n", ["add"]),
     (
@@ -43,6 +44,10 @@ CASES = [
     (HERMES, f"<tool_call>{CALL}", "", ["add"]),
     (MISTRAL, f"[TOOL_CALLS][{CALL}, {OTHER}]", "", ["add", "look_up"]),
     (MISTRAL, "[TOOL", "[TOOL", []),
+    (MISTRAL, f"[{CALL}]", "", ["add"]),
+    (MISTRAL, '[{"a": 1}]', '[{"a": 1}]', []),
+    (MISTRAL, '[TOOL_CALLS]{"a": 1}', '[TOOL_CALLS]{"a": 1}', []),
+    (HERMES, f"<tool_call>{LISTED}</tool_call>", f"<tool_call>{LISTED}</tool_call>", []),
     (LLAMA3, CALL, "", ["add"]),
     (LLAMA3, f"<|python_tag|>{CALL}; {OTHER}", "", ["add", "look_up"]),
     (LLAMA3, '{"a": 1}', '{"a": 1}', []),
@@ -71,6 +76,10 @@ def test_arguments_are_json_text() -> None:
     _, [call] = parser.feed(f"<tool_call>{CALL}</tool_call>")
     assert json.loads(call.arguments) == {"a": 1, "b": [2, "}"]}
     assert call.id.startswith("call_")
+    _, [call] = parser.feed(
+        "<tool_call>" + r'{"name": "add", "arguments": "{\"a\": 2}"}</tool_call>'
+    )
+    assert json.loads(call.arguments) == {"a": 2}
 
 
 def test_the_template_tells_the_format() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ramify.params import FinishReason
 from ramify.server.anthropic_requests import TTL_S
 from ramify.server.anthropic_types import MessageRequest
-from ramify.server.records import Record, first_change
+from ramify.server.records import Record, first_change, is_reused
 from ramify.server.service import Generation, Service
 from ramify.server.tools import Call, CallParser, format_of
 
@@ -22,7 +22,7 @@ CHANGES = {
 
 
 def diagnostics(
-    service: Service, tenant: str, request: MessageRequest, record: Record
+    service: Service, tenant: str, request: MessageRequest, record: Record, num_cached: int
 ) -> dict[str, Any] | None:
     """`diagnostics` of a message; None if nobody asked, or nothing changed."""
     asked = request.diagnostics
@@ -32,10 +32,13 @@ def diagnostics(
     if old is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     change = first_change(old, record)
-    if change is None:
+    other_model = change is not None and change.kind == "model"
+    if not other_model and is_reused(old, record, num_cached, service.page_size):
         return None
-    kind = CHANGES.get(change.kind)
-    if kind is None:  # another parameter of the prompt
+    if change is None and old.reusable < service.page_size:
+        return None  # there was nothing to find
+    kind = None if change is None else CHANGES.get(change.kind)
+    if change is None or kind is None:  # it was evicted, or another parameter changed
         return {"cache_miss_reason": {"type": "unavailable"}}
     reason = {
         "type": kind,
@@ -93,12 +96,16 @@ class MessageAnswer:
             "id": generation.id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.model,
+            "model": generation.job.record.model,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
             "diagnostics": diagnostics(
-                self.service, generation.who.tenant, self.request, generation.job.record
+                self.service,
+                generation.who.tenant,
+                self.request,
+                generation.job.record,
+                0 if generation.cache is None else generation.cache.cached,
             ),
             "usage": self.usage(),
         } | ends
@@ -108,7 +115,9 @@ class MessageAnswer:
         assert output is not None
         answer = output.completions[0]
         stop = answer.stop_reason if isinstance(answer.stop_reason, str) else None
-        if self.calls:
+        if not self.generation.job.answer:
+            reason, stop = "max_tokens", None
+        elif self.calls:
             reason = "tool_use"
         elif stop is not None:
             reason = "stop_sequence"
@@ -121,6 +130,9 @@ class MessageAnswer:
 
     async def _pieces(self) -> AsyncIterator[tuple[str, list[Call]]]:
         async for event in self.generation:
+            if not self.generation.job.answer:
+                yield "", []
+                continue
             self.num_tokens += len(event.new_token_ids)
             text, calls = event.text, list[Call]()
             if self._parser is not None:
@@ -136,7 +148,7 @@ class MessageAnswer:
         """`message`."""
         text = "".join([piece async for piece, _ in self._pieces()])
         content: list[dict[str, Any]] = []
-        if text or not self.calls:
+        if text or (self.generation.job.answer and not self.calls):
             content.append({"type": "text", "text": text, "citations": None})
         content += [_tool_use(call, json.loads(call.arguments or "{}")) for call in self.calls]
         return self._message(content, **self._ends())

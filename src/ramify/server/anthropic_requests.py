@@ -17,7 +17,7 @@ from ramify.server.anthropic_types import (
     MessageRequest,
 )
 from ramify.server.errors import ApiError
-from ramify.server.openai_requests import tool_parts
+from ramify.server.openai_requests import shared_limit, tool_parts
 from ramify.server.prompts import Part, Prompt, text_forms
 from ramify.server.records import Record, canonical
 from ramify.server.service import Job, Service
@@ -54,18 +54,19 @@ def message_job(request: MessageRequest, service: Service) -> Job:
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=request.top_k if request.top_k is not None and request.top_k > 0 else None,
         top_p=1.0 if request.top_p is None else max(request.top_p, 1e-9),
-        max_tokens=request.max_tokens,
+        max_tokens=max(1, request.max_tokens),
         stop=request.stop_sequences or (),
         **others,
     )
-    limit = None if prompt.stable_len == len(prompt.ids) else prompt.stable_len
     return Job(
         prompt=prompt,
         params=params,
         record=record,
         salt=request.cache_salt or "",
         priority=request.priority,
-        max_shared=limit,
+        answer=request.max_tokens > 0,
+        max_shared=record.num_kept,
+        is_chat=True,
     )
 
 
@@ -126,6 +127,7 @@ def message_prompt(request: CountRequest, service: Service) -> tuple[Prompt, Rec
             for at, one in enumerate(request.messages)
         ),
         prompt=prompt,
+        num_kept=shared_limit(prompt, None),
     )
     return prompt, record
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ramify.server.openai_types import MAX_MESSAGES, Count, Name, Share
+from ramify.server.openai_types import MAX_MESSAGES, Name, Share, Whole
 
 
 class CacheControl(Struct):
@@ -99,8 +99,8 @@ class CountRequest(Struct, kw_only=True):
 class MessageRequest(CountRequest, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: Count
-    stream: bool = False
+    max_tokens: Whole  # 0: the prompt is computed and kept, and nothing is said
+    stream: bool | None = None
     temperature: Share | None = None
     top_p: Share | None = None
     top_k: int | None = None

@@ -40,7 +40,8 @@ from ramify.server.openai_types import (
     TokenizeRequest,
 )
 from ramify.server.operate import Operations, PinRequest
-from ramify.server.responses import ResponseAnswer, ResponsesRequest, Turn, response_job
+from ramify.server.response_answers import ResponseAnswer
+from ramify.server.responses import ResponsesRequest, Turn, response_job
 from ramify.server.service import Generation, Job, Service
 from ramify.server.tenants import Caller, Keys, Quota
 
@@ -385,8 +386,8 @@ class Server:
     async def _explain(self, call: Call) -> Response:
         body = await read_body(call.request)
         is_anthropic = "anthropic-version" in call.request.headers
-        prompt = await self.render(self.operations.explained_prompt, body, is_anthropic)
-        return await self.operations.explain(call.who, prompt)
+        prompt, salt = await self.render(self.operations.explained_prompt, body, is_anthropic)
+        return await self.operations.explain(call.who, prompt, salt)
 
     async def _reset(self, call: Call) -> Response:
         return await self.operations.reset(call.who)

@@ -10,7 +10,7 @@ from ramify.engine.core import StepOutput
 from ramify.params import FinishReason, TokenLogprob
 from ramify.server.openai_requests import prewarms
 from ramify.server.openai_types import ChatRequest, CompletionRequest, Sampling
-from ramify.server.records import Record, first_change
+from ramify.server.records import Record, first_change, is_reused
 from ramify.server.service import CacheUse, Generation, Service
 from ramify.server.tools import Call, CallParser, format_of
 
@@ -59,12 +59,11 @@ def diagnostics(
     if old is None:
         return {"type": "comparison_response_not_found"}
     change = first_change(old, record)
+    cached = 0 if use is None else use.cached
+    other_model = change is not None and change.kind == "model"
+    if not other_model and is_reused(old, record, cached, service.page_size):
+        return {"type": "cache_hit"}
     if change is None:
-        reusable = old.prompt.stable_len // service.page_size * service.page_size
-        if use is not None and use.cached >= min(reusable, len(record.prompt.ids) - 1):
-            return {"type": "cache_hit"}
-        if use is not None and use.cached:
-            return {"type": "cache_hit"}
         return {"type": "unavailable"}  # nothing changed, and the prefix is gone: evicted
     return {
         "type": "cache_miss",
@@ -80,16 +79,24 @@ class Choice:
     """One answer while it grows."""
 
     parser: CallParser | None
+    ends: frozenset[int] = frozenset()  # tokens that end an answer, and are not shown with it
     text: str = ""
     calls: list[Call] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     num_tokens: int = 0
 
+    def shown(self, event: StepOutput) -> tuple[TokenLogprob, ...]:
+        """Scores of the tokens of an event, without the one that ended the answer."""
+        found = event.logprobs
+        if event.finish_reason is FinishReason.STOP and found and found[-1].token_id in self.ends:
+            return found[:-1]
+        return found
+
     def add(self, event: StepOutput) -> tuple[str, list[Call]]:
         """What an event adds: text to show, and complete calls."""
         self.num_tokens += len(event.new_token_ids)
-        self.logprobs += event.logprobs
+        self.logprobs += self.shown(event)
         text, calls = event.text, list[Call]()
         if self.parser is not None:
             text, calls = self.parser.feed(event.text)
@@ -110,7 +117,7 @@ class ChatAnswer:
 
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
-        self.choices = [Choice(self._parser()) for _ in range(request.n or 1)]
+        self.choices = [Choice(self._parser(), service.special_ids) for _ in range(request.n or 1)]
 
     def _parser(self) -> CallParser | None:
         tools = self.request.tools
@@ -125,7 +132,7 @@ class ChatAnswer:
             "id": self.generation.id,
             "object": kind,
             "created": self.generation.created,
-            "model": self.service.model,
+            "model": self.generation.job.record.model,
             "system_fingerprint": self.service.fingerprint,
         }
 
@@ -225,8 +232,9 @@ class ChatAnswer:
                 delta["tool_calls"] = [
                     {"index": first + at} | _call(call) for at, call in enumerate(calls)
                 ]
-            if delta or event.logprobs:
-                logprobs = self.logprobs(event.logprobs)
+            scores = choice.shown(event)
+            if delta or scores:
+                logprobs = self.logprobs(scores)
                 yield chunk([_delta(event.index, delta) | {"logprobs": logprobs}])
             if choice.finish is not None:
                 self.generation.raise_error(event.index)
@@ -261,9 +269,9 @@ class CompletionAnswer:
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.service.model,
+            "model": self.generations[0].job.record.model,
             "system_fingerprint": self.service.fingerprint,
-            "choices": choices,
+            "choices": choices if self.generations[0].job.answer else [],
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -312,6 +320,10 @@ class CompletionAnswer:
     async def _choices(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         per_prompt = self.request.n or 1
         for at, generation in enumerate(self.generations):
+            if not generation.job.answer:
+                await generation.whole()
+                generation.raise_error()
+                continue
             if self.request.echo and self.request.logprobs is not None:
                 await generation.whole()  # the prompt's scores come last, and are to stand first
                 generation.raise_error()

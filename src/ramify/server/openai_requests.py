@@ -22,7 +22,7 @@ from ramify.server.openai_types import (
     Sampling,
     Tool,
 )
-from ramify.server.prompts import Part, Prompt, json_forms, text_forms
+from ramify.server.prompts import Known, Part, Prompt, json_forms, text_forms
 from ramify.server.records import Record, canonical
 from ramify.server.service import Job, Service
 from ramify.server.tools import tool_grammar
@@ -93,23 +93,36 @@ def structured_output(request: Sampling) -> StructuredOutput | None:
 
 
 def chat_job(
-    request: ChatRequest, service: Service, *, known: tuple[str, array[int]] | None = None
+    request: ChatRequest,
+    service: Service,
+    *,
+    known: Sequence[Known] = (),
+    names: Sequence[str] = (),
 ) -> Job:
     """A chat request as a job; see `PromptMaker.chat` for `known`.
+
+    Args:
+        names: of the messages, for errors and segments; by default `messages[i]`.
 
     Raises:
         ApiError, RequestError: it cannot be served.
     """
     model = service.require_model(request.model)
-    messages = [_template_message(one, at) for at, one in enumerate(request.messages)]
+    refuse_unserved(request)
+    names = names or [f"messages[{at}]" for at in range(len(request.messages))]
+    messages = [
+        _template_message(one, name) for one, name in zip(request.messages, names, strict=True)
+    ]
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", request.reasoning_effort)
     tools = None
     if request.tools and request.tool_choice != "none":
         tools = [msgspec.to_builtins(tool) for tool in request.tools]
         tools = [_without_none(tool) for tool in tools]
     prompt = service.prompts.chat(
         messages,
-        [*tool_parts(tools or []), *message_parts(request.messages, _ttl(request))],
+        [*tool_parts(tools or []), *message_parts(request.messages, names, lifetime(request))],
         tools=tools,
         continues=request.continue_final_message,
         known=known,
@@ -121,7 +134,9 @@ def chat_job(
     others: dict[str, Any] = {}
     if request.logprobs:
         others["logprobs"] = request.top_logprobs or 0
-    if tools and request.tool_choice not in (None, "auto", "none"):
+    if request.tool_choice not in (None, "auto", "none"):
+        if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         others["structured"] = tool_grammar(tools, chosen_tool(request.tool_choice, request.tools))
     limit = request.max_completion_tokens or request.max_tokens
     params = sampling_params(request, max_tokens=1 if prewarms(request) else limit, **others)
@@ -132,6 +147,8 @@ def chat_job(
         system="",
         messages=tuple(canonical(one) for one in messages),
         prompt=prompt,
+        paths=tuple(names),
+        num_kept=shared_limit(prompt, request.prompt_cache_options),
     )
     return Job(
         prompt=prompt,
@@ -140,8 +157,18 @@ def chat_job(
         salt=salt_of(request),
         priority=request.priority,
         answer=not prewarms(request),
-        max_shared=shared_limit(prompt, request.prompt_cache_options),
+        max_shared=record.num_kept,
+        is_chat=True,
     )
+
+
+def refuse_unserved(request: ChatRequest) -> None:
+    """Raise ApiError for what would change the answer and is not served."""
+    for name in ("functions", "function_call", "audio", "web_search_options"):
+        if getattr(request, name):
+            raise ApiError(400, f"{name} is not served; leave it out, or send tools", param=name)
+    if request.modalities not in (None, [], ["text"]):
+        raise ApiError(400, "only text is served", param="modalities")
 
 
 def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
@@ -156,6 +183,8 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of other than n is not served", param="best_of")
     limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if prewarms(request):
+        limit = 1
     others: dict[str, Any] = {}
     if request.logprobs is not None:
         others["logprobs"] = request.logprobs
@@ -169,9 +198,12 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
         if isinstance(text, str):
             ids = service.tokenizer.encode(text, request.add_special_tokens)
         else:
-            ids = msgspec.convert(text, list[int])
-        prompt = Prompt(ids, stable_len=len(ids))
-        record = Record(model, record_options(request), (), "", (canonical(text),), prompt)
+            ids = _token_ids(text)
+        prompt = with_cache_options(Prompt(ids, stable_len=len(ids)), request)
+        kept = shared_limit(prompt, request.prompt_cache_options)
+        options = record_options(request)
+        told = (canonical(text),)
+        record = Record(model, options, (), "", told, prompt, paths=("prompt",), num_kept=kept)
         jobs.append(
             Job(
                 prompt=prompt,
@@ -179,9 +211,18 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
                 record=record,
                 salt=salt_of(request),
                 priority=request.priority,
+                answer=not prewarms(request),
+                max_shared=kept,
             )
         )
     return jobs
+
+
+def _token_ids(given: list[int]) -> array[int]:
+    wrong = next((one for one in given if not 0 <= one < 2**31), None)
+    if wrong is not None:
+        raise ApiError(400, f"{wrong} is no token id", param="prompt")
+    return array("i", given)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:
@@ -195,6 +236,8 @@ def _prompts(prompt: str | list[Any]) -> list[Any]:
         raise ApiError(400, "prompts must be all texts or all lists of token ids", param="prompt")
     if kinds == {int}:
         return [prompt]
+    if not all(prompt):
+        raise ApiError(400, "a prompt is empty", param="prompt")
     if len(prompt) > MAX_COMPLETION_PROMPTS:
         raise ApiError(
             400,
@@ -225,12 +268,12 @@ def _part_text(part: ContentPart, where: str) -> str:
     return text
 
 
-def _template_message(message: ChatMessage, at: int) -> dict[str, Any]:
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as chat templates expect it."""
     role = "system" if message.role == "developer" else message.role
     told: dict[str, Any] = {
         "role": "tool" if role == "function" else role,
-        "content": content_text(message.content, f"messages[{at}].content"),
+        "content": content_text(message.content, content_path(where)),
     }
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
@@ -243,7 +286,7 @@ def _template_message(message: ChatMessage, at: int) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"messages[{at}].tool_calls"),
+                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls"),
                 },
             }
             for call in message.tool_calls
@@ -259,11 +302,18 @@ def _arguments(text: str, where: str) -> object:
         raise ApiError(400, f"arguments are no JSON: {error}", param=where) from error
 
 
-def message_parts(messages: Sequence[ChatMessage], ttl_s: float | None) -> list[Part]:
+def content_path(message: str) -> str:
+    """The path of a message's content; some parts of a request are all of a message."""
+    return f"{message}.content" if message.endswith("]") else message
+
+
+def message_parts(
+    messages: Sequence[ChatMessage], names: Sequence[str], ttl_s: float | None
+) -> list[Part]:
     """What to look for in the rendered text, message by message and block by block."""
     parts = []
-    for at, message in enumerate(messages):
-        where = f"messages[{at}].content"
+    for message, name in zip(messages, names, strict=True):
+        where = content_path(name)
         if isinstance(message.content, list):
             for place, part in enumerate(message.content):
                 mark = part.prompt_cache_breakpoint
@@ -275,7 +325,7 @@ def message_parts(messages: Sequence[ChatMessage], ttl_s: float | None) -> list[
             parts.append(Part(where, text_forms(message.content)))
         for place, call in enumerate(message.tool_calls or ()):
             forms = (call.function.name,)
-            parts.append(Part(f"messages[{at}].tool_calls[{place}]", forms))
+            parts.append(Part(f"{name}.tool_calls[{place}]", forms))
     return parts
 
 
@@ -318,12 +368,15 @@ def chosen_tool(choice: object, tools: Sequence[Tool] | None) -> str | None:
 
 def prewarms(request: Sampling) -> bool:
     """Whether the prompt is only to be computed and kept."""
-    return request.prompt_cache_options is not None and request.prompt_cache_options.prewarm
+    return request.prompt_cache_options is not None and bool(request.prompt_cache_options.prewarm)
 
 
-def _ttl(request: Sampling) -> float:
-    options = request.prompt_cache_options or PromptCacheOptions()
-    return TTL_S[options.ttl]
+def lifetime(request: Sampling) -> float:
+    """Seconds for which the breakpoints of a request are kept."""
+    options = request.prompt_cache_options
+    if options is not None and options.ttl is not None:
+        return TTL_S[options.ttl]
+    return TTL_S["24h" if request.prompt_cache_retention == "24h" else "30m"]
 
 
 def salt_of(request: Sampling) -> str:
@@ -345,16 +398,17 @@ def record_options(request: Sampling) -> dict[str, str]:
 
 
 def with_cache_options(prompt: Prompt, request: Sampling) -> Prompt:
-    """The breakpoints that count: the latest four, of which the implicit one is the prompt's end."""
-    options = request.prompt_cache_options
-    asked = prompt.breakpoints
-    if options is None or options.mode == "implicit":
-        return _latest(prompt, asked, MAX_BREAKPOINTS - 1)
-    return _latest(prompt, asked, MAX_BREAKPOINTS)
+    """The breakpoints that count: the latest four, of which the implicit one is the prompt's end.
 
-
-def _latest(prompt: Prompt, asked: Sequence[Any], limit: int) -> Prompt:
-    return replace(prompt, breakpoints=tuple(asked[-limit:]))
+    The implicit one is in the cache anyway; it is kept from eviction if a lifetime was asked for.
+    """
+    options = request.prompt_cache_options or PromptCacheOptions()
+    if options.mode == "explicit":
+        return replace(prompt, breakpoints=prompt.breakpoints[-MAX_BREAKPOINTS:])
+    prompt = replace(prompt, breakpoints=prompt.breakpoints[-(MAX_BREAKPOINTS - 1) :])
+    if options.ttl is None and not options.prewarm and request.prompt_cache_retention != "24h":
+        return prompt
+    return prompt.with_breakpoint("prompt", lifetime(request))
 
 
 def shared_limit(prompt: Prompt, options: PromptCacheOptions | None) -> int | None:

@@ -29,9 +29,9 @@ class PromptCacheBreakpoint(Struct):
 class PromptCacheOptions(Struct):
     """How a request uses the prompt cache."""
 
-    mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Literal["30m", "1h", "12h", "24h"] = "30m"
-    prewarm: bool = False
+    mode: Literal["implicit", "explicit"] | None = None  # implicit
+    ttl: Literal["30m", "1h", "12h", "24h"] | None = None  # of every breakpoint
+    prewarm: bool | None = None
     comparison_response_id: Name | None = None
 
 
@@ -119,15 +119,15 @@ class ResponseFormat(Struct):
 class StreamOptions(Struct):
     """What a stream tells beside the text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampling(Struct, kw_only=True):
     """What all of OpenAI's requests may say on how tokens are chosen, other servers' names included."""
 
     model: Name | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -169,6 +169,11 @@ class ChatRequest(Sampling, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     service_tier: str | None = None
+    modalities: list[str] | None = None
+    functions: Any = None  # these are refused: without them, the answer is not what was asked for
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
     continue_final_message: bool = False
     chat_template_kwargs: (
         Annotated[dict[str, bool | int | str | None], Meta(max_length=16)] | None

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from ramify.errors import PinError
 from ramify.server.anthropic_requests import message_prompt
 from ramify.server.anthropic_types import CountRequest
 from ramify.server.errors import ApiError
-from ramify.server.http import decode, json_response
+from ramify.server.http import decode, encode, json_response
 from ramify.server.metrics import CONTENT_TYPE, Metrics
 from ramify.server.openai_requests import chat_job, completion_jobs
 from ramify.server.openai_types import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
@@ -157,8 +156,8 @@ class Operations:
             raise ApiError(404, str(error)) from error
         return json_response({"id": int(name), "deleted": True})
 
-    def explained_prompt(self, body: bytes, is_anthropic: bool) -> Prompt:
-        """The prompt of a request of any API, by its fields.
+    def explained_prompt(self, body: bytes, is_anthropic: bool) -> tuple[Prompt, str]:
+        """The prompt of a request of any API, by its fields, and its salt.
 
         Raises:
             ApiError, RequestError: as if it were sent to its own path.
@@ -170,19 +169,22 @@ class Operations:
         if not isinstance(found, dict):
             raise ApiError(400, "the body is no object")
         if "prompt" in found:
-            return completion_jobs(decode(body, CompletionRequest), self.service)[0].prompt
+            job = completion_jobs(decode(body, CompletionRequest), self.service)[0]
+            return job.prompt, job.salt
         if "input" in found:
             _, job = response_job(decode(body, ResponsesRequest), None, self.service)
-            return job.prompt
+            return job.prompt, job.salt
         if is_anthropic or "system" in found:
-            filled = {"model": self.service.model} | found
-            request = msgspec.convert(filled, CountRequest)
-            return message_prompt(request, self.service)[0]
-        return chat_job(decode(body, ChatRequest), self.service).prompt
+            filled = encode({"model": self.service.model} | found)
+            prompt, _ = message_prompt(decode(filled, CountRequest), self.service)
+            salt = found.get("cache_salt")
+            return prompt, salt if isinstance(salt, str) else ""
+        job = chat_job(decode(body, ChatRequest), self.service)
+        return job.prompt, job.salt
 
-    async def explain(self, who: Caller, prompt: Prompt) -> Response:
+    async def explain(self, who: Caller, prompt: Prompt, salt: str = "") -> Response:
         """POST /v1/cache/explain: what a request would find, without running it."""
-        found, miss = await self.service.look_up(prompt, who)
+        found, miss = await self.service.look_up(prompt, who, salt)
         return json_response(
             {
                 "prompt_tokens": len(prompt.ids),

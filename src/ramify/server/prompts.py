@@ -14,6 +14,15 @@ from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
 
 Message = Mapping[str, Any]
+THINK = ("<think>", "</think>")  # marks of what a model thinks before it answers
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A text with its tokens as the model read and wrote them."""
+
+    text: str
+    ids: array[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ class PromptMaker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._encoder = GrowingEncoder(tokenizer)
+        self._drops_thinking: bool | None = None  # until somebody asks
 
     def chat(
         self,
@@ -81,7 +91,7 @@ class PromptMaker:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continues: bool = False,
-        known: tuple[str, array[int]] | None = None,
+        known: Sequence[Known] = (),
         **options: Any,
     ) -> Prompt:
         """The prompt of a conversation.
@@ -90,8 +100,8 @@ class PromptMaker:
             messages: as the template wants them: role and text content.
             parts: in the order in which they appear in the text.
             continues: the last message is the beginning of the answer, to be gone on with.
-            known: a text with its tokens; a prompt that begins with it keeps them, as they came
-                from the model, whatever the tokenizer would make of the text.
+            known: texts with their tokens, longest first; a prompt that begins with one keeps
+                them, as they came from the model, whatever the tokenizer would make of the text.
             options: variables of the template.
 
         Raises:
@@ -102,9 +112,8 @@ class PromptMaker:
         if continues:
             text = _cut_after(text, str(messages[-1]["content"]))
         stable = self._stable_text(text, messages, tools, options)
-        encoded = self._encoder.encode(text)
-        if known is not None and known[0] and text.startswith(known[0]):
-            encoded = self._behind(known, text)
+        front = next((one for one in known if one.text and text.startswith(one.text)), None)
+        encoded = self._encoder.encode(text) if front is None else self._behind(front, text)
         places = list(_places(text, parts))
         cuts = sorted({cut for _, start, end in places for cut in (start, end)} | {len(stable)})
         at = {cut: bisect_right(encoded.ends, cut) for cut in cuts}  # whole tokens before it
@@ -116,15 +125,29 @@ class PromptMaker:
         )
         return Prompt(encoded.ids, text, segments, breakpoints, at[len(stable)])
 
-    def _behind(self, known: tuple[str, array[int]], text: str) -> Encoded:
+    def _behind(self, known: Known, text: str) -> Encoded:
         """Known tokens, and those of the text behind them."""
-        front, ids = known
+        front, ids = known.text, known.ids
         rest = self._encoder.encode(text[len(front) :])
         shift = len(front)
         # inside the known text only its length is sure: places in it are those of its own tokens
         own = self._encoder.encode(front).ends
         ends = own[: len(ids)] + array("i", [shift]) * max(0, len(ids) - len(own))
         return Encoded(ids + rest.ids, ends + array("i", (shift + end for end in rest.ends)))
+
+    def drops_thinking(self) -> bool:
+        """Whether the template leaves out of history what an answer thought."""
+        if self._drops_thinking is None:
+            talk = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": f"{THINK[0]}\n\u2042\n{THINK[1]}\n\nb"},
+                {"role": "user", "content": "c"},
+            ]
+            try:
+                self._drops_thinking = "\u2042" not in self.tokenizer.apply_chat_template(talk)
+            except ChatTemplateError:  # it takes no such conversation
+                self._drops_thinking = False
+        return self._drops_thinking
 
     def _stable_text(
         self,

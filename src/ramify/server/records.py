@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.key import ATOM_BYTES, shared_pages
+from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.server.prompts import Prompt
 
 MAX_RECORDS = 4096
@@ -24,7 +24,7 @@ def canonical(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request as its prompt was made of it; all but the last two fields are compared."""
+    """One request as its prompt was made of it; the first five fields are compared."""
 
     model: str
     options: Mapping[str, str]  # what else changes the prompt, by the API's name for it
@@ -33,6 +33,19 @@ class Record:
     messages: tuple[str, ...]  # canonical
     prompt: Prompt
     response: object = None  # of the Responses API: what its next turn is made from
+    paths: tuple[str, ...] = ()  # of the messages, where they are not `messages[i]`
+    num_kept: int | None = (
+        None  # tokens that were kept for others; None: what the next turn has too
+    )
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that a later request could have read."""
+        return self.prompt.stable_len if self.num_kept is None else self.num_kept
+
+    def path_of(self, message: int) -> str:
+        """The name of a message in the API that it came by."""
+        return self.paths[message] if message < len(self.paths) else f"messages[{message}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +66,32 @@ def first_change(old: Record, new: Record) -> Change | None:
     same = common_tokens(old.prompt.ids, new.prompt.ids)
 
     def change(kind: str, path: str) -> Change:
-        return Change(kind, path, same, max(0, old.prompt.stable_len - same))
+        return Change(kind, path, same, max(0, old.reusable - same))
 
     if old.model != new.model:
-        return Change("model", "model", 0, old.prompt.stable_len)
+        return Change("model", "model", 0, old.reusable)
     if old.tools != new.tools:
         return change("tools", f"tools[{_differs(old.tools, new.tools)}]")
     if old.system != new.system:
-        return change("system", "system")
+        path = new.prompt.path_at(same)
+        return change("system", path if path.startswith("system") else "system")
     place = _differs(old.messages, new.messages)
     if place < len(old.messages):
-        path = new.prompt.path_at(same) if place < len(new.messages) else f"messages[{place}]"
-        return change("messages", path if path.startswith("messages") else f"messages[{place}]")
+        whole = (new if place < len(new.messages) else old).path_of(place)
+        path = new.prompt.path_at(same) if place < len(new.messages) else whole
+        return change("messages", path if path.startswith(whole) else whole)
     for name in sorted(old.options.keys() | new.options.keys()):
         if old.options.get(name) != new.options.get(name):
             return change(name, name)
     return None
+
+
+def is_reused(old: Record, new: Record, num_cached: int, page_size: int) -> bool:
+    """Whether all whole pages that the old request left were there for the new one."""
+    if common_tokens(old.prompt.ids, new.prompt.ids) < old.reusable:
+        return False
+    usable = min(old.reusable, len(new.prompt.ids) - 1) // page_size * page_size
+    return 0 < usable <= num_cached
 
 
 def common_tokens(one: array[int], other: array[int]) -> int:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,16 +16,24 @@ from ramify.cache.explain import Explanation
 from ramify.cache.key import CacheKey, namespace_parts
 from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
+from ramify.cache.trim import drop_beyond
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
-from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams
+from ramify.params import (
+    CacheReport,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+)
 from ramify.server.errors import ApiError
 from ramify.server.explain import Miss, miss_of
-from ramify.server.prompts import Prompt, PromptMaker
+from ramify.server.prompts import THINK, Prompt, PromptMaker
 from ramify.server.records import Record, RecordStore
 from ramify.server.tenants import Caller, Meter
+from ramify.server.tools import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +77,7 @@ class Job:
     priority: int = 0
     answer: bool = True  # False: compute the prompt and keep it, say nothing (prewarm)
     max_shared: int | None = None  # tokens that are kept for others; None: all
+    is_chat: bool = False  # its answer may come back as a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +121,11 @@ class Generation:
     first: StepOutput | None
     miss: Miss | None
     page_size: int
+    keeps: bool = True  # the prefix cache is on
     cache: CacheUse | None = None
     output: RequestOutput | None = None
     on_end: list[Callable[[Generation], None]] = field(default_factory=list)
+    settle: Callable[[Generation], Awaitable[None]] | None = None  # after its end
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -139,6 +151,8 @@ class Generation:
                 await close()
             for call in self.on_end:
                 call(self)
+            if self.settle is not None and self.output is not None:
+                await self.settle(self)
 
     def page_hashes(self) -> list[int]:
         """Chained hashes of the prompt's whole pages, 64 bits of each."""
@@ -169,7 +183,9 @@ class Generation:
         return event
 
     def _use(self, report: CacheReport) -> CacheUse:
-        whole = len(self.job.prompt.ids) // self.page_size * self.page_size
+        most, kept = len(self.job.prompt.ids), self.job.max_shared
+        most = most if kept is None else min(most, kept)
+        whole = most // self.page_size * self.page_size if self.keeps else 0
         cached = report.read_tokens + report.shared_tokens
         return CacheUse(
             read=report.read_tokens,
@@ -187,6 +203,7 @@ class Service:
         engine: an `AsyncLLM`.
         tokenizer: of its model.
         model: the name that clients use; `aliases` are other names for it.
+        compile_format: see `Formats.compile`; called in a thread before the engine needs a format.
     """
 
     def __init__(
@@ -199,6 +216,7 @@ class Service:
         page_size: int,
         aliases: Sequence[str] = (),
         prefix_cache: bool = True,
+        compile_format: Callable[[StructuredOutput], object] | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model, self.names = model, (model, *aliases)
@@ -208,27 +226,31 @@ class Service:
             prefix_cache,
         )
         self.prompts = PromptMaker(tokenizer)
+        self._compile_format = compile_format
         self.records = RecordStore()
         self.meter = Meter()
         self.started_s = int(time.time())
+        self.special_ids = tokenizer.special_ids
         self.chat_template = tokenizer.chat_template or ""
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # logs, metrics
 
     def require_model(self, name: str | None) -> str:
-        """The model's own name.
+        """The name by which the model was asked for.
 
         Raises:
             ApiError: 404, another model was asked for.
         """
-        if name is not None and name not in self.names:
+        if name is None:
+            return self.model
+        if name not in self.names:
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; this server has {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
             )
-        return self.model
+        return name
 
     async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
         """How many tokens of a prompt are there now, and why no more; runs nothing."""
@@ -263,6 +285,8 @@ class Service:
         self.meter.enter(who, num_tokens)
         generation = None
         try:
+            if job.params.structured is not None and self._compile_format is not None:
+                await asyncio.to_thread(self._compile_format, job.params.structured)
             await self._make_room(job, who)
             _, miss = await self.look_up(job.prompt, who, job.salt)
             events = self.engine.stream(
@@ -283,8 +307,10 @@ class Service:
                 first=first,
                 miss=miss,
                 page_size=self.page_size,
+                keeps=self.prefix_cache,
             )
             generation.on_end.append(self._ended)
+            generation.settle = self._drop_thinking
             try:
                 await self._pin(job, who)
             except BaseException:
@@ -317,6 +343,32 @@ class Service:
         self.records.put(who.tenant, generation.id, generation.job.record)
         for listener in self.listeners:
             listener(generation)
+
+    async def _drop_thinking(self, generation: Generation) -> None:
+        """Evict an answer that the conversation goes on without, as the template leaves it out.
+
+        Tools' results come before the next message of the user: until then templates keep it.
+        """
+        output, job = generation.output, generation.job
+        if output is None or not job.is_chat or not self.prefix_cache or job.max_shared is not None:
+            return
+        mark = format_of(self.chat_template).begin or "{"
+        thoughts = []
+        for one in output.completions:
+            thought, found, said = one.text.rpartition(THINK[1])
+            is_thought = bool(found) and thought.lstrip().startswith(THINK[0])
+            if is_thought and not (job.record.tools and mark in said):
+                thoughts.append(one)
+        if not thoughts or not await asyncio.to_thread(self.prompts.drops_thinking):
+            return
+
+        def drop(core: EngineCore) -> None:
+            namespace = core.namespace_for(generation.who.tenant, job.salt)
+            for one in thoughts:
+                key = CacheKey(job.prompt.ids + array("i", one.token_ids), namespace)
+                drop_beyond(core.cache, key, job.prompt.stable_len)
+
+        await self.engine.run(drop)
 
     async def _make_room(self, job: Job, who: Caller) -> None:
         """Before a tenant that has more of the cache than its share takes others' pages, its own go."""

@@ -30,14 +30,15 @@ class Format:
     begin: str
     end: str  # "" when a call ends with the answer
     template_mark: str  # what a chat template of the family has in it
+    bare: str = ""  # begins an answer that is a call without its mark, a special token not decoded
 
 
 FORMATS = (
     Format("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
-    Format("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]"),
-    Format("llama3", "<|python_tag|>", "", "<|python_tag|>"),
+    Format("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]", bare="[{"),
+    Format("llama3", "<|python_tag|>", "", "<|python_tag|>", bare="{"),
 )
-PLAIN = Format("json", "", "", "")
+PLAIN = Format("json", "", "", "", bare="{")
 
 
 def format_of(template: str) -> Format:
@@ -61,6 +62,7 @@ class CallParser:
         self._names = frozenset(names)
         self._held = ""
         self._inside = forced
+        self._mark = ""  # that began the call, if one did
         self._seen_text = False
         self.calls: list[Call] = []
 
@@ -105,8 +107,8 @@ class CallParser:
     def _text_before_call(self) -> str:
         begin = self._form.begin
         bare = self._held.lstrip()
-        if not self._seen_text and self._form.name in ("llama3", "json") and bare.startswith("{"):
-            self._inside = True  # these write a call as bare JSON, and nothing else
+        if not self._seen_text and self._form.bare and bare.startswith(self._form.bare):
+            self._inside, self._mark = True, ""
             return ""
         if not bare and not self._seen_text:
             return ""
@@ -117,7 +119,7 @@ class CallParser:
         if place >= 0:
             shown = self._held[:place]
             self._held = self._held[place + len(begin) :]
-            self._inside = True
+            self._inside, self._mark = True, begin
             return shown
         keep = next((n for n in range(len(begin) - 1, 0, -1) if self._held.endswith(begin[:n])), 0)
         shown = self._held[: len(self._held) - keep]
@@ -126,9 +128,7 @@ class CallParser:
 
     def _give_up(self) -> str:
         shown, self._held, self._inside = self._held, "", False
-        if self._form.begin and not shown.lstrip().startswith("{"):
-            shown = self._form.begin + shown
-        return shown
+        return self._mark + shown
 
     def _parse(self, body: str) -> list[Call]:
         """The calls of a body: one object, several, or a list of them; none if it is something else."""
@@ -145,15 +145,23 @@ class CallParser:
             name = one.get("name") if isinstance(one, Mapping) else None
             if name not in self._names:
                 return []
-            arguments = one.get("arguments", one.get("parameters", {}))
-            text = (
-                arguments
-                if isinstance(arguments, str)
-                else json.dumps(arguments, ensure_ascii=False)
-            )
+            arguments = _object(one.get("arguments", one.get("parameters", {})))
+            if arguments is None:
+                return []
+            text = json.dumps(arguments, ensure_ascii=False)
             calls.append(Call(str(name), text, f"call_{secrets.token_hex(12)}"))
         self.calls += calls
         return calls
+
+
+def _object(arguments: object) -> dict[str, Any] | None:
+    """Arguments as an object, which some models write as a text of it; None if they are none."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def tool_grammar(tools: Sequence[Mapping[str, Any]], chosen: str | None) -> StructuredOutput:

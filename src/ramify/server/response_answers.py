@@ -1,0 +1,234 @@
+"""Answers of the Responses API: whole, and as numbered events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.errors import RamifyError
+from ramify.server.errors import as_api_error
+from ramify.server.openai_answers import ChatAnswer
+from ramify.server.openai_types import ChatMessage, ChatRequest, FunctionCall, ToolCall
+from ramify.server.prompts import Known
+from ramify.server.responses import INSTRUCTIONS, ResponsesRequest, Turn
+from ramify.server.service import Generation, Service
+from ramify.server.tools import Call
+
+
+class ResponseAnswer:
+    """The answer to a request for a response."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: ResponsesRequest,
+        chat: ChatRequest,
+        generation: Generation,
+    ) -> None:
+        self.service, self.request, self.chat = service, request, chat
+        self.generation = generation
+        self.inner = ChatAnswer(service, chat, generation)
+        self.message_id = f"msg_{secrets.token_hex(16)}"
+
+    @property
+    def _choice(self) -> Any:
+        return self.inner.choices[0]
+
+    def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        request = self.request
+        options = request.prompt_cache_options
+        return {
+            "id": self.generation.id,
+            "object": "response",
+            "created_at": self.generation.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": self.generation.job.record.model,
+            "output": output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": self.chat.reasoning_effort, "summary": None},
+            "store": request.store is not False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "text": {"format": {"type": "text"}}
+            if request.text is None
+            else msgspec.to_builtins(request.text),
+            "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
+            "tools": msgspec.to_builtins(request.tools or []),
+            "truncation": "disabled",
+            "metadata": request.metadata or {},
+            "prompt_cache_key": request.prompt_cache_key,
+            "prompt_cache_options": None
+            if options is None
+            else {
+                "mode": options.mode or "implicit",
+                "ttl": options.ttl or "30m",
+                "comparison_response_id": options.comparison_response_id,
+            },
+            "prompt_cache_retention": request.prompt_cache_retention,
+            "service_tier": "default",
+            "top_logprobs": request.top_logprobs,
+            "user": request.user,
+            "usage": None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        told = self.inner.usage()
+        details = told.get("prompt_tokens_details", {})
+        made = {
+            "input_tokens": told["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": details.get("cached_tokens", 0),
+                "cache_write_tokens": details.get("cache_write_tokens", 0),
+            },
+            "output_tokens": told["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": told["total_tokens"],
+        }
+        return made | ({"ramify_cache": told["ramify_cache"]} if "ramify_cache" in told else {})
+
+    def _end(self) -> dict[str, Any]:
+        """The whole response."""
+        cut = self._choice.finish == "length"
+        show = self.generation.job.answer
+        output: list[dict[str, Any]] = []
+        if show and (self._choice.text or not self._choice.calls):
+            output.append(self._message(self._choice.text, "incomplete" if cut else "completed"))
+        output += [self._call(call, "completed") for call in self._choice.calls]
+        body = self._body("incomplete" if cut and show else "completed", output)
+        if cut and show:
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        body["completed_at"] = int(time.time())
+        body["usage"] = self._usage()
+        return body | self.inner.diagnostics()
+
+    def _message(self, text: str, status: str) -> dict[str, Any]:
+        return {
+            "id": self.message_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [self._part(text)] if status != "in_progress" else [],
+        }
+
+    def _part(self, text: str) -> dict[str, Any]:
+        logprobs = self.inner.logprobs(self._choice.logprobs)
+        told = [] if logprobs is None or not text else logprobs["content"]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
+
+    @staticmethod
+    def _call(call: Call, status: str) -> dict[str, Any]:
+        return {
+            "id": call.id.replace("call_", "fc_", 1),
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments if status == "completed" else "",
+            "status": status,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """`response`."""
+        async for event in self.generation:
+            self.inner.choices[event.index].add(event)
+        self.generation.raise_error()
+        return self._end()
+
+    def turn(self, body: Mapping[str, Any]) -> Turn | None:
+        """What the next response can go on from; after the end."""
+        output = self.generation.output
+        if output is None or self.request.store is False:
+            return None
+        choice, ids = self._choice, list(output.completions[0].token_ids)
+        calls = [
+            ToolCall(FunctionCall(call.name, call.arguments), call.id) for call in choice.calls
+        ]
+        answer = ChatMessage("assistant", choice.text, tool_calls=calls or None)
+        messages = list(self.chat.messages)
+        if self.request.instructions:
+            messages[0] = msgspec.structs.replace(messages[0], name=INSTRUCTIONS)
+        if isinstance(output.completions[0].stop_reason, int):
+            ids = ids[:-1]  # the template writes the end itself
+        prompt = self.generation.job.prompt
+        text = output.completions[0].text
+        known = [Known(prompt.text, prompt.ids)]
+        if self.service.tokenizer.decode(ids) == text:  # not so if a stop text was cut off
+            known.insert(0, Known(prompt.text + text, prompt.ids + array("i", ids)))
+        return Turn((*messages, answer), tuple(known), body)
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Server-sent events, numbered."""
+        number = 0
+
+        def event(kind: str, **fields: Any) -> dict[str, Any]:
+            nonlocal number
+            number += 1
+            return {"type": f"response.{kind}", "sequence_number": number - 1} | fields
+
+        body = self._body("in_progress", [])
+        yield event("created", response=body)
+        yield event("in_progress", response=body)
+        place, is_open, show = 0, False, self.generation.job.answer
+        where = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        async for step in self.generation:
+            text, calls = self._choice.add(step)
+            if not show:
+                continue
+            if text:
+                if not is_open:
+                    is_open = True
+                    where["output_index"] = place
+                    item = self._message("", "in_progress")
+                    yield event("output_item.added", output_index=place, item=item)
+                    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                    yield event("content_part.added", **where, part=part)
+                yield event("output_text.delta", **where, delta=text, logprobs=[])
+            if calls and is_open:
+                for told in self._closed(event, where, "completed"):
+                    yield told
+                place, is_open = place + 1, False
+            for call in calls:
+                item = self._call(call, "in_progress")
+                yield event("output_item.added", output_index=place, item=item)
+                told = {"item_id": item["id"], "output_index": place}
+                yield event("function_call_arguments.delta", **told, delta=call.arguments)
+                yield event(
+                    "function_call_arguments.done",
+                    **told,
+                    name=call.name,
+                    arguments=call.arguments,
+                )
+                item = self._call(call, "completed")
+                yield event("output_item.done", output_index=place, item=item)
+                place += 1
+        try:
+            self.generation.raise_error()
+        except RamifyError as error:
+            failed = {"code": "server_error", "message": as_api_error(error).message}
+            yield event("failed", response=self._body("failed", []) | {"error": failed})
+            return
+        end = self._end()
+        if is_open:
+            status = "incomplete" if end["status"] == "incomplete" else "completed"
+            for told in self._closed(event, where, status):
+                yield told
+        yield event(end["status"], response=end)
+
+    def _closed(self, event: Any, where: dict[str, Any], status: str) -> list[dict[str, Any]]:
+        text = self._choice.text
+        item = self._message(text, status)
+        return [
+            event("output_text.done", **where, text=text, logprobs=[]),
+            event("content_part.done", **where, part=self._part(text)),
+            event("output_item.done", output_index=where["output_index"], item=item),
+        ]

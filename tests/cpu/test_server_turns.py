@@ -1,0 +1,234 @@
+"""What a conversation's next turn reads again, over a fake device whose answers are scripted."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from ramify.config import EngineConfig, resolve
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.core import EngineCore
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.server.app import Server
+from ramify.server.prompts import PromptMaker
+from ramify.server.service import Generation, Service
+from ramify.testing import FakeExecutor
+from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with
+
+PAGE = 4
+TALKER, HASTY = tokenizer_with(TALKER_TEMPLATE), tokenizer_with(HASTY_TEMPLATE)
+END = TALKER.encode("<|end|>", add_special_tokens=False)[0]
+ASSISTANT = TALKER.encode("<|assistant|>", add_special_tokens=False)[0]
+
+
+class Talk:
+    """A server whose model gives the answers of a script, whatever it is asked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        asked = EngineConfig.of(kv_cache_tokens=4096, page_size=PAGE)
+        config = resolve(asked, model_max_len=2048, token_bytes=1, free_memory=0)
+        vocab = tokenizer.vocab_size
+        device = FakeExecutor(config.num_pages, PAGE, vocab_size=vocab, next_token=self._next)
+        core = EngineCore(
+            config,
+            device,
+            vocab_size=vocab,
+            eos_token_ids=[END],
+            text_decoder=lambda: Detokenizer(tokenizer),
+        )
+        self.tokenizer, self.answer = tokenizer, list[int]()
+        self.llm = AsyncLLM.over(core, tokenizer)
+        self.service = Service(self.llm, tokenizer, model="m", max_model_len=2048, page_size=PAGE)
+        self.generations: list[Generation] = []
+        self.service.listeners.append(self.generations.append)
+
+    def _next(self, context: Sequence[int]) -> int:
+        told = self.generation_len(context)
+        return self.answer[told] if told < len(self.answer) else END
+
+    def generation_len(self, context: Sequence[int]) -> int:
+        """Tokens behind the last place at which an answer begins."""
+        ids = list(context)
+        begin = len(ids) - ids[::-1].index(ASSISTANT)
+        start = list(self.tokenizer.encode("<think></think>", add_special_tokens=False))
+        if self.tokenizer is HASTY and ids[begin : begin + len(start)] == start:
+            begin += len(start)
+        return len(ids) - begin
+
+    @contextmanager
+    def client(self) -> Iterator[TestClient]:
+        with TestClient(Server(self.service).app()) as client:
+            yield client
+
+    def cached_tokens(self, client: TestClient) -> int:
+        return int(client.get("/v1/cache").json()["cached_pages"]) * PAGE
+
+
+def letters(text: str) -> list[int]:
+    """Tokens of a text as a tokenizer would not make them: one for each letter."""
+    return [token for one in text for token in TALKER.encode(one, add_special_tokens=False)]
+
+
+def ask(client: TestClient, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
+    """Prompt and answer as they were computed, though a tokenizer would write the text otherwise."""
+    talk = Talk(TALKER)
+    with talk.client() as client:
+        talk.answer = letters("Ann lives in Rome")
+        assert talk.answer != TALKER.encode("Ann lives in Rome", False).tolist()
+        first = ask(client, "/v1/responses", instructions="Be brief.", input="Who lives in Rome?")
+        before = talk.generations[-1].job.prompt.ids + array("i", talk.answer)
+        talk.answer = letters("Bob")
+        second = ask(
+            client,
+            "/v1/responses",
+            instructions="Be brief.",
+            input="And in Paris?",
+            previous_response_id=first["id"],
+        )
+        ids = talk.generations[-1].job.prompt.ids
+        third = ask(client, "/v1/responses", input="Oslo?", previous_response_id=second["id"])
+
+    assert first["output"][0]["content"][0]["text"] == "Ann lives in Rome"
+    assert ids[: len(before)] == before
+    assert TALKER.decode(ids, False).endswith("And in Paris?<|end|><|assistant|>")
+    cached = second["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached == len(before) // PAGE * PAGE
+    # without the instructions it is another conversation from the start
+    assert "Be brief." not in TALKER.decode(talk.generations[-1].job.prompt.ids, False)
+    assert third["output"][0]["content"][0]["text"] == "Bob"
+
+
+def test_an_answer_cut_at_a_stop_text_is_told_again_as_it_was_shown() -> None:
+    """The model wrote more than that: the next prompt has the tokens of the shown text."""
+    talk = Talk(TALKER)
+    with talk.client() as client:
+        talk.answer = letters("Ann. Bob.")
+        first = ask(client, "/v1/chat/completions", messages=said("Who?"), stop=". ")
+        assert first["choices"][0]["message"]["content"] == "Ann"
+        messages = [*said("Who?"), {"role": "assistant", "content": "Ann"}, *said("And?")]
+        ask(client, "/v1/chat/completions", messages=messages)
+
+    prompt = talk.generations[-1].job.prompt
+    assert prompt.ids == TALKER.encode(prompt.text, add_special_tokens=False)
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+THOUGHT = "<think>" + "Let me see. " * 20 + "</think>Ann."
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("answer", [THOUGHT, "Let me see. " * 20 + "Ann."])
+def test_thoughts_that_the_template_drops_are_not_kept(
+    path: str, stream: bool, answer: str
+) -> None:
+    """Of such an answer nothing is left in the cache; another one is read by the next turn."""
+    talk = Talk(TALKER)
+    with talk.client() as client:
+        talk.answer = list(TALKER.encode(answer, add_special_tokens=False))
+        body: dict[str, Any] = {
+            "model": "m",
+            "messages": said("Who lives in Rome?"),
+            "max_tokens": 500,
+        }
+        told = client.post(path, json=body | {"stream": stream})
+        assert told.status_code == 200, told.text
+        num_prompt = len(talk.generations[-1].job.prompt.ids)
+        cached = talk.cached_tokens(client)
+        messages = [*body["messages"], {"role": "assistant", "content": answer}, *said("And?")]
+        ask(client, path, **body | {"messages": messages})
+
+    use = talk.generations[-1].cache
+    assert use is not None
+    if answer is THOUGHT:
+        assert cached == num_prompt // PAGE * PAGE
+        assert use.read == cached
+    else:
+        assert cached == (num_prompt + len(talk.answer)) // PAGE * PAGE
+        assert use.read == cached
+
+
+def test_thoughts_before_a_call_are_kept_for_its_result() -> None:
+    """Until the user speaks again the conversation goes on from them."""
+    talk = Talk(TALKER)
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+    call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+    with talk.client() as client:
+        talk.answer = list(TALKER.encode(THOUGHT + call, add_special_tokens=False))
+        answer = ask(
+            client,
+            "/v1/chat/completions",
+            messages=said("Who lives in Rome?"),
+            tools=[tool],
+            max_tokens=500,
+        )
+        cached = talk.cached_tokens(client)
+
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert cached > len(talk.generations[-1].job.prompt.ids) + len(talk.answer) - 2 * PAGE
+
+
+def test_a_volatile_end_of_the_prompt_is_not_stored() -> None:
+    """Nor what comes behind it; the next turn reads all that is stored."""
+    talk = Talk(HASTY)
+    with talk.client() as client:
+        talk.answer = list(HASTY.encode("Ann lives there. " * 4, add_special_tokens=False))
+        ask(client, "/v1/chat/completions", messages=said("Who lives in Rome?"))
+        first = talk.generations[-1]
+        cached = talk.cached_tokens(client)
+        answer = {"role": "assistant", "content": "Ann lives there. " * 4}
+        messages = [*said("Who lives in Rome?"), answer, *said("And?")]
+        ask(client, "/v1/chat/completions", messages=messages)
+
+    prompt = first.job.prompt
+    assert 0 < prompt.stable_len < len(prompt.ids)
+    assert cached == prompt.stable_len // PAGE * PAGE
+    assert first.cache is not None
+    assert first.cache.written == cached
+    use = talk.generations[-1].cache
+    assert use is not None
+    assert use.read == cached
+
+
+TEXTS = st.text(alphabet="abé \n<>|/think", max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokenizer=st.sampled_from([TALKER, HASTY]),
+    texts=st.lists(TEXTS, min_size=1, max_size=5),
+    answer=TEXTS,
+    more=TEXTS,
+)
+def test_every_next_turn_begins_with_the_stable_part(
+    tokenizer: Tokenizer, texts: list[str], answer: str, more: str
+) -> None:
+    """Whatever is answered and asked next; and a growing chat has the tokens of one from scratch."""
+    roles = ["user", "assistant"]
+    talk = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    maker = PromptMaker(tokenizer)
+    first = maker.chat(talk, [])
+    later = [*talk, {"role": "assistant", "content": answer}, {"role": "user", "content": more}]
+
+    second = maker.chat(later, [])
+
+    assert second.ids[: first.stable_len] == first.ids[: first.stable_len]
+    assert second.ids == tokenizer.encode(second.text, add_special_tokens=False)
+    assert second.ids == PromptMaker(tokenizer).chat(later, []).ids

@@ -1,0 +1,234 @@
+"""OpenAI's prompt caching, and the smaller promises of its API, by the official client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ramify.server.tenants import hash_key
+from tests.e2e.conftest import Running, Start
+
+MODEL = "ramify-tiny"
+PAGE = 16
+RULES = "You answer questions about people and their cities in a few words, and nothing else. "
+
+
+def body(first: str, **options: Any) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": f"{first}. {RULES * 2}"},
+        {"role": "user", "content": "Who lives in Rome?"},
+    ]
+    return {"model": MODEL, "messages": messages, "max_tokens": 2, "temperature": 0} | options
+
+
+def marked(first: str, **mark: Any) -> list[dict[str, Any]]:
+    part: dict[str, Any] = {"type": "text", "text": f"{first}. {RULES * 2}"}
+    part |= {"prompt_cache_breakpoint": {"mode": "explicit"} | mark}
+    return [
+        {"role": "system", "content": [part]},
+        {"role": "user", "content": "Who lives in Rome?"},
+    ]
+
+
+def lifetimes(server: Running) -> list[float]:
+    found: Any = server.openai().get("/cache/pins", cast_to=object)
+    return [one["ttl_s"] for one in found["pins"]]
+
+
+def test_a_breakpoint_is_kept_for_its_time(server: Running) -> None:
+    """Its own, or that of the request's options, or of the older retention field."""
+    create = server.openai().chat.completions.create
+    known = len(lifetimes(server))
+    create(**body("a", messages=marked("own", ttl="12h")))
+    create(**body("b", messages=marked("none")))
+    options = {"mode": "explicit", "ttl": "30m"}
+    create(**body("c", messages=marked("options")), prompt_cache_options=options)
+    create(**body("retained"), prompt_cache_retention="24h")
+    create(**body("implicit"), prompt_cache_options={"mode": "implicit", "ttl": "30m"})
+    create(**body("plain"), prompt_cache_retention="in_memory", prompt_cache_key="me")
+
+    assert lifetimes(server)[known:] == [12 * 3600.0, 1800.0, 1800.0, 24 * 3600.0, 1800.0]
+
+
+def test_only_what_is_marked_is_written_in_explicit_mode(server: Running) -> None:
+    """And nothing at all without a mark."""
+    create = server.openai().chat.completions.create
+    explicit = {"prompt_cache_options": {"mode": "explicit"}}
+    answers = [create(**body("bare"), **explicit) for _ in range(2)]
+    assert [one.usage.prompt_tokens_details.cache_write_tokens for one in answers] == [0, 0]
+    assert answers[1].usage.prompt_tokens_details.cached_tokens < PAGE
+
+    first = create(**body("x", messages=marked("Zebra")), **explicit).usage
+    second = create(**body("x", messages=marked("Zebra")), **explicit).usage
+    written = first.prompt_tokens_details.cache_write_tokens
+    assert PAGE <= written < first.prompt_tokens - PAGE
+    assert second.prompt_tokens_details.cached_tokens >= written
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_prewarmed(server: Running, stream: bool) -> None:
+    """Nothing is said, and the next request reads it."""
+    create = server.openai().chat.completions.create
+    extra = {"extra_body": {"prompt_cache_options": {"prewarm": True}}}
+    name = f"Prewarm {stream}"
+    if stream:
+        chunks = list(create(**body(name), stream=True, **extra))
+        assert all(not chunk.choices for chunk in chunks)
+    else:
+        quiet = create(**body(name), **extra)
+        assert quiet.choices == []
+        assert quiet.usage.completion_tokens == 0
+    assert create(**body(name)).usage.prompt_tokens_details.cached_tokens >= PAGE
+
+
+def test_usage_can_come_with_every_piece(server: Running) -> None:
+    """By continuous_usage_stats; without, only in a last piece that has no choice."""
+    create = server.openai().chat.completions.create
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(create(**body("always"), stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 2
+    plain = list(create(**body("always"), stream=True))
+    assert all(chunk.usage is None and chunk.choices for chunk in plain)
+    text = list(
+        server.openai().completions.create(
+            model=MODEL, prompt="Ann", max_tokens=3, stream=True, stream_options=options
+        )
+    )
+    assert text[-1].choices == []
+    assert text[-1].usage.prompt_tokens_details is not None
+
+
+def test_headers_tell_of_the_cache_and_the_request(server: Running) -> None:
+    """X-Cache with the tokens read; the client's own id of a request comes back."""
+    raw = server.openai().chat.completions.with_raw_response.create
+    found = [raw(**body("headers"), extra_headers={"X-Request-Id": "mine-1"}) for _ in range(2)]
+    assert found[0].headers["x-request-id"] == "mine-1"
+    assert found[0].headers["x-cache"].startswith(("MISS", "HIT"))
+    usage = found[1].parse().usage
+    assert (
+        found[1]
+        .headers["x-cache"]
+        .startswith(
+            f"HIT; read={usage.prompt_tokens_details.cached_tokens}; total={usage.prompt_tokens}"
+        )
+    )
+
+
+def test_stops_biases_and_seeds_are_honoured(server: Running) -> None:
+    """A stop text is not shown; a token at -100 is never said; one seed, one answer."""
+    create = server.openai().completions.create
+    options = {"model": MODEL, "prompt": "Ann lives in", "max_tokens": 8, "temperature": 0}
+    whole = create(**options).choices[0].text
+    assert len(whole) > 2
+    stopped = create(**options, stop=[whole[2]]).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert whole[2] not in stopped.text
+    [first] = create(**options | {"max_tokens": 1}, logprobs=1).choices
+    text = first.logprobs.tokens[0]
+    token = next(iter(tokens(server, text, add_special_tokens=False)))
+    other = create(**options | {"max_tokens": 1}, logit_bias={str(token): -100}).choices[0]
+    assert other.text != first.text
+    drawn = [create(**options | {"temperature": 2, "n": 3}, seed=7) for _ in range(2)]
+    assert drawn[0].choices == drawn[1].choices
+
+
+def tokens(server: Running, text: str, **options: Any) -> list[int]:
+    answer: Any = server.openai().post(
+        "/../tokenize", body={"prompt": text} | options, cast_to=object
+    )
+    assert answer["count"] == len(answer["tokens"])
+    return list(answer["tokens"])
+
+
+def test_texts_become_tokens_and_back(server: Running) -> None:
+    """Of a prompt, and of a conversation; strings of the tokens if they are asked for."""
+    ids = tokens(server, "Ann lives in Rome.", add_special_tokens=False)
+    client = server.openai()
+    back = client.post("/../detokenize", body={"tokens": ids}, cast_to=object)
+    assert back["prompt"] == "Ann lives in Rome."
+    talk = client.post(
+        "/../tokenize",
+        body={"messages": body("t")["messages"], "return_token_strs": True},
+        cast_to=object,
+    )
+    assert "".join(talk["token_strs"]).endswith("<|assistant|>")
+    answer = client.chat.completions.create(**body("t"))
+    assert answer.usage.prompt_tokens == talk["count"]
+
+
+def test_scores_of_a_prompt_alone(server: Running) -> None:
+    """max_tokens 0 with echo: nothing is written; offsets are places in the text."""
+    answer = server.openai().completions.create(
+        model=MODEL, prompt="Ann lives in Rome.", echo=True, logprobs=2, max_tokens=0
+    )
+    [choice] = answer.choices
+    assert choice.text == "Ann lives in Rome."
+    assert answer.usage.completion_tokens == 0
+    found = choice.logprobs
+    assert len(found.tokens) == answer.usage.prompt_tokens
+    assert all(
+        score <= max(top.values()) + 1e-6
+        for score, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
+    )
+
+
+def test_nulls_are_as_good_as_nothing(server: Running) -> None:
+    """Clients send every field they know."""
+    names = ["stream", "stop", "tools", "tool_choice", "seed", "n", "logprobs", "top_logprobs"]
+    names += ["stream_options", "response_format", "logit_bias", "user", "prompt_cache_options"]
+    names += ["prompt_cache_retention", "parallel_tool_calls", "metadata", "functions", "top_p"]
+    answer = server.openai().chat.completions.create(
+        **body("nulls"), extra_body=dict.fromkeys(names)
+    )
+    assert answer.choices[0].message.content is not None
+
+
+def test_what_would_be_ignored_is_refused(server: Running) -> None:
+    """Where silence would change the answer."""
+    for change, param in (
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"regex": "a(", "max_tokens": 5}, "regex"),
+        ({"regex": "a", "choice": ["b"]}, "response_format"),
+        ({"prompt_cache_options": {"mode": "sometimes"}}, "prompt_cache_options.mode"),
+        ({"stop": ["x"] * 17}, "stop"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            server.openai().chat.completions.create(**body("no"), extra_body=change)
+        told: Any = caught.value.body
+        assert told["param"] == param
+
+
+def test_errors_are_the_clients_exceptions(start: Start, server: Running, tmp_path: Path) -> None:
+    """By status and code, on every path."""
+    client = server.openai()
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(**body("x") | {"model": "gpt"})
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.get("/nothing", cast_to=object)
+    wrong: list[Any] = [[[10**6]], [-1], [2**40], [[]], [["a"]], ["a", [1]], []]
+    for prompt in wrong:
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
+    guarded = start("--api-key", "ann", "--api-key", "bob", "--admin-key", "root")
+    with pytest.raises(openai.AuthenticationError) as refused:
+        guarded.openai("eve").models.list()
+    assert refused.value.code == "invalid_api_key"
+    with pytest.raises(openai.PermissionDeniedError):
+        guarded.openai("ann").get("/cache", cast_to=object)
+    file = tmp_path / "keys.json"
+    entry = {"hash": hash_key("cy"), "tenant": "cy", "quota": {"tokens_per_minute": 1}}
+    file.write_text(json.dumps({"keys": [entry]}))
+    limited = start("--api-key-file", str(file)).openai("cy")
+    assert limited.chat.completions.create(**body("x")).choices
+    with pytest.raises(openai.RateLimitError) as late:
+        limited.chat.completions.create(**body("x"))
+    assert int(late.value.response.headers["retry-after"]) > 1
