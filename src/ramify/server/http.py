@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ramify.server.errors import ApiError, as_api_error
 
@@ -22,6 +23,7 @@ MAX_BODY_BYTES = 32 << 20
 MAX_DEPTH = 32  # of schemas
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
+STALL_S = 60.0  # a reader that takes nothing for so long is left
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 _WHERE = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 STREAM_HEADERS = {
@@ -174,6 +176,47 @@ def event_stream(
     return StreamingResponse(
         body(), media_type="text/event-stream", headers={**STREAM_HEADERS, **(headers or {})}
     )
+
+
+class Closing:
+    """A response, and what is to be done once it is sent, or cannot be.
+
+    The generators of a streamed body are no place for that: one that was never begun is closed
+    without running.
+
+    Args:
+        stall_s: how long the client may take nothing.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        close: Callable[[], Awaitable[None]],
+        *,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.response, self._close, self._stall_s = response, close, stall_s
+        self._is_stalled = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+
+        async def patiently(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send(message)
+            except TimeoutError:
+                self._is_stalled = True
+                raise
+
+        try:
+            await self.response(scope, receive, patiently)
+        except Exception:
+            if not self._is_stalled:
+                raise
+            logger.warning("a client took nothing for %.0f s and was left", self._stall_s)
+        finally:
+            await self._close()
 
 
 async def _next(source: AsyncIterator[bytes]) -> bytes:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.engine.core import EngineCore
-from ramify.errors import PinError
+from ramify.errors import EngineStoppedError, PinError
 from ramify.server.anthropic_requests import message_prompt
 from ramify.server.anthropic_types import CountRequest
 from ramify.server.errors import ApiError
-from ramify.server.http import decode, json_response
+from ramify.server.http import decode, encode, json_response
 from ramify.server.metrics import CONTENT_TYPE, Metrics
 from ramify.server.openai_requests import chat_job, completion_jobs
 from ramify.server.openai_types import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
@@ -26,6 +27,7 @@ from ramify.server.service import Service
 from ramify.server.tenants import Caller
 
 MAX_NODES = 2000
+READ_S = 2.0  # a scrape does not wait for a long step
 
 
 class PinRequest(Struct, kw_only=True):
@@ -176,7 +178,7 @@ class Operations:
             return job.prompt
         if is_anthropic or "system" in found:
             filled = {"model": self.service.model} | found
-            request = msgspec.convert(filled, CountRequest)
+            request = decode(encode(filled), CountRequest)
             return message_prompt(request, self.service)[0]
         return chat_job(decode(body, ChatRequest), self.service).prompt
 
@@ -195,7 +197,9 @@ class Operations:
     async def numbers(self, who: Caller) -> Response:
         """GET /metrics."""
         self.require_admin(who)
-        await self.service.engine.run(self.metrics.engine.read)
+        with suppress(TimeoutError, EngineStoppedError):  # then the values are those of last time
+            async with asyncio.timeout(READ_S):
+                await self.service.engine.run(self.metrics.engine.read)
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -17,6 +17,7 @@ from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.loop import Health
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams
@@ -41,6 +42,10 @@ class Engine(Protocol):
 
     async def run(self, call: Callable[[EngineCore], T]) -> T:
         """`call(core)` in the engine's thread, between two steps."""
+        ...
+
+    def health(self) -> Health:
+        """Whether the engine is alive; waits for nothing."""
         ...
 
     def stream(
@@ -114,6 +119,8 @@ class Generation:
     cache: CacheUse | None = None
     output: RequestOutput | None = None
     on_end: list[Callable[[Generation], None]] = field(default_factory=list)
+    on_event: list[Callable[[Generation, StepOutput], None]] = field(default_factory=list)
+    num_output: int = 0  # tokens so far, of all answers
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -161,11 +168,14 @@ class Generation:
         return self.output
 
     def _note(self, event: StepOutput) -> StepOutput:
+        self.num_output += len(event.new_token_ids)
         if event.output is not None:
             self.output = event.output
             self.cache = self._use(event.output.cache)
         elif self.cache is None and event.cache is not None:
             self.cache = self._use(event.cache)
+        for call in self.on_event:
+            call(self, event)
         return event
 
     def _use(self, report: CacheReport) -> CacheUse:
@@ -214,6 +224,7 @@ class Service:
         self.chat_template = tokenizer.chat_template or ""
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # logs, metrics
+        self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
 
     def require_model(self, name: str | None) -> str:
         """The model's own name.
@@ -283,8 +294,9 @@ class Service:
                 first=first,
                 miss=miss,
                 page_size=self.page_size,
+                on_end=[self._ended],
+                on_event=self.event_listeners,
             )
-            generation.on_end.append(self._ended)
             try:
                 await self._pin(job, who)
             except BaseException:
