@@ -118,11 +118,16 @@ def fake_engine(
 
 @contextmanager
 def live(
-    keys: Keys | None = None, *, drain_s: float = 30.0, local_admin: bool = True, **options: Any
+    keys: Keys | None = None,
+    *,
+    drain_s: float = 30.0,
+    local_admin: bool = True,
+    model: str = "fake",
+    **options: Any,
 ) -> Iterator[Live]:
     """Listens until the end of the block."""
     llm, gate = fake_engine(**options)
-    service = Service(llm, TOKENIZER, model="fake", max_model_len=2048, page_size=PAGE_SIZE)
+    service = Service(llm, TOKENIZER, model=model, max_model_len=2048, page_size=PAGE_SIZE)
     server = Server(service, keys, local_admin=local_admin)
     found: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
