@@ -93,9 +93,14 @@ def fake_engine(
     max_num_seqs: int = 64,
     max_waiting: int = 1024,
     pool_tokens: int = 8192,
+    step_timeout_s: float = 300.0,
 ) -> tuple[AsyncLLM, Gate]:
     asked = EngineConfig.of(
-        kv_cache_tokens=pool_tokens, page_size=PAGE_SIZE, max_num_seqs=max_num_seqs
+        kv_cache_tokens=pool_tokens,
+        page_size=PAGE_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_waiting=max_waiting,
+        step_timeout_s=step_timeout_s,
     )
     config = resolve(asked, model_max_len=2048, token_bytes=1, free_memory=0)
     device = FakeExecutor(
@@ -113,7 +118,7 @@ def fake_engine(
         vocab_size=TOKENIZER.vocab_size,
         text_decoder=lambda: Detokenizer(TOKENIZER),
     )
-    return AsyncLLM.over(core, TOKENIZER, max_waiting=max_waiting), gate
+    return AsyncLLM.over(core, TOKENIZER), gate
 
 
 @contextmanager

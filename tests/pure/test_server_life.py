@@ -205,8 +205,7 @@ class Bug(BaseException):
 
 def test_a_stuck_engine_is_not_ready() -> None:
     """A step that takes too long: a supervisor can see it."""
-    with live() as one, ThreadPoolExecutor(1) as pool:
-        one.server.health._stuck_s = 0.05
+    with live(step_timeout_s=0.1) as one, ThreadPoolExecutor(1) as pool:
         one.gate.is_open = False
         waiting = in_thread(pool, one)
         one.gate.reached.acquire(timeout=30)

@@ -8,7 +8,6 @@ from typing import Any
 from ramify.engine.loop import Health
 from ramify.server.errors import ApiError
 
-STUCK_S = 120.0  # a step takes seconds at most; the first one may have to compile kernels
 RETRY_S = 5  # to a client of a server that is about to end: another one takes over
 
 
@@ -17,11 +16,10 @@ class Readiness:
 
     Args:
         engine: see `AsyncLLM.health`.
-        stuck_s: a step that takes longer than that will not end.
     """
 
-    def __init__(self, engine: Callable[[], Health], *, stuck_s: float = STUCK_S) -> None:
-        self._engine, self._stuck_s = engine, stuck_s
+    def __init__(self, engine: Callable[[], Health]) -> None:
+        self._engine = engine
         self.is_ready = self.is_draining = False
 
     def death(self) -> str | None:
@@ -29,7 +27,7 @@ class Readiness:
         health = self._engine()
         if not health.is_alive and not self.is_draining:
             return "engine stopped"
-        if health.is_busy and (health.step_age_s or 0.0) > self._stuck_s:
+        if health.stuck_s is not None:
             return "engine stuck"
         return None
 

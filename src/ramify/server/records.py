@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.key import ATOM_BYTES, shared_pages
+from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.server.prompts import Prompt
 
 MAX_RECORDS = 4096
