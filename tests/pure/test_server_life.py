@@ -238,6 +238,20 @@ def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixture) -
             one.until_idle()
 
 
+def test_a_silent_stream_is_kept_open() -> None:
+    """By comments, which clients skip, while the engine computes."""
+    with live() as one:
+        one.server.ping_s = 0.05
+        one.gate.is_open = False
+        one.gate.allowed.release()
+        body = {"prompt": "Who?", "max_tokens": 3, "stream": True}
+        with httpx.stream("POST", f"{one.url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if line == ": ping")
+            one.gate.open()
+            assert list(lines)[-2] == "data: [DONE]"
+
+
 def test_asyncio_has_no_task_left(shared: Live) -> None:
     """After all those that left: only what the server itself runs."""
     shared.until_idle()
