@@ -20,7 +20,7 @@ from ramify.config import (
     SchedulerSection,
 )
 from ramify.errors import ConfigError, RamifyError
-from ramify.server.cli import keys, serve
+from ramify.server.cli import chat, keys, serve
 
 if TYPE_CHECKING:
     from ramify.demo import DemoResult
@@ -37,6 +37,7 @@ app = typer.Typer(
 
 
 app.command()(serve)
+app.command()(chat)
 app.command()(keys)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,9 +19,13 @@ from ramify import __version__
 from ramify.server.anthropic_answers import MessageAnswer
 from ramify.server.anthropic_requests import message_job, message_prompt
 from ramify.server.anthropic_types import CountRequest, MessageRequest
-from ramify.server.errors import ApiError
+from ramify.server.errors import ApiError, as_api_error
+from ramify.server.health import Readiness
 from ramify.server.http import (
     DONE,
+    PING_S,
+    STALL_S,
+    Closing,
     decode,
     error_response,
     event_stream,
@@ -30,6 +34,7 @@ from ramify.server.http import (
     request_id,
     sse,
 )
+from ramify.server.logs import log_refusal
 from ramify.server.metrics import Metrics
 from ramify.server.openai_answers import ChatAnswer, CompletionAnswer
 from ramify.server.openai_requests import chat_job, completion_jobs
@@ -44,6 +49,7 @@ from ramify.server.response_answers import ResponseAnswer
 from ramify.server.responses import ResponsesRequest, Turn, response_job
 from ramify.server.service import Generation, Job, Service
 from ramify.server.tenants import Caller, Keys, Quota
+from ramify.server.watch import Watch
 
 T = TypeVar("T")
 Handler = Callable[["Call"], Awaitable[Response]]
@@ -56,10 +62,16 @@ class Call:
     request: Request
     who: Caller
     headers: dict[str, str]  # that its response has
+    begun: list[Generation] = field(default_factory=list)  # that end with it
 
     async def body(self, kind: type[T]) -> T:
         """The body as a value of a type."""
         return decode(await read_body(self.request), kind)
+
+    async def close(self) -> None:
+        """End what was begun for it and is still live."""
+        for one in self.begun:
+            await one.close()
 
 
 class Server:
@@ -75,10 +87,12 @@ class Server:
     ) -> None:
         self.service, self.keys = service, keys
         self.everybody = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
-        self.metrics = Metrics()
+        self.metrics = Metrics(service.model)
         self.operations = Operations(service, self.metrics)
         service.listeners.append(self.metrics.note)
-        self.ready = self.draining = False
+        service.event_listeners.append(self.metrics.note_event)
+        self.health = Readiness(service.engine.health)
+        self.stall_s, self.ping_s = STALL_S, PING_S
         self._prompts = ThreadPoolExecutor(1, "ramify-prompts")  # rendering is not for the loop
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
@@ -118,19 +132,40 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self.ready = True
-        yield
-        self.ready = False
-        self._prompts.shutdown()
+        async with self.serving():
+            yield
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Ready from here on; what watches the server runs meanwhile."""
+        watch = asyncio.create_task(Watch(self.service, self.metrics).run())
+        self.health.is_ready = True
+        try:
+            yield
+        finally:
+            self.health.is_ready = False
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self._prompts.shutdown(wait=False)
 
     def _route(self, path: str, handler: Handler, *methods: str, anthropic: bool = False) -> Route:
-        async def endpoint(request: Request) -> Response:
+        async def endpoint(request: Request) -> Any:
             headers = {"x-request-id": request_id(request)}
+            call = Call(request, self.everybody, headers)
             try:
-                who = self.caller(request)
-                return await handler(Call(request, who, headers))
+                call = replace(call, who=self.caller(request))
+                if path != "/metrics":
+                    self.health.require_open()
+                response = await handler(call)
             except Exception as error:  # noqa: BLE001 - every failure has an answer
-                return error_response(error, anthropic=anthropic, headers=headers)
+                await call.close()
+                response = error_response(error, anthropic=anthropic, headers=headers)
+                log_refusal(as_api_error(error), path, headers["x-request-id"])
+            except BaseException:
+                await call.close()
+                raise
+            self.metrics.answered(path, response.status_code)
+            return Closing(response, call.close, stall_s=self.stall_s, ping_s=self.ping_s)
 
         return Route(path, endpoint, methods=list(methods))
 
@@ -170,8 +205,7 @@ class Server:
     async def _chat(self, call: Call) -> Response:
         request = await call.body(ChatRequest)
         job: Job = await self.render(chat_job, request, self.service)
-        begun = self.service.begin(job, call.who, prefix="chatcmpl-")
-        generation = await self._finished(call, begun)
+        generation = await self._begin(call, job, prefix="chatcmpl-")
         answer = ChatAnswer(self.service, request, generation)
         if request.stream:
             return self._stream(call, answer.pieces(), [generation])
@@ -183,6 +217,7 @@ class Server:
         jobs = await self.render(completion_jobs, request, self.service)
         begun = self.service.begin_all(jobs, call.who, prefix="cmpl-")
         generations = await self._finished(call, begun)
+        call.begun.extend(generations)
         answer = CompletionAnswer(self.service, request, generations)
         if request.stream:
             return self._stream(call, answer.pieces(), generations)
@@ -193,13 +228,9 @@ class Server:
         self, call: Call, pieces: AsyncIterator[dict[str, Any]], generations: list[Generation]
     ) -> Response:
         async def events() -> AsyncIterator[bytes]:
-            try:
-                async for piece in pieces:
-                    yield sse(piece)
-                yield DONE
-            finally:
-                for one in generations:
-                    await one.close()
+            async for piece in pieces:
+                yield sse(piece)
+            yield DONE
 
         def on_error(error: BaseException) -> bytes:
             assert isinstance(error, ApiError)
@@ -207,6 +238,12 @@ class Server:
 
         headers = call.headers | x_cache(generations)
         return event_stream(events(), on_error=on_error, headers=headers)
+
+    async def _begin(self, call: Call, job: Job, *, prefix: str) -> Generation:
+        """`Service.begin` for a request; what has begun ends with it."""
+        generation = await self._finished(call, self.service.begin(job, call.who, prefix=prefix))
+        call.begun.append(generation)
+        return generation
 
     async def _finished(self, call: Call, answer: Awaitable[T]) -> T:
         """Wait for an answer; a client that goes away ends it."""
@@ -228,7 +265,7 @@ class Server:
         if request.previous_response_id is not None:
             before = self._turn(call.who, request.previous_response_id, "previous_response_id")
         chat, job = await self.render(response_job, request, before, self.service)
-        generation = await self._finished(call, self.service.begin(job, call.who, prefix="resp_"))
+        generation = await self._begin(call, job, prefix="resp_")
         answer = ResponseAnswer(self.service, request, chat, generation)
 
         def keep(body: Mapping[str, Any]) -> None:
@@ -244,13 +281,10 @@ class Server:
             return json_response(told, headers=headers)
 
         async def events() -> AsyncIterator[bytes]:
-            try:
-                async for piece in answer.events():
-                    if "response" in piece and piece["response"]["usage"] is not None:
-                        keep(piece["response"])
-                    yield sse(piece, piece["type"])
-            finally:
-                await generation.close()
+            async for piece in answer.events():
+                if "response" in piece and piece["response"]["usage"] is not None:
+                    keep(piece["response"])
+                yield sse(piece, piece["type"])
 
         def on_error(error: BaseException) -> bytes:
             assert isinstance(error, ApiError)
@@ -286,8 +320,7 @@ class Server:
     async def _messages(self, call: Call) -> Response:
         request = await call.body(MessageRequest)
         job = await self.render(message_job, request, self.service)
-        begun = self.service.begin(job, call.who, prefix="msg_")
-        generation = await self._finished(call, begun)
+        generation = await self._begin(call, job, prefix="msg_")
         answer = MessageAnswer(self.service, request, generation)
         headers = call.headers | {"request-id": call.headers["x-request-id"]}
         if not request.stream:
@@ -295,11 +328,8 @@ class Server:
             return json_response(told, headers=headers | x_cache([generation]))
 
         async def events() -> AsyncIterator[bytes]:
-            try:
-                async for name, data in answer.events():
-                    yield sse(data, name)
-            finally:
-                await generation.close()
+            async for name, data in answer.events():
+                yield sse(data, name)
 
         def on_error(error: BaseException) -> bytes:
             assert isinstance(error, ApiError)
@@ -398,15 +428,20 @@ class Server:
     # -- operations ----------------------------------------------------------------------------
 
     async def _livez(self, _: Request) -> Response:
-        return json_response({"status": "ok"})
+        return _health_response(self.health.death(), self.health)
 
     async def _readyz(self, _: Request) -> Response:
-        if not self.ready:
-            return json_response({"status": "not ready"}, status=503, headers={"Retry-After": "1"})
-        return json_response({"status": "ok"})
+        return _health_response(self.health.closed_because(), self.health)
 
     async def _version(self, _: Request) -> Response:
         return json_response({"version": __version__})
+
+
+def _health_response(wrong: str | None, health: Readiness) -> Response:
+    told = {"status": wrong or "ok"} | health.as_json()
+    if wrong is None:
+        return json_response(told)
+    return json_response(told, status=503, headers={"Retry-After": "1"})
 
 
 async def _gone(request: Request) -> None:

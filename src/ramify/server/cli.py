@@ -161,6 +161,42 @@ def serve(
     raise typer.Exit(code)
 
 
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="As for `serve`; with --url a name that the server lists."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Of a server with OpenAI's API, in place of an engine here.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    system: Annotated[str | None, typer.Option(help="Text of a system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = _MODEL.dtype,
+) -> None:
+    """Talk in the terminal; each turn shows how much of it was cached.
+
+    /exit ends, /clear begins anew, Ctrl-C stops an answer.
+    """
+    import sys
+
+    from ramify.params import SamplingParams
+    from ramify.server.chat import Backend, Chat, Local, Remote, read_line
+
+    try:
+        if url is not None:
+            options = {"max_tokens": max_tokens, "temperature": temperature}
+            backend: Backend = Remote(url, key=api_key, model=model, options=options)
+        else:
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+            backend = Local(model or _MODEL.model, params, {"dtype": dtype})
+    except RamifyError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    Chat(backend, lines=read_line, out=sys.stdout, notes=sys.stderr, system=system).run()
+
+
 def keys(
     file: Annotated[Path, typer.Argument(help="The key file; made if it is not there.")],
     tenant: Annotated[str, typer.Option(help="Whose key; by default a tenant of its own.")] = "",

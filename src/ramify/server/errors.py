@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.errors import PromptTooLongError, RamifyError, RequestError, UnknownRequestError
+from ramify.errors import (
+    DrainingError,
+    EngineStoppedError,
+    OverloadedError,
+    PromptTooLongError,
+    RamifyError,
+    RequestError,
+    UnknownRequestError,
+)
 
 # HTTP status → the words of the two APIs for it.
 OPENAI_KINDS = {
@@ -81,10 +89,20 @@ class ApiError(RamifyError):
         return {"type": "error", "error": error, "request_id": request_id}
 
 
-def as_api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
+def as_api_error(error: BaseException) -> ApiError:
     """Any failure as an answer: the client's fault is 4xx, ours says nothing of the inside."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, OverloadedError | DrainingError):  # before RequestError, which they are
+        wait = max(1, round(error.retry_after_s))
+        code = "overloaded" if isinstance(error, OverloadedError) else "draining"
+        return ApiError(503, str(error), code=code, retry_after_s=wait)
+    if isinstance(error, EngineStoppedError):
+        return ApiError(
+            503,
+            "the engine has stopped; this server has to be started again",
+            code="engine_stopped",
+        )
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), param="messages", code="context_length_exceeded")
     if isinstance(error, UnknownRequestError):
@@ -92,7 +110,4 @@ def as_api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
     if isinstance(error, RequestError):
         name = getattr(error, "name", None)
         return ApiError(400, str(error), param=name if isinstance(name, str) else None)
-    if type(error).__name__ in ("OverloadedError", "DrainingError"):
-        wait = getattr(error, "retry_after_s", retry_after_s)
-        return ApiError(503, str(error), code="overloaded", retry_after_s=max(1, round(wait)))
     return ApiError(500, "the server failed to answer this request; its log says why")

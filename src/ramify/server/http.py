@@ -7,12 +7,14 @@ import json
 import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ramify.server.errors import ApiError, as_api_error
 
@@ -22,8 +24,11 @@ MAX_BODY_BYTES = 32 << 20
 MAX_DEPTH = 32  # of schemas
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
+STALL_S = 60.0  # a reader that takes nothing for so long is left
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 _WHERE = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+EVENT_STREAM = "text/event-stream"
+PING = b": ping\n\n"
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -135,7 +140,7 @@ def event_stream(
     on_error: Callable[[BaseException], bytes],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Server-sent events. A comment is sent when nothing else was for a while.
+    """Server-sent events; see `Closing` for the rest.
 
     Args:
         pieces: whole events, ends of line included.
@@ -143,19 +148,9 @@ def event_stream(
     """
 
     async def body() -> AsyncIterator[bytes]:
-        waiting: asyncio.Task[bytes] | None = None
-        source = aiter(pieces)
         try:
-            while True:
-                waiting = waiting or asyncio.ensure_future(_next(source))
-                done, _ = await asyncio.wait({waiting}, timeout=PING_S)
-                if not done:
-                    yield b": ping\n\n"
-                    continue
-                task, waiting = waiting, None
-                if isinstance(task.exception(), _End):
-                    return
-                yield task.result()
+            async for piece in pieces:
+                yield piece
         except (asyncio.CancelledError, GeneratorExit, ClientDisconnect):
             raise
         except BaseException as error:
@@ -164,27 +159,87 @@ def event_stream(
                 logger.error("a stream failed", exc_info=error)
             yield on_error(told)
         finally:
-            if waiting is not None:
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
             close: Callable[[], Awaitable[None]] | None = getattr(pieces, "aclose", None)
             if close is not None:
                 await close()
 
     return StreamingResponse(
-        body(), media_type="text/event-stream", headers={**STREAM_HEADERS, **(headers or {})}
+        body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **(headers or {})}
     )
 
 
-async def _next(source: AsyncIterator[bytes]) -> bytes:
-    try:
-        return await anext(source)
-    except StopAsyncIteration:  # a task may not raise it
-        raise _End from None
+class Closing:
+    """A response on its way: left if the client takes nothing, and tidied up after in any case.
 
+    The generators of a streamed body are no place for that: one that was never begun is closed
+    without running. One task minds the whole stream, as a timer for each event would cost more than
+    the event.
 
-class _End(Exception):  # noqa: N818
-    """A stream is at its end."""
+    Args:
+        close: what is to be done once it is sent, or cannot be.
+        stall_s: how long the client may take nothing.
+        ping_s: a stream of events that is silent for so long gets a comment.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        close: Callable[[], Awaitable[None]],
+        *,
+        stall_s: float = STALL_S,
+        ping_s: float = PING_S,
+    ) -> None:
+        self.response, self._close = response, close
+        self._stall_s, self._ping_s = stall_s, ping_s
+        self._is_stream = response.media_type == EVENT_STREAM
+        self._sending_s: float | None = None  # since when
+        self._sent_s = time.monotonic()
+        self._is_open = self._is_stalled = False  # open: more of the body can be sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+
+        async def noting(message: Message) -> None:
+            self._is_open = False
+            self._sending_s = time.monotonic()
+            await send(message)
+            self._sending_s, self._sent_s = None, time.monotonic()
+            self._is_open = self._is_stream and (
+                message["type"] == "http.response.start" or bool(message.get("more_body"))
+            )
+
+        own = asyncio.ensure_future(self.response(scope, receive, noting))
+        minder = asyncio.ensure_future(self._mind(own, send))
+        try:
+            await own
+        except asyncio.CancelledError:
+            if not self._is_stalled:
+                raise
+            logger.warning("a client took nothing for %.0f s and was left", self._stall_s)
+        finally:
+            minder.cancel()
+            own.cancel()
+            await asyncio.gather(own, minder, return_exceptions=True)
+            await self._close()
+
+    async def _mind(self, own: asyncio.Future[None], send: Send) -> None:
+        while True:
+            await asyncio.sleep(min(self._stall_s, self._ping_s) / 4)
+            now = time.monotonic()
+            if self._sending_s is not None:
+                if now - self._sending_s > self._stall_s:
+                    self._is_stalled = True
+                    own.cancel()
+                    return
+            elif self._is_open and now - self._sent_s > self._ping_s:
+                self._sent_s = now
+                try:
+                    async with asyncio.timeout(self._stall_s):
+                        await send({"type": "http.response.body", "body": PING, "more_body": True})
+                except TimeoutError:
+                    self._is_stalled = True
+                    own.cancel()
+                    return
 
 
 def sse(value: object, event: str | None = None) -> bytes:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from ramify.errors import ConfigError
+from ramify.server.errors import ApiError
 from ramify.server.http import text_of
 from ramify.server.service import Generation
 
@@ -52,6 +56,51 @@ def log_request(generation: Generation) -> None:
         fields["total_ms"] = round(1000 * output.metrics.total_s)
     told = " ".join(f"{name}={value}" for name, value in fields.items())
     logger.info("%s", told, extra={"fields": fields})
+
+
+def log_refusal(error: ApiError, route: str, name: str) -> None:
+    """One line for a request that was not carried out: what was wrong, not what it said."""
+    fields: dict[str, object] = {"id": text_of(name), "route": route, "status": error.status}
+    if error.code is not None:
+        fields["code"] = error.code
+    if error.param is not None:
+        fields["param"] = text_of(error.param)
+    told = " ".join(f"{name}={value}" for name, value in fields.items())
+    level = logging.WARNING if error.status >= 500 else logging.INFO
+    logger.log(level, "refused %s", told, extra={"fields": fields})
+
+
+class LineFile:
+    """A file that others may read while it grows: whole lines, each of them in the file at once.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._has_failed = path, False
+        try:
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from error
+
+    def write(self, line: str) -> None:
+        """Append a line; when the disk is full, what fits of it is taken back and that is logged."""
+        data = line.encode()
+        try:
+            written = os.write(self._handle, data)
+            if written < len(data):
+                os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
+                raise OSError(f"{written} of {len(data)} bytes were taken")
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                logger.error("%s: lines are lost: %s", self._path, error)
+            self._has_failed = True
+
+    def close(self) -> None:
+        """End."""
+        os.close(self._handle)
 
 
 class Recorder:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ramify.engine.core import EngineCore
+from ramify.engine.core import EngineCore, StepOutput
 from ramify.server.service import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+GAPS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 TOKENS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 # What the engine knows: (name, its vLLM name or None, what it is, how to read it).
@@ -38,6 +40,12 @@ def _gauges() -> Iterable[Gauge]:
             lambda core: len(core.scheduler.waiting),
         ),
         ("kv_cache_used_share", "kv_cache_usage_perc", "share of the pages with K/V", used),
+        (
+            "kv_leases",
+            None,
+            "prefixes that requests hold now",
+            lambda core: core.cache.stats().num_leases,
+        ),
         ("kv_pages", None, "pages of the pool", lambda core: core.cache.num_pages),
         ("kv_pages_free", None, "pages with nothing", lambda core: core.cache.stats().free_pages),
         (
@@ -100,7 +108,8 @@ def _counters() -> Iterable[Gauge]:
 class EngineCollector(Collector):
     """Values that were read in the engine's thread just before they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._values: list[Metric] = []
 
     def read(self, core: EngineCore) -> None:
@@ -111,7 +120,9 @@ class EngineCollector(Collector):
                 number = float(value(core) or 0)
                 found.append(make(f"ramify_{name}", told, value=number))
                 if alias is not None:
-                    found.append(make(f"vllm:{alias}", told, value=number))
+                    theirs = make(f"vllm:{alias}", told, labels=["model_name"])
+                    theirs.add_metric([self._model], number)
+                    found.append(theirs)
         self._values = found
 
     def collect(self) -> Iterable[Metric]:
@@ -119,67 +130,130 @@ class EngineCollector(Collector):
         return self._values
 
 
-class Metrics:
-    """Counts of the server, and values of its engine."""
+class Counts:
+    """A counter under our name and, with the model as a label, under vLLM's."""
 
-    def __init__(self) -> None:
+    def __init__(self, ours: Counter, theirs: Counter) -> None:
+        self._both = (ours, theirs)
+
+    def inc(self, count: float) -> None:
+        """Count so many more."""
+        for one in self._both:
+            one.inc(count)
+
+
+class Times:
+    """A histogram under our name and, with the model as a label, under vLLM's."""
+
+    def __init__(self, ours: Histogram, theirs: Histogram) -> None:
+        self._both = (ours, theirs)
+
+    def observe(self, value: float | None) -> None:
+        """One more value; None is none."""
+        for one in self._both if value is not None else ():
+            one.observe(value or 0.0)
+
+
+class Metrics:
+    """Counts of the server, and values of its engine.
+
+    Args:
+        model: the label `model_name`, by which dashboards for vLLM choose.
+    """
+
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        self.engine = EngineCollector()
+        self.engine = EngineCollector(model)
         self.registry.register(self.engine)
-        self.requests = self._counter("requests", "requests that have ended", "reason")
-        self.answers = self._counter("http_responses", "responses", "route", "status")
-        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens", alias=True)
-        self.output_tokens = self._counter("generation_tokens", "tokens generated", alias=True)
-        self.source_tokens = self._counter(
+        self._model = model
+        self.num_prompt = self.num_output = self.num_saved = 0  # tokens, for who asks often
+        self._requests = self._counter("requests", "requests that have ended", "reason")
+        self._success = Counter(
+            "vllm:request_success",
+            "requests that have ended",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._answers = self._counter("http_responses", "responses", "route", "status")
+        self._prompt_tokens = self._counts("prompt_tokens", "prompt tokens")
+        self._output_tokens = self._counts("generation_tokens", "tokens generated")
+        self._sources = self._counter(
             "prompt_tokens_by_source", "prompt tokens: read, shared in flight, computed", "source"
         )
-        self.misses = self._counter("cache_misses", "prompts by why not all was found", "reason")
-        self.ttft = self._histogram("time_to_first_token_seconds", "to the first token", SECONDS)
-        self.tbt = self._histogram("inter_token_latency_seconds", "between tokens", SECONDS)
-        self.total = self._histogram("e2e_request_latency_seconds", "of whole requests", SECONDS)
-        self.prompts = self._histogram("request_prompt_tokens", "of requests", TOKENS)
-
-    def _counter(
-        self, name: str, told: str, *labels: str, alias: bool = False
-    ) -> tuple[Counter, ...]:
-        names = [f"ramify_{name}", *([f"vllm:{name}"] if alias else [])]
-        return tuple(Counter(one, told, labels, registry=self.registry) for one in names)
-
-    def _histogram(self, name: str, told: str, buckets: Iterable[float]) -> tuple[Histogram, ...]:
-        return tuple(
-            Histogram(f"{home}{name}", told, buckets=tuple(buckets), registry=self.registry)
-            for home in ("ramify_", "vllm:")
+        self._misses = self._counter("cache_misses", "prompts by why not all was found", "reason")
+        self._ttft = self._times("time_to_first_token_seconds", "to the first token", SECONDS)
+        self._gaps = self._times("inter_token_latency_seconds", "between tokens", GAPS)
+        self._total = self._times("e2e_request_latency_seconds", "of whole requests", SECONDS)
+        self._queue = self._times("request_queue_time_seconds", "before the first step", SECONDS)
+        self._prompt_sizes = self._times("request_prompt_tokens", "of requests", TOKENS)
+        self._output_sizes = self._times("request_generation_tokens", "of requests", TOKENS)
+        self.loop_delay = Histogram(
+            "ramify_event_loop_delay_seconds",
+            "how late the server's event loop is",
+            buckets=GAPS,
+            registry=self.registry,
         )
+        self._last_s: dict[tuple[str, int], float] = {}  # of live answers: when a token came
+
+    def _counter(self, name: str, told: str, *labels: str) -> Counter:
+        return Counter(f"ramify_{name}", told, labels, registry=self.registry)
+
+    def _counts(self, name: str, told: str) -> Counts:
+        theirs = Counter(f"vllm:{name}", told, ("model_name",), registry=self.registry)
+        return Counts(self._counter(name, told), theirs.labels(self._model))
+
+    def _times(self, name: str, told: str, buckets: tuple[float, ...]) -> Times:
+        ours = Histogram(f"ramify_{name}", told, buckets=buckets, registry=self.registry)
+        theirs = Histogram(
+            f"vllm:{name}", told, ("model_name",), buckets=buckets, registry=self.registry
+        )
+        return Times(ours, theirs.labels(self._model))
+
+    def answered(self, route: str, status: int) -> None:
+        """A response begins."""
+        self._answers.labels(route, str(status)).inc()
+
+    def note_event(self, generation: Generation, event: StepOutput) -> None:
+        """Tokens have come to whoever reads them; merged ones count as evenly spread."""
+        count = len(event.new_token_ids)
+        if not count:
+            return
+        self._output_tokens.inc(count)
+        self.num_output += count
+        now, key = time.monotonic(), (generation.id, event.index)
+        last = self._last_s.get(key)
+        self._last_s[key] = now
+        for _ in range(count if last is not None else 0):
+            self._gaps.observe((now - (last or now)) / count)
 
     def note(self, generation: Generation) -> None:
         """A request has ended."""
+        for index in range(generation.job.params.n):
+            self._last_s.pop((generation.id, index), None)
         output = generation.output
         reason = "disconnected" if output is None else str(output.finish_reason)
-        self.requests[0].labels(reason).inc()
+        self._requests.labels(reason).inc()
+        self._success.labels(self._model, "abort" if output is None else reason).inc()
         if output is None:
             return
-        for one in self.prompt_tokens:
-            one.inc(len(output.prompt_token_ids))
-        for one in self.output_tokens:
-            one.inc(output.usage.completion_tokens)
+        num_prompt, use = len(output.prompt_token_ids), output.cache
+        self._prompt_tokens.inc(num_prompt)
+        self.num_prompt += num_prompt
+        self.num_saved += use.read_tokens + use.shared_tokens
         for source, count in (
-            ("read", output.cache.read_tokens),
-            ("shared", output.cache.shared_tokens),
-            ("computed", output.cache.computed_tokens),
+            ("read", use.read_tokens),
+            ("shared", use.shared_tokens),
+            ("computed", use.computed_tokens),
         ):
-            self.source_tokens[0].labels(source).inc(count)
+            self._sources.labels(source).inc(count)
         if generation.miss is not None:
-            self.misses[0].labels(generation.miss.reason).inc()
+            self._misses.labels(generation.miss.reason).inc()
         times = output.metrics
-        rate = times.decode_tokens_per_s
-        for histograms, value in (
-            (self.ttft, times.ttft_s),
-            (self.tbt, 1 / rate if rate else None),
-            (self.total, times.total_s),
-            (self.prompts, float(len(output.prompt_token_ids))),
-        ):
-            for histogram in histograms if value is not None else ():
-                histogram.observe(value or 0.0)
+        self._ttft.observe(times.ttft_s)
+        self._total.observe(times.total_s)
+        self._queue.observe(times.queue_s)
+        self._prompt_sizes.observe(float(num_prompt))
+        self._output_sizes.observe(float(output.usage.completion_tokens))
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.engine.core import EngineCore
-from ramify.errors import PinError
+from ramify.errors import EngineStoppedError, PinError
 from ramify.server.anthropic_requests import message_prompt
 from ramify.server.anthropic_types import CountRequest
 from ramify.server.errors import ApiError
@@ -25,6 +27,7 @@ from ramify.server.service import Service
 from ramify.server.tenants import Caller
 
 MAX_NODES = 2000
+READ_S = 2.0  # a scrape does not wait for a long step
 
 
 class PinRequest(Struct, kw_only=True):
@@ -197,7 +200,9 @@ class Operations:
     async def numbers(self, who: Caller) -> Response:
         """GET /metrics."""
         self.require_admin(who)
-        await self.service.engine.run(self.metrics.engine.read)
+        with suppress(TimeoutError, EngineStoppedError):  # then the values are those of last time
+            async with asyncio.timeout(READ_S):
+                await self.service.engine.run(self.metrics.engine.read)
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
 

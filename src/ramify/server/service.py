@@ -19,6 +19,7 @@ from ramify.cache.tree import Node
 from ramify.cache.trim import drop_beyond
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.loop import Health
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.params import (
@@ -50,6 +51,10 @@ class Engine(Protocol):
 
     async def run(self, call: Callable[[EngineCore], T]) -> T:
         """`call(core)` in the engine's thread, between two steps."""
+        ...
+
+    def health(self) -> Health:
+        """Whether the engine is alive; waits for nothing."""
         ...
 
     def stream(
@@ -126,6 +131,8 @@ class Generation:
     output: RequestOutput | None = None
     on_end: list[Callable[[Generation], None]] = field(default_factory=list)
     settle: Callable[[Generation], Awaitable[None]] | None = None  # after its end
+    on_event: list[Callable[[Generation, StepOutput], None]] = field(default_factory=list)
+    num_output: int = 0  # tokens so far, of all answers
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -175,11 +182,14 @@ class Generation:
         return self.output
 
     def _note(self, event: StepOutput) -> StepOutput:
+        self.num_output += len(event.new_token_ids)
         if event.output is not None:
             self.output = event.output
             self.cache = self._use(event.output.cache)
         elif self.cache is None and event.cache is not None:
             self.cache = self._use(event.cache)
+        for call in self.on_event:
+            call(self, event)
         return event
 
     def _use(self, report: CacheReport) -> CacheUse:
@@ -234,6 +244,7 @@ class Service:
         self.chat_template = tokenizer.chat_template or ""
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # logs, metrics
+        self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
 
     def require_model(self, name: str | None) -> str:
         """The name by which the model was asked for.
@@ -308,9 +319,10 @@ class Service:
                 miss=miss,
                 page_size=self.page_size,
                 keeps=self.prefix_cache,
+                on_end=[self._ended],
+                on_event=self.event_listeners,
+                settle=self._drop_thinking,
             )
-            generation.on_end.append(self._ended)
-            generation.settle = self._drop_thinking
             try:
                 await self._pin(job, who)
             except BaseException:

@@ -1,0 +1,176 @@
+"""Whether a running server gives the same answers with its prefix cache as without.
+
+    python scripts/accuracy.py                      # ramify-tiny and held-out documents
+    python scripts/accuracy.py --model DIR --gsm8k test.jsonl
+
+Asks questions with known answers behind shared few-shot prefixes, from 8 threads, three rounds
+with the cache off and three with it on. Exit code 1 if an answer depends on the round, or if
+nothing was read from the cache.
+
+ramify-tiny answers questions about documents of up to 1,000 tokens, so each prefix is a document
+with two answered questions about it; documents are held out by their seeds. GSM8K comes from a
+file, its own `{"question": ..., "answer": "... #### 18"}` per line: the first are the examples,
+and the number behind the last `####` (or else the last number) of an answer has to match.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from load_server import Server
+from tiny_documents import make_document
+
+ROUNDS, THREADS = 3, 8
+SHOTS, NUM_FACTS = 2, 66  # of 1,000 tokens or less
+GSM8K_SHOTS = 8
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and the right answer."""
+
+    messages: list[Message]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Round:
+    """All questions, one time."""
+
+    answers: list[str]
+    seconds: float
+    num_prompt: int
+    num_cached: int
+
+
+def said(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def tiny_questions(count: int) -> list[Question]:
+    """About as many held-out documents as it takes, each a prefix that its questions share."""
+    found: list[Question] = []
+    number = 0
+    while len(found) < count:
+        rng = random.Random(f"held-out-accuracy-{number}")
+        document = make_document(rng, num_facts=NUM_FACTS)
+        examples, asked = document.facts[:SHOTS], document.facts[SHOTS:]
+        prefix = [said("system", document.text)]
+        for one in examples:
+            prefix += [said("user", one.question), said("assistant", one.answer)]
+        found += [Question([*prefix, said("user", one.question)], one.answer) for one in asked]
+        number += 1
+    return found[:count]
+
+
+def gsm8k_questions(path: Path, count: int) -> list[Question]:
+    """One prefix of solved problems, and the problems after them."""
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    if len(lines) <= GSM8K_SHOTS:
+        sys.exit(f"{path} has {len(lines)} problems, more than {GSM8K_SHOTS} are needed")
+    prefix: list[Message] = []
+    for one in lines[:GSM8K_SHOTS]:
+        prefix += [said("user", one["question"]), said("assistant", one["answer"])]
+    asked = lines[GSM8K_SHOTS:][:count]
+    return [
+        Question([*prefix, said("user", one["question"])], number_of(one["answer"]))
+        for one in asked
+    ]
+
+
+def number_of(text: str) -> str:
+    """The result that a solution names."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text.rsplit("####", 1)[-1])
+    return str(found[-1]).replace(",", "") if found else ""
+
+
+def ask_all(server: Server, questions: list[Question], max_tokens: int) -> Round:
+    """One round."""
+    url = f"http://{server.host}:{server.port}/v1/chat/completions"
+
+    def ask(question: Question) -> dict[str, Any]:
+        body = {"messages": question.messages, "temperature": 0, "max_tokens": max_tokens}
+        request = urllib.request.Request(url, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310
+            told: dict[str, Any] = json.load(answer)
+            return told
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        told = list(pool.map(ask, questions))
+    seconds = time.perf_counter() - start
+    usages = [one["usage"] for one in told]
+    return Round(
+        [str(one["choices"][0]["message"]["content"]) for one in told],
+        seconds,
+        sum(one["prompt_tokens"] for one in usages),
+        sum(one["prompt_tokens_details"]["cached_tokens"] for one in usages),
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds with both servers, one after the other."""
+    if args.gsm8k is None:
+        questions = tiny_questions(args.questions)
+    else:
+        questions = gsm8k_questions(args.gsm8k, args.questions)
+    rounds: dict[str, list[Round]] = {}
+    for name, options in (("off", ["--no-prefix-cache"]), ("on", [])):
+        server = Server(*options, model=args.model)
+        try:
+            rounds[name] = [ask_all(server, questions, args.max_tokens) for _ in range(ROUNDS)]
+        finally:
+            server.stop()
+    every = [one for both in rounds.values() for one in both]
+    texts = list(zip(*(one.answers for one in every), strict=True))
+    known = [one.answer for one in questions]
+    best = {name: min(one.seconds for one in both) for name, both in rounds.items()}
+    return {
+        "model": args.model,
+        "questions": len(questions),
+        "different": sum(len(set(one)) > 1 for one in texts),
+        "right": sum(
+            (one[0].strip() if args.gsm8k is None else number_of(one[0])) == answer
+            for one, answer in zip(texts, known, strict=True)
+        ),
+        "hit_rate": {
+            name: [round(one.num_cached / one.num_prompt, 4) for one in both]
+            for name, both in rounds.items()
+        },
+        "seconds": {name: [round(one.seconds, 2) for one in both] for name, both in rounds.items()},
+        "speed_up": round(best["off"] / best["on"], 2),
+        "prompt_tokens": every[0].num_prompt,
+        "threads": THREADS,
+        "load_average": os.getloadavg(),
+    }
+
+
+def main() -> None:
+    """Run, show, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="ramify-tiny")
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=None)
+    parser.add_argument("--gsm8k", type=Path, default=None, help="the test set, JSON lines")
+    args = parser.parse_args()
+    args.max_tokens = args.max_tokens or (16 if args.gsm8k is None else 400)
+    told = run(args)
+    print(json.dumps(told, indent=2))
+    was_read = min(told["hit_rate"]["on"]) > 0 and max(told["hit_rate"]["off"]) == 0
+    sys.exit(0 if told["different"] == 0 and was_read else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A server on a real socket over a fake device, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import uvicorn
+
+import ramify
+from ramify.config import EngineConfig, resolve
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.core import EngineCore
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.server.app import Server
+from ramify.server.listener import Listener
+from ramify.server.service import Service
+from ramify.server.tenants import Keys
+from ramify.testing import FakeExecutor
+from tests.pure.async_bench import Gate
+
+TOKENIZER = Tokenizer.load(Path(ramify.__file__).parent / "data" / "ramify-tiny")
+PAGE_SIZE = 4
+LIMIT_S = 60.0
+
+
+@dataclass
+class Live:
+    """What a test needs of it; `gate` holds the engine up."""
+
+    url: str
+    server: Server
+    llm: AsyncLLM
+    gate: Gate
+    listener: Listener
+    thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=LIMIT_S, **options)
+
+    def post(self, path: str, body: object, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=LIMIT_S, **options)
+
+    def ask(self, text: str = "Who lives in Rome?", **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": text, "max_tokens": 4} | fields)
+
+    def look(self, call: Callable[[EngineCore], Any]) -> Any:
+        return self.llm._loop.call(call).result(LIMIT_S)
+
+    def is_idle(self) -> bool:
+        """No request, lease, private page or metered use is left."""
+
+        def look(core: EngineCore) -> bool:
+            core.cache.check()
+            stats = core.cache.stats()
+            return not core._requests and not stats.num_leases and not stats.private_pages
+
+        return self.look(look) and not self.server.service.meter._uses
+
+    def until_idle(self) -> None:
+        until(self.is_idle)
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.get("/metrics").text.splitlines()
+        return {
+            name: float(value)
+            for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")
+        }
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def fake_engine(
+    *,
+    next_token: Callable[[Sequence[int]], int] | None = None,
+    fail_at: Any = (),
+    error: BaseException | None = None,
+    max_num_seqs: int = 64,
+    max_waiting: int = 1024,
+    pool_tokens: int = 8192,
+    step_timeout_s: float = 300.0,
+) -> tuple[AsyncLLM, Gate]:
+    asked = EngineConfig.of(
+        kv_cache_tokens=pool_tokens,
+        page_size=PAGE_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_waiting=max_waiting,
+        step_timeout_s=step_timeout_s,
+    )
+    config = resolve(asked, model_max_len=2048, token_bytes=1, free_memory=0)
+    device = FakeExecutor(
+        config.num_pages,
+        PAGE_SIZE,
+        vocab_size=TOKENIZER.vocab_size,
+        next_token=next_token,
+        fail_at=fail_at,
+        error=error,
+    )
+    gate = Gate(device)
+    core = EngineCore(
+        config,
+        gate,
+        vocab_size=TOKENIZER.vocab_size,
+        text_decoder=lambda: Detokenizer(TOKENIZER),
+    )
+    return AsyncLLM.over(core, TOKENIZER), gate
+
+
+@contextmanager
+def live(
+    keys: Keys | None = None,
+    *,
+    drain_s: float = 30.0,
+    local_admin: bool = True,
+    model: str = "fake",
+    **options: Any,
+) -> Iterator[Live]:
+    """Listens until the end of the block."""
+    llm, gate = fake_engine(**options)
+    service = Service(llm, TOKENIZER, model=model, max_model_len=2048, page_size=PAGE_SIZE)
+    server = Server(service, keys, local_admin=local_admin)
+    found: list[tuple[str, asyncio.AbstractEventLoop]] = []
+
+    def on_listening(url: str) -> str:
+        found.append((url, asyncio.get_running_loop()))
+        return ""
+
+    config = uvicorn.Config(
+        server.app(),
+        port=0,
+        http="h11",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    listener = Listener(
+        config,
+        server.health,
+        on_listening=on_listening,
+        abort=llm.aclose,
+        drain_s=drain_s,
+    )
+    thread = threading.Thread(target=listener.run, name="server")
+    thread.start()
+    try:
+        until(lambda: bool(found) or not thread.is_alive())
+        url, loop = found[0]
+        yield Live(url, server, llm, gate, listener, thread, loop)
+    finally:
+        gate.open()
+        listener.should_exit = listener.force_exit = True
+        thread.join(LIMIT_S)
+        llm._loop.stop()
+        llm._loop.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def ids(text: str) -> array[int]:
+    return TOKENIZER.encode(text)
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))

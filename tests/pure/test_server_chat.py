@@ -1,0 +1,133 @@
+"""The terminal chat: turns, commands, Ctrl-C, errors; over a pipe against a server."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.server.chat import Chat, ChatError, Message, Remote, Use
+from tests.pure.live_server import Live, live
+
+
+class Scripted:
+    """Answers with what it was told to; an exception in it is raised."""
+
+    name = "scripted"
+
+    def __init__(self, *answers: list[str | Use | BaseException]) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[Message]] = []
+        self.num_closed = 0
+
+    def answer(self, messages: list[Message]) -> Iterator[str | Use]:
+        self.asked.append(messages)
+        try:
+            for piece in self.answers.pop(0):
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            self.num_closed += 1
+
+
+def talk(
+    backend: object, *lines: str | type[BaseException], system: str | None = None
+) -> tuple[str, str]:
+    left = list(lines)
+
+    def line() -> str | None:
+        if not left:
+            return None
+        told = left.pop(0)
+        if isinstance(told, str):
+            return told
+        raise told
+
+    out, notes = io.StringIO(), io.StringIO()
+    Chat(backend, lines=line, out=out, notes=notes, system=system).run()  # type: ignore[arg-type]
+    return out.getvalue(), notes.getvalue()
+
+
+def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
+    """Until /exit; what comes after that is not read."""
+    backend = Scripted(["a", "b", Use(20, 16, 2)], ["c"])
+    out, notes = talk(backend, "one", "", "two", "/exit", "three", system="be brief")
+
+    assert out == "ab\nc\n"
+    assert "[prompt 20: 16 cached, 4 computed; output 2, " in notes
+    assert [[one["content"] for one in asked] for asked in backend.asked] == [
+        ["be brief", "one"],
+        ["be brief", "one", "ab", "two"],
+    ]
+
+
+def test_clear_begins_anew() -> None:
+    """With the system message; other commands show the help."""
+    backend = Scripted(["a"], ["b"])
+    _, notes = talk(backend, "one", "/clear", "/what", "two", system="s")
+
+    assert [one["content"] for one in backend.asked[1]] == ["s", "two"]
+    assert notes.count("/exit ends") == 2
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_the_chat() -> None:
+    """What was said up to then is remembered; the request is closed; at the prompt it does nothing."""
+    backend = Scripted(["half", KeyboardInterrupt()], ["b"])
+    out, notes = talk(backend, "one", KeyboardInterrupt, "two")
+
+    assert out == "half\nb\n"
+    assert "(stopped)" in notes
+    assert [one["content"] for one in backend.asked[1]] == ["one", "half", "two"]
+    assert backend.num_closed == 2
+
+
+def test_an_error_loses_the_turn_only() -> None:
+    """It is told, and the next turn is asked without it."""
+    backend = Scripted([ChatError("503: busy")], ["b"])
+    _, notes = talk(backend, "one", "two")
+
+    assert "error: 503: busy" in notes
+    assert [one["content"] for one in backend.asked[1]] == ["two"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live() as one:
+        yield one
+
+
+def test_over_a_pipe_with_a_server(server: Live) -> None:
+    """The real command: the second turn reads what the first has computed, then the input ends."""
+    lines = "Who lives in Rome, and who lives in Paris?\nAnd in Pisa?\n"
+    command = [sys.executable, "-m", "ramify", "chat", "--url", server.url, "--max-tokens", "5"]
+    done = subprocess.run(
+        command,
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ,
+        check=True,
+    )
+
+    first, second = (line for line in done.stderr.splitlines() if line.startswith("[prompt"))
+    assert ": 0 cached," in first
+    assert ": 0 cached," not in second
+    assert "output 5," in second
+    assert len(done.stdout) > 5
+    server.until_idle()
+
+
+def test_a_server_may_be_of_another_kind(server: Live) -> None:
+    """Its errors are told; one that is not there, or no server, is an error at once."""
+    wrong = Remote(server.url, key=None, model="gpt-6", options={})
+    _, notes = talk(wrong, "hello")
+    assert "error: 404: the model 'gpt-6' is not served here" in notes
+    assert Remote(server.url + "/v1/", key="k", model=None, options={}).name == "fake"
+    for url in ("http://127.0.0.1:9", "file:///etc/passwd", "127.0.0.1"):
+        with pytest.raises(ConfigError):
+            Remote(url, key="k", model=None, options={})

@@ -1,0 +1,368 @@
+"""What operators see and do: the cache, pins, metrics, logs, the record; with and without a key."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ramify.engine.stats import EngineStats
+from ramify.errors import ConfigError
+from ramify.server.logs import JsonFormatter, LineFile, Recorder, log_request
+from ramify.server.metrics import Metrics
+from ramify.server.tenants import Keys
+from ramify.server.watch import Totals, Watch
+from tests.pure.live_server import TOKENIZER, Live, ids, live
+
+ROME = "The old bridge of Rome was built by Marcus and stands near the market. "
+PARIS = "In Paris the river is wide, and Claire sells flowers there every morning. "
+OPERATOR = [
+    ("GET", "/v1/cache"),
+    ("DELETE", "/v1/cache"),
+    ("GET", "/v1/cache/tree"),
+    ("GET", "/v1/cache/pins"),
+    ("POST", "/v1/cache/pins"),
+    ("DELETE", "/v1/cache/pins/1"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/metrics"),
+]
+# What dashboards for vLLM ask for.
+DASHBOARD = """
+vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:prompt_tokens_total
+vllm:generation_tokens_total vllm:request_success_total vllm:num_preemptions_total
+vllm:time_to_first_token_seconds_bucket vllm:inter_token_latency_seconds_bucket
+vllm:e2e_request_latency_seconds_bucket vllm:request_queue_time_seconds_bucket
+vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
+""".split()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live() as one:
+        yield one
+
+
+@pytest.fixture
+def empty(shared: Live) -> Live:
+    for pin in shared.get("/v1/cache/pins").json()["pins"]:
+        assert delete(shared, f"/v1/cache/pins/{pin['id']}").status_code == 200
+    assert shared.post("/reset_prefix_cache", {}).status_code == 200
+    return shared
+
+
+def delete(one: Live, path: str, **options: Any) -> httpx.Response:
+    return httpx.delete(one.url + path, timeout=60, **options)
+
+
+def cached(one: Live) -> int:
+    return int(one.get("/v1/cache").json()["cached_pages"])
+
+
+def test_statistics_and_tree_tell_what_is_there(empty: Live) -> None:
+    """Pages add up; nodes have the texts that were asked."""
+    empty.ask(ROME)
+    empty.ask(ROME)
+    stats, tree = empty.get("/v1/cache").json(), empty.get("/v1/cache/tree").json()
+
+    pages = stats["free_pages"] + stats["cached_pages"] + stats["private_pages"]
+    assert pages == stats["num_pages"]
+    assert 0 < stats["hit_rate"] < 1
+    assert tree["num_nodes"] == stats["num_nodes"]
+    assert "The old bridge" in tree["nodes"][0]["text"]
+    assert sum(node["num_pages"] for node in tree["nodes"]) == stats["cached_pages"]
+
+
+def test_deletion_takes_what_is_named(empty: Live) -> None:
+    """A prefix, what is old, or everything."""
+    empty.ask(ROME + "Who built it?")
+    empty.ask(PARIS + "Who sells?")
+    before = cached(empty)
+
+    told = delete(empty, "/v1/cache", params={"prefix": ROME}).json()
+    assert told == {"pages": before - cached(empty), "kept_pages": 0}
+    assert told["pages"] > 0
+    tree = empty.get("/v1/cache/tree").json()
+    assert all("Rome" not in node["text"] for node in tree["nodes"])
+    assert delete(empty, "/v1/cache", params={"older_than": 3600}).json()["pages"] == 0
+    assert cached(empty) > 0
+    assert delete(empty, "/v1/cache", params={"tenant": "nobody"}).json()["pages"] == 0
+    assert delete(empty, "/v1/cache").json()["pages"] > 0
+    assert cached(empty) == 0
+
+
+def test_a_pin_survives_a_deletion(empty: Live) -> None:
+    """Until it is taken away; then it is unknown."""
+    missing = empty.post("/v1/cache/pins", {"prompt": ROME})
+    assert missing.status_code == 409
+    empty.ask(ROME)
+    pin = empty.post("/v1/cache/pins", {"prompt": ROME, "ttl_s": 100}).json()
+    assert pin["tokens"] == len(ids(ROME)) // 4 * 4
+    [listed] = empty.get("/v1/cache/pins").json()["pins"]
+    assert (listed["id"], listed["ttl_s"], listed["owner"]) == (pin["id"], 100, "operator")
+
+    assert delete(empty, "/v1/cache").json()["kept_pages"] == pin["pages"]
+    assert cached(empty) == pin["pages"]
+
+    assert delete(empty, f"/v1/cache/pins/{pin['id']}").json()["deleted"] is True
+    assert delete(empty, f"/v1/cache/pins/{pin['id']}").status_code == 404
+    delete(empty, "/v1/cache")
+    assert cached(empty) == 0
+
+
+def test_explain_tells_before_and_changes_nothing(empty: Live) -> None:
+    """Of any API's request: what it would find, and why no more."""
+    text = "Nobody has told this to the server yet: the tower of Pisa leans. "
+    bodies = [
+        {"prompt": text + "Who?"},
+        {"messages": [{"role": "user", "content": text}]},
+        {"input": text},
+        {"system": text, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 5},
+    ]
+    for body in bodies:
+        told = empty.post("/v1/cache/explain", body).json()
+        assert (told["cached_tokens"], told["miss"]["reason"]) == (0, "cold")
+    assert cached(empty) == 0
+
+    empty.ask(text + "Who?")
+    told = empty.post("/v1/cache/explain", {"prompt": text + "When?"}).json()
+
+    assert told["cached_tokens"] >= len(ids(text)) // 4 * 4 - 4
+    assert told["miss"]["reason"] == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/cache/tree?max_nodes=0", None),
+        ("GET", "/v1/cache/tree?max_nodes=2001", None),
+        ("GET", "/v1/cache/tree?max_nodes=many", None),
+        ("DELETE", "/v1/cache?older_than=soon", None),
+        ("DELETE", "/v1/cache?older_than=-1", None),
+        ("DELETE", "/v1/cache?older_than=nan", None),
+        ("DELETE", "/v1/cache?everything=1", None),
+        ("POST", "/v1/cache/pins", {}),
+        ("POST", "/v1/cache/pins", {"prompt": "a", "token_ids": [1]}),
+        ("POST", "/v1/cache/pins", {"prompt": ""}),
+        ("POST", "/v1/cache/pins", {"token_ids": [-1]}),
+        ("POST", "/v1/cache/pins", {"token_ids": [10**30]}),
+        ("POST", "/v1/cache/pins", {"token_ids": [10**9]}),
+        ("POST", "/v1/cache/pins", {"prompt": "a", "ttl_s": 0}),
+        ("POST", "/v1/cache/pins", {"messages": [{"role": "nobody"}]}),
+        ("POST", "/v1/cache/pins", []),
+        ("POST", "/v1/cache/explain", []),
+        ("POST", "/v1/cache/explain", {}),
+        ("POST", "/v1/cache/explain", {"messages": [], "system": 5}),
+        ("DELETE", "/v1/cache/pins/one", None),
+        ("DELETE", "/v1/cache/pins/99999999999999999999", None),
+    ],
+)
+def test_bad_input_is_the_clients_fault(shared: Live, method: str, path: str, body: object) -> None:
+    """4xx in the envelope; nothing is deleted."""
+    shared.ask(ROME)
+    before = cached(shared)
+
+    answer = httpx.request(method, shared.url + path, json=body, timeout=60)
+
+    assert answer.status_code in (400, 404, 409), answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.json()["error"]["message"]
+    assert cached(shared) == before
+
+
+def test_only_the_operator_may() -> None:
+    """A user's key gets 403, none 401; explain is for everybody, about oneself."""
+    with live(Keys.of("sk-user", "sk-other", admin="sk-admin")) as one:
+
+        def call(method: str, path: str, key: str | None, body: object = None) -> int:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            answer = httpx.request(method, one.url + path, json=body, headers=headers, timeout=60)
+            return answer.status_code
+
+        for method, path in OPERATOR:
+            assert call(method, path, None) == 401, path
+            assert call(method, path, "sk-wrong") == 401, path
+            assert call(method, path, "sk-user", {"prompt": ROME}) == 403, path
+        assert call("GET", "/v1/cache", "sk-admin") == 200
+        assert call("GET", "/v1/cache/tree", "sk-admin") == 200
+        assert call("GET", "/metrics", "sk-admin") == 200
+        mine = {"Authorization": "Bearer sk-user"}
+        one.ask(ROME, headers={}, prompt=ROME)
+        answer = one.post("/v1/completions", {"prompt": ROME, "max_tokens": 1}, headers=mine)
+        assert answer.status_code == 200
+        found = {
+            key: one.post(
+                "/v1/cache/explain", {"prompt": ROME}, headers={"Authorization": f"Bearer {key}"}
+            ).json()["cached_tokens"]
+            for key in ("sk-user", "sk-other")
+        }
+        assert found["sk-user"] > 0
+        assert found["sk-other"] == 0
+
+
+def test_without_keys_from_elsewhere_nobody_is_the_operator() -> None:
+    """A server that listens to others has no operator without a key."""
+    with live(local_admin=False) as one:
+        assert one.get("/v1/cache").status_code == 403
+        assert one.ask().status_code == 200
+
+
+def test_metrics_are_prometheus_and_have_the_names_of_dashboards(empty: Live) -> None:
+    """They parse, histograms are cumulative, counters only grow, and both names agree."""
+    first = sample(empty)
+    num_prompt = 0
+    for _ in range(3):
+        num_prompt += empty.ask(ROME, max_tokens=5).json()["usage"]["prompt_tokens"]
+    second = sample(empty)
+
+    for (name, labels), value in first.items():
+        if name.endswith(("_total", "_count", "_sum", "_bucket")):
+            assert second[name, labels] >= value, name
+    names = {name for name, _ in second}
+    assert set(DASHBOARD) <= names
+    grown = {key: value - first.get(key, 0.0) for key, value in second.items()}
+    model = (("model_name", "fake"),)
+    for name in (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "e2e_request_latency_seconds_count",
+    ):
+        assert grown[f"vllm:{name}", model] == grown[f"ramify_{name}", ()]
+    assert grown["ramify_prompt_tokens_total", ()] == num_prompt
+    assert grown["ramify_generation_tokens_total", ()] == 15
+    assert (
+        0 < grown["ramify_inter_token_latency_seconds_count", ()] <= 12
+    )  # tokens may come at once
+    assert grown["ramify_requests_total", (("reason", "length"),)] == 3
+    sources = {
+        dict(labels)["source"]: value
+        for (name, labels), value in grown.items()
+        if name == "ramify_prompt_tokens_by_source_total"
+    }
+    assert sum(sources.values()) == num_prompt
+    assert grown["ramify_cache_hit_tokens_total", ()] == sources["read"] > 0
+    buckets: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
+    for (name, labels), value in second.items():
+        if name.endswith("_bucket"):
+            rest = tuple(one for one in labels if one[0] != "le")
+            buckets.setdefault((name.removesuffix("_bucket"), rest), []).append(value)
+    for (name, labels), values in buckets.items():
+        assert values == sorted(values)
+        assert values[-1] == second[f"{name}_count", labels]
+
+
+def sample(one: Live) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (each.name, tuple(sorted(each.labels.items()))): each.value
+        for family in text_string_to_metric_families(one.get("/metrics").text)
+        for each in family.samples
+    }
+
+
+def test_a_request_has_one_line(empty: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """With what it took and missed, also as JSON, and without what it said; refusals too."""
+    with caplog.at_level(logging.INFO, "ramify.requests"):
+        empty.server.service.listeners.append(log_request)
+        text = "Nobody has logged this line before: the harbour of Genoa is deep. "
+        empty.ask(text)
+        empty.ask(text)
+        empty.server.service.listeners.remove(log_request)
+        empty.ask(text, temperature="hot\nfake=line")
+
+    cold, warm, refused = caplog.records
+    count = len(ids(text))
+    assert f"prompt={count} hit=0 miss=cold" in cold.getMessage()
+    assert f"prompt={count} hit={(count - 1) // 4 * 4} miss=" in warm.getMessage()
+    assert "output=4 end=length ttft_ms=" in warm.getMessage()
+    assert "status=400 param=temperature" in refused.getMessage()
+    assert "fake" not in refused.getMessage()
+    told = json.loads(JsonFormatter().format(cold))
+    assert (told["prompt"], told["miss"], told["level"]) == (count, "cold", "info")
+    assert "Genoa" not in caplog.text
+
+
+def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> None:
+    """No text, no token ids unless asked for; equal prefixes have equal hashes."""
+    path = tmp_path / "record.jsonl"
+    plain, full = LineFile(path), LineFile(tmp_path / "full.jsonl")
+    recorders = [
+        Recorder(plain.write, page_size=4),
+        Recorder(full.write, page_size=4, with_tokens=True),
+    ]
+    empty.server.service.listeners.extend(recorders)
+    empty.ask(ROME + "Who built it?")
+    empty.ask(ROME + "Since when is it there?")
+    for one in recorders:
+        empty.server.service.listeners.remove(one)
+
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert path.stat().st_mode & 0o077 == 0
+    assert set(first) == {
+        "timestamp", "tenant", "input_length", "output_length", "page_size", "hash_ids", "hit"
+    }  # fmt: skip
+    common = len(ids(ROME)) // 4 - 1
+    assert first["hash_ids"][:common] == second["hash_ids"][:common]
+    assert first["hash_ids"][-1] != second["hash_ids"][-1]
+    assert len(first["hash_ids"]) == first["input_length"] // 4
+    [told, _] = (json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines())
+    assert TOKENIZER.decode(told["token_ids"]) == ROME + "Who built it?"
+    for one_file in (plain, full):
+        one_file.close()
+
+
+def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """Lines are lost and that is logged once; a file that cannot be opened is an error at once."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    file = LineFile(Path("/dev/full"))
+
+    file.write("one\n")
+    file.write("two\n")
+
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    file.close()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        LineFile(Path("/nowhere/record"))
+
+
+def test_the_load_is_told_while_there_is_some(empty: Live) -> None:
+    """Rates and the share of the cache since the last line; silence when nothing happens."""
+    lines: list[str] = []
+    told = asyncio.Event()
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        told.set()
+
+    metrics = Metrics("other")
+    watch = Watch(empty.server.service, metrics, tell=tell, tick_s=0.001, line_s=0.05)
+
+    async def main() -> None:
+        running = asyncio.create_task(watch.run())
+        await asyncio.sleep(0.12)
+        assert lines == []
+        metrics.num_prompt, metrics.num_output, metrics.num_saved = 1000, 50, 750
+        await asyncio.wait_for(told.wait(), 30)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+    assert "running=0 waiting=0" in lines[0]
+    assert "hit=75% saved=750 prefill tokens" in lines[0]
+    text = metrics.text().decode()
+    assert "ramify_event_loop_delay_seconds_count" in text
+
+
+def test_the_line_has_rates(empty: Live) -> None:
+    """Tokens per second of the time that passed."""
+    engine = empty.look(EngineStats.of)
+    line = Totals(300, 70, 30, engine).line(Totals(100, 50, 10, engine), 2.0)
+    assert line is not None
+    assert line.startswith("in=100 tok/s out=10 tok/s ")
+    assert "hit=10%" in line
