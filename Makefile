@@ -54,7 +54,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core soak-engine bench-step cover-core gpu-check native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core soak-engine accuracy bench-step cover-core gpu-check native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -102,6 +102,9 @@ soak-core: $(DEV)  ## a million random operations on the cache core, checked aft
 
 soak-engine: $(DEV)  ## 20,000 random requests on a tiny model: faults, forks, aborts, tiny pools; bit for bit
 	@PYTHONPATH=. $(BIN)/python scripts/soak_engine.py $(ARGS)
+
+accuracy: $(DEV)  ## 200 questions with known answers to a running server, cache off and on
+	@PYTHONPATH=. $(BIN)/python scripts/accuracy.py $(ARGS)
 
 bench-step: $(DEV)  ## what a step costs in Python, by running and waiting requests
 	@PYTHONPATH=src:. $(BIN)/python benchmarks/step_overhead.py $(ARGS)
