@@ -202,6 +202,17 @@ class EngineCore:
         """Whether something that is done to a share of all cases is done to this one."""
         return self._draw.random() < share
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the format that params ask for, so that `add_request` finds it compiled.
+
+        Any thread may call it: it takes long, and nobody's answer should wait for it.
+
+        Raises:
+            RequestError: the format cannot be followed.
+        """
+        if params.structured is not None and self._formats is not None:
+            self._formats(params.structured)
+
     def namespace_for(self, tenant: str = "", salt: str = "") -> bytes:
         """Where the prefixes of a tenant and salt are cached."""
         if not tenant and not salt:

@@ -12,6 +12,7 @@ import msgspec
 
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
+from ramify.server.http import convert, encode
 from ramify.server.openai_types import (
     ChatMessage,
     ChatRequest,
@@ -101,6 +102,7 @@ def chat_job(
         ApiError, RequestError: it cannot be served.
     """
     model = service.require_model(request.model)
+    service.require_short(num_json_bytes(request.messages, request.tools), "messages")
     messages = [_template_message(one, at) for at, one in enumerate(request.messages)]
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     tools = None
@@ -167,9 +169,9 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
     jobs = []
     for text in _prompts(request.prompt):
         if isinstance(text, str):
-            ids = service.tokenizer.encode(text, request.add_special_tokens)
+            ids = encode_text(text, service, add_special_tokens=request.add_special_tokens)
         else:
-            ids = msgspec.convert(text, list[int])
+            ids = _token_ids(text)
         prompt = Prompt(ids, stable_len=len(ids))
         record = Record(model, record_options(request), (), "", (canonical(text),), prompt)
         jobs.append(
@@ -182,6 +184,29 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
             )
         )
     return jobs
+
+
+def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> array[int]:
+    """The tokens of a plain prompt.
+
+    Raises:
+        ApiError, RequestError: it is too long, or no Unicode.
+    """
+    service.require_short(len(text), "prompt")
+    service.require_short(len(text.encode("utf-8", "replace")), "prompt")
+    return service.tokenizer.encode(text, add_special_tokens)
+
+
+def num_json_bytes(*values: object) -> int:
+    """About how much text is in decoded values."""
+    return len(encode(values))
+
+
+def _token_ids(ids: Sequence[object]) -> array[int]:
+    try:
+        return array("i", convert(ids, list[int]))
+    except OverflowError:
+        raise ApiError(400, "a token id is larger than any", param="prompt") from None
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:

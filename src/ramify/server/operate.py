@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +14,7 @@ from ramify.errors import PinError
 from ramify.server.anthropic_requests import message_prompt
 from ramify.server.anthropic_types import CountRequest
 from ramify.server.errors import ApiError
-from ramify.server.http import decode, json_response
+from ramify.server.http import convert, decode, json_response
 from ramify.server.metrics import CONTENT_TYPE, Metrics
 from ramify.server.openai_requests import chat_job, completion_jobs
 from ramify.server.openai_types import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
@@ -163,12 +161,7 @@ class Operations:
         Raises:
             ApiError, RequestError: as if it were sent to its own path.
         """
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ApiError(400, "the body is no object")
+        found = decode(body, dict[str, Any])
         if "prompt" in found:
             return completion_jobs(decode(body, CompletionRequest), self.service)[0].prompt
         if "input" in found:
@@ -176,7 +169,7 @@ class Operations:
             return job.prompt
         if is_anthropic or "system" in found:
             filled = {"model": self.service.model} | found
-            request = msgspec.convert(filled, CountRequest)
+            request = convert(filled, CountRequest)
             return message_prompt(request, self.service)[0]
         return chat_job(decode(body, ChatRequest), self.service).prompt
 

@@ -17,6 +17,7 @@ from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.intake import checked_ids
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams
@@ -29,6 +30,7 @@ from ramify.server.tenants import Caller, Meter
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MAX_BYTES_PER_TOKEN = 16
 
 
 class Engine(Protocol):
@@ -230,13 +232,30 @@ class Service:
             )
         return self.model
 
+    def require_short(self, num_bytes: int, param: str) -> None:
+        """Refuse what is longer than any prompt before it is rendered and tokenised.
+
+        Raises:
+            ApiError: so many bytes of text are more tokens than the context has.
+        """
+        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        if num_bytes > limit:
+            raise ApiError(
+                400,
+                f"{num_bytes} bytes of text; more than {limit} cannot fit into this model's "
+                f"context of {self.max_model_len} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
         """How many tokens of a prompt are there now, and why no more; runs nothing."""
         if not self.prefix_cache:
             return 0, Miss("disabled", 0)
 
         def look(core: EngineCore) -> Explanation:
-            key = CacheKey(prompt.ids, core.namespace_for(who.tenant, salt))
+            ids = checked_ids(prompt.ids, core.vocab_size)
+            key = CacheKey(ids, core.namespace_for(who.tenant, salt))
             return core.cache.explain(key)
 
         def own(namespace: bytes) -> bool:
