@@ -30,7 +30,7 @@ def _closed() -> Any:
     BENCH.assert_nothing_left()
 
 
-@SCHEMA.parametrize()  # type: ignore[untyped-decorator]
+@SCHEMA.parametrize()
 @hypothesis.settings(
     max_examples=EXAMPLES,
     deadline=None,

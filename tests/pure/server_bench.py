@@ -120,8 +120,10 @@ class ServerBench:
         assert not self.core._requests
         assert not self.llm._loop._inboxes
         assert not [use for use in self.service.meter._uses.values() if use.live]
+        for pin in self.core.cache.pins():
+            self.core.cache.unpin(pin)
         stats = self.core.cache.stats()
-        assert (stats.num_leases, stats.private_pages) == (len(self.core.cache.pins()), 0)
+        assert (stats.num_leases, stats.private_pages) == (0, 0)
         self.core.cache.check()
 
     async def call(

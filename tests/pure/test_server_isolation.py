@@ -201,15 +201,16 @@ def test_no_body_holds_a_word_of_another_tenant() -> None:
                 words.add((await bench.post(path, body, "key-ann")).json["id"])
             for one in OPERATIONS:
                 path = one.path.replace("{name:path}", "x").replace("{name}", "1")
-                for body in (
+                bodies: tuple[object, ...] = (
                     b"{}",
                     b"nonsense",
                     chat(PROMPT.replace(SECRET, "guess")),
                     {"prompt": "The password of the vault is ", "max_tokens": 3},
                     {"input": "The password of the vault is "},
                     {"tokens": list(range(50))},
-                ):
-                    told = await bench.call(one.method, path, body, key="key-bob")
+                )
+                for sent in bodies:
+                    told = await bench.call(one.method, path, sent, key="key-bob")
                     found.append((path, told))
             flood = [
                 bench.post("/v1/completions", {"prompt": [[at + 1] * 500]}, "key-bob")

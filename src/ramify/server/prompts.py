@@ -97,7 +97,9 @@ class PromptMaker:
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        render = self.tokenizer.apply_chat_template
+        render, guarded = self.tokenizer.apply_chat_template, self.tokenizer.guarded
+        messages, tools, options = guarded(messages), guarded(tools), guarded(options)
+        parts = [replace(part, texts=tuple(guarded(part.texts))) for part in parts]
         text = render(messages, tools=tools, add_generation_prompt=not continues, **options)
         if continues:
             text = _cut_after(text, str(messages[-1]["content"]))
