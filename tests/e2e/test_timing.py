@@ -9,12 +9,13 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Running, Start
 
 PROBES = int(os.environ.get("RAMIFY_TIMING_PROBES", "120"))  # 2,000 before a release
-PROMPT_TOKENS = 1024
+PROMPT_TOKENS = 1900
 VOCAB = 1300
 KEYS = ("--api-key", "key-ann", "--api-key", "key-bob")
 
@@ -64,9 +65,13 @@ def attack(victim: Tenant, attacker: Tenant, seed: int) -> float:
     return auc(hits, misses)
 
 
-def test_time_tells_nothing_across_tenants_and_everything_within_one(start: Start) -> None:
-    """AUC 0.45 to 0.55 between tenants (few probes: within four deviations of chance), above 0.9
-    without that border, which shows that the attack works."""  # noqa: D209
+def test_time_tells_nothing_across_tenants_and_everything_within_one(
+    start: Start, record_property: Callable[[str, object], None]
+) -> None:
+    """AUC 0.45 to 0.55 between tenants; above 0.9 without that border: the attack works.
+
+    With fewer than 2,000 probes it is four standard deviations of chance in place of 0.05.
+    """
     server = start(*KEYS, "--kv-cache-tokens", "65536")
     half = PROBES // 2
     deviation = ((2 * half + 1) / (12 * half * half)) ** 0.5
@@ -75,6 +80,7 @@ def test_time_tells_nothing_across_tenants_and_everything_within_one(start: Star
     within = attack(Tenant(server, "key-ann"), Tenant(server, "key-ann"), seed=1)
     across = attack(Tenant(server, "key-ann"), Tenant(server, "key-bob"), seed=2)
 
-    print(f"AUC of {PROBES} probes: same tenant {within:.3f}, other tenant {across:.3f}")
-    assert within > 0.9
-    assert abs(across - 0.5) <= tolerance
+    told = f"AUC of {PROBES} probes: same tenant {within:.3f}, other tenant {across:.3f}"
+    record_property("auc", told)
+    assert within > 0.9, told
+    assert abs(across - 0.5) <= tolerance, told

@@ -166,6 +166,7 @@ class EngineCore:
         if params.stop and self._text_decoder is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
         self.scheduler.require_place(self.max_waiting, self._clock())
+        self.scheduler.require_tokens(len(ids), self._clock())
         namespace = self.namespace_for(tenant, salt)
         request = self._new_request(ids, params, namespace, longest)
         request.prompt, request.priority, request.tenant = prompt, priority, tenant

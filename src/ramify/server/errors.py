@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.errors import PromptTooLongError, RamifyError, RequestError, UnknownRequestError
+from ramify.errors import (
+    DrainingError,
+    OverloadedError,
+    PromptTooLongError,
+    RamifyError,
+    RequestError,
+    UnknownRequestError,
+)
 
 # HTTP status → the words of the two APIs for it.
 OPENAI_KINDS = {
@@ -92,6 +99,9 @@ def as_api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
     """Any failure as an answer: the client's fault is 4xx, ours says nothing of the inside."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, OverloadedError | DrainingError):
+        wait = max(retry_after_s, round(error.retry_after_s))
+        return ApiError(503, str(error), code="overloaded", retry_after_s=wait)
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), param="messages", code="context_length_exceeded")
     if isinstance(error, UnknownRequestError):
@@ -99,7 +109,4 @@ def as_api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
     if isinstance(error, RequestError):
         name = getattr(error, "name", None)
         return ApiError(400, str(error), param=name if isinstance(name, str) else None)
-    if type(error).__name__ in ("OverloadedError", "DrainingError"):
-        wait = getattr(error, "retry_after_s", retry_after_s)
-        return ApiError(503, str(error), code="overloaded", retry_after_s=max(1, round(wait)))
     return ApiError(500, "the server failed to answer this request; its log says why")

@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 32 << 20
 MAX_DEPTH = 64  # of brackets in a body
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
-REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _WHERE = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
@@ -122,7 +122,7 @@ def json_depth(body: bytes) -> int:
 def request_id(request: Request) -> str:
     """The client's own id of a request, or a new one."""
     given = request.headers.get("x-request-id", "")
-    return given if REQUEST_ID.match(given) else f"req_{secrets.token_hex(12)}"
+    return given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 def json_response(

@@ -167,7 +167,15 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
         raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
     params = sampling_params(request, max_tokens=max(1, limit), **others)
     jobs = []
-    for text in _prompts(request.prompt):
+    prompts = _prompts(request.prompt)
+    if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with {params.n} answers each; the limit is "
+            f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
+            param="n",
+        )
+    for text in prompts:
         if isinstance(text, str):
             ids = encode_text(text, service, add_special_tokens=request.add_special_tokens)
         else:

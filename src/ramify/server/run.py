@@ -22,6 +22,7 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
 from ramify.server.app import Server
 from ramify.server.logs import JsonFormatter, Recorder, log_request
+from ramify.server.protocol import PatientProtocol
 from ramify.server.service import Service
 from ramify.server.tenants import Keys
 
@@ -45,7 +46,6 @@ class ServeOptions:
     admin_key: str | None = None
     key_file: Path | None = None
     insecure: bool = False
-    public_prefixes: Path | None = None
     warm: Path | None = None
     record: Path | None = None
     record_tokens: bool = False
@@ -142,7 +142,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        http="h11",
+        http=PatientProtocol,
         ws="none",
     )
     uvicorn_server = _Server(config, server, lambda url: start_table(url, service, llm, keys))

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_BYTES_PER_TOKEN = 16
+MAX_QUEUED_POOLS = 4  # prompt tokens that wait, in sizes of the pool: more would wait for minutes
 
 
 class Engine(Protocol):
@@ -250,19 +251,25 @@ class Service:
 
     async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
         """How many tokens of a prompt are there now, and why no more; runs nothing."""
-        if not self.prefix_cache:
-            return 0, Miss("disabled", 0)
+        found = await self.engine.run(lambda core: self._explanation(core, prompt, who, salt))
+        return 0 if found is None else found.hit_tokens, self._miss(found, prompt, who)
 
-        def look(core: EngineCore) -> Explanation:
-            ids = checked_ids(prompt.ids, core.vocab_size)
-            key = CacheKey(ids, core.namespace_for(who.tenant, salt))
-            return core.cache.explain(key)
+    def _explanation(
+        self, core: EngineCore, prompt: Prompt, who: Caller, salt: str
+    ) -> Explanation | None:
+        ids = checked_ids(prompt.ids, core.vocab_size)
+        if not self.prefix_cache:
+            return None
+        return core.cache.explain(CacheKey(ids, core.namespace_for(who.tenant, salt)))
+
+    def _miss(self, found: Explanation | None, prompt: Prompt, who: Caller) -> Miss | None:
+        if found is None:
+            return Miss("disabled", 0)
 
         def own(namespace: bytes) -> bool:
             return namespace_parts(namespace).get("tenant", "") == who.tenant
 
-        found = await self.engine.run(look)
-        return found.hit_tokens, miss_of(found, prompt, self._decode, own_namespaces=own)
+        return miss_of(found, prompt, self._decode, own_namespaces=own)
 
     @property
     def cache(self) -> AsyncCacheView:
@@ -282,8 +289,14 @@ class Service:
         self.meter.enter(who, num_tokens)
         generation = None
         try:
-            await self._make_room(job, who)
-            _, miss = await self.look_up(job.prompt, who, job.salt)
+
+            def prepare(core: EngineCore) -> Explanation | None:  # all at once: each call waits
+                core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
+                found = self._explanation(core, job.prompt, who, job.salt)
+                self._make_room(core, job, who)
+                return found
+
+            miss = self._miss(await self.engine.run(prepare), job.prompt, who)
             events = self.engine.stream(
                 job.prompt.ids,
                 job.params,
@@ -337,26 +350,22 @@ class Service:
         for listener in self.listeners:
             listener(generation)
 
-    async def _make_room(self, job: Job, who: Caller) -> None:
-        """Before a tenant that has more of the cache than its share takes others' pages, its own go."""
+    def _make_room(self, core: EngineCore, job: Job, who: Caller) -> None:
+        """Before a tenant that has more than its share takes others' pages, its own go."""
         share = who.quota.max_cached_share
         if share is None:
             return
+        stats = core.cache.stats()
+        need = -(-len(job.prompt.ids) // self.page_size) - stats.free_pages
+        if need <= 0:
+            return
 
-        def give(core: EngineCore) -> None:
-            stats = core.cache.stats()
-            need = -(-len(job.prompt.ids) // self.page_size) - stats.free_pages
-            if need <= 0:
-                return
+        def is_own(node: Node) -> bool:
+            return namespace_parts(node.namespace).get("tenant", "") == who.tenant
 
-            def is_own(node: Node) -> bool:
-                return namespace_parts(node.namespace).get("tenant", "") == who.tenant
-
-            over = count_pages(core.cache, is_own) + need - int(share * stats.num_pages)
-            if over > 0:
-                core.cache.evict_if(is_own, min(over, need))
-
-        await self.engine.run(give)
+        over = count_pages(core.cache, is_own) + need - int(share * stats.num_pages)
+        if over > 0:
+            core.cache.evict_if(is_own, min(over, need))
 
     async def _pin(self, job: Job, who: Caller) -> None:
         """Keep what a request asked to keep; what is over the budget is only logged."""
