@@ -255,6 +255,26 @@ def test_a_flood_of_one_tenant_leaves_the_prefix_of_another() -> None:
     assert kept["greedy"] == 0
 
 
+def test_a_tenant_beyond_its_share_keeps_what_it_used_last() -> None:
+    """The oldest of its own prefixes go, never the one that the prompt itself begins with."""
+    bench = ServerBench(keys=KEYS, pool_tokens=2048)
+    prompts = [[at + 20] * 300 for at in range(30)]
+
+    async def main() -> list[int]:
+        read = []
+        async with bench.running():
+            for prompt in prompts:
+                for _ in range(2):
+                    body = {"prompt": [prompt], "max_tokens": 2}
+                    told = await bench.post("/v1/completions", body, "key-ann")
+                read.append(told.json["usage"]["ramify_cache"]["read"])
+            told = await bench.post("/v1/completions", {"prompt": [prompts[-2]]}, "key-ann")
+            read.append(told.json["usage"]["ramify_cache"]["read"])
+        return read
+
+    assert run(main()) == [288] * 31
+
+
 def test_a_tenant_over_its_quota_is_told_and_the_others_are_served() -> None:
     """429 with Retry-After, in the envelope; what is refused costs nothing."""
     keys = Keys(

@@ -150,8 +150,8 @@ class PromptMaker:
         return text[: common_prefix(text, later)]
 
 
-def common_prefix(one: str, other: str) -> int:
-    """How many characters two texts begin with alike. O(log n) comparisons."""
+def common_prefix(one: str | array[int], other: str | array[int]) -> int:
+    """How many characters or tokens two sequences begin with alike. O(log n) comparisons."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

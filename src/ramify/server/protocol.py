@@ -31,7 +31,7 @@ class PatientProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:  # it has sent all headers
-            self._header_timer = _stopped(self._header_timer)
+            self._stop_header_timer()
         elif self._header_timer is None and self.conn.trailing_data[0]:
             self._header_timer = self.loop.call_later(self.header_s, self._give_up)
 
@@ -42,17 +42,17 @@ class PatientProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
-        self._stall_timer = _stopped(self._stall_timer)
+        self._stop_stall_timer()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._header_timer = _stopped(self._header_timer)
-        self._stall_timer = _stopped(self._stall_timer)
+        self._stop_header_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def _watch(self, unsent: int) -> None:
-        self._stall_timer = _stopped(self._stall_timer)
+        self._stop_stall_timer()
         self._stall_timer = self.loop.call_later(self.stall_s, self._look, unsent)
 
     def _look(self, unsent: int) -> None:
@@ -67,7 +67,12 @@ class PatientProtocol(H11Protocol):
         """What was to be sent is dropped; the application hears of a client that went away."""
         self.transport.abort()
 
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None

@@ -8,11 +8,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from ramify import __version__
 from ramify.cache.explain import Explanation
-from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.key import ATOM_BYTES, CacheKey, namespace_parts
 from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
 from ramify.engine.cache_view import AsyncCacheView
@@ -293,7 +294,7 @@ class Service:
             def prepare(core: EngineCore) -> Explanation | None:  # all at once: each call waits
                 core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
                 found = self._explanation(core, job.prompt, who, job.salt)
-                self._make_room(core, job, who)
+                self._make_room(core, job, who, 0 if found is None else found.hit_tokens)
                 return found
 
             miss = self._miss(await self.engine.run(prepare), job.prompt, who)
@@ -350,22 +351,37 @@ class Service:
         for listener in self.listeners:
             listener(generation)
 
-    def _make_room(self, core: EngineCore, job: Job, who: Caller) -> None:
-        """Before a tenant that has more than its share takes others' pages, its own go."""
+    def _make_room(self, core: EngineCore, job: Job, who: Caller, num_found: int) -> None:
+        """Before a tenant that has more than its share takes others' pages, its own oldest go."""
         share = who.quota.max_cached_share
         if share is None:
             return
-        stats = core.cache.stats()
-        need = -(-len(job.prompt.ids) // self.page_size) - stats.free_pages
+        stats, size = core.cache.stats(), self.page_size
+        need = -(-len(job.prompt.ids) // size) - num_found // size - stats.free_pages
         if need <= 0:
             return
+        atoms, width = job.prompt.ids.tobytes(), size * ATOM_BYTES
+        leaves: list[tuple[int, int]] = []
 
         def is_own(node: Node) -> bool:
             return namespace_parts(node.namespace).get("tenant", "") == who.tenant
 
-        over = count_pages(core.cache, is_own) + need - int(share * stats.num_pages)
-        if over > 0:
-            core.cache.evict_if(is_own, min(over, need))
+        def is_spare(node: Node) -> bool:  # what this prompt begins with is about to be read
+            return is_own(node) and not atoms.startswith(node.atoms[:width], node.start * width)
+
+        def look(node: Node) -> bool:
+            if node.is_leaf and is_spare(node):
+                leaves.append((node.last_access, len(node.pages)))
+            return is_own(node)
+
+        over = count_pages(core.cache, look) + need - int(share * stats.num_pages)
+        goal, oldest = min(over, need), -1
+        sums = accumulate(num_pages for _, num_pages in sorted(leaves))
+        for (oldest, _), told in zip(sorted(leaves), sums, strict=True):
+            if told >= goal:
+                break
+        if goal > 0:
+            core.cache.evict_if(lambda one: one.last_access <= oldest and is_spare(one), goal)
 
     async def _pin(self, job: Job, who: Caller) -> None:
         """Keep what a request asked to keep; what is over the budget is only logged."""
