@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -375,13 +376,13 @@ class Service:
             return is_own(node)
 
         over = count_pages(core.cache, look) + need - int(share * stats.num_pages)
-        goal, oldest = min(over, need), -1
-        sums = accumulate(num_pages for _, num_pages in sorted(leaves))
-        for (oldest, _), told in zip(sorted(leaves), sums, strict=True):
-            if told >= goal:
-                break
-        if goal > 0:
-            core.cache.evict_if(lambda one: one.last_access <= oldest and is_spare(one), goal)
+        goal = min(over, need)
+        if goal <= 0 or not leaves:
+            return
+        leaves.sort()
+        at = bisect_left(list(accumulate(num_pages for _, num_pages in leaves)), goal)
+        oldest, _ = leaves[min(at, len(leaves) - 1)]
+        core.cache.evict_if(lambda one: one.last_access <= oldest and is_spare(one), goal)
 
     async def _pin(self, job: Job, who: Caller) -> None:
         """Keep what a request asked to keep; what is over the budget is only logged."""
