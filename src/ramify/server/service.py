@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from ramify import __version__
 from ramify.cache.explain import Explanation
-from ramify.cache.key import ATOM_BYTES, CacheKey, namespace_parts
+from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
 from ramify.engine.cache_view import AsyncCacheView
