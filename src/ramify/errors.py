@@ -179,6 +179,18 @@ class OverloadedError(RequestError):
         )
 
 
+class TokensWaitError(OverloadedError):
+    """So many prompt tokens wait that one more prompt would wait for too long."""
+
+    def __init__(self, queued: int, num_tokens: int, limit: int, retry_after_s: float) -> None:
+        self.num_waiting, self.limit, self.retry_after_s = queued, limit, retry_after_s
+        RequestError.__init__(
+            self,
+            f"{queued} prompt tokens wait and this prompt has {num_tokens} more; the limit is "
+            f"{limit}; try again in {retry_after_s:.0f} s, or start with a larger pool",
+        )
+
+
 class CacheError(RamifyError):
     """Misuse of the cache core, or too little room in it."""
 

@@ -78,6 +78,7 @@ class AsyncLLM:
     def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.config: ResolvedConfig = core.config
+        self._prepare = core.prepare
         self._loop = EngineLoop(core)
         self._outlets: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outlet] = (
             weakref.WeakKeyDictionary()
@@ -185,6 +186,8 @@ class AsyncLLM:
     ) -> Stream:
         async def submit(is_whole: bool) -> Inbox:
             ids = await asyncio.to_thread(make) if in_thread else make()
+            if params is not None and params.structured is not None:
+                await asyncio.to_thread(self._prepare, params)
             inbox = Inbox(self._outlet(), is_whole=is_whole)
             self._loop.submit(inbox, ids, params or SamplingParams(), **options)
             return inbox

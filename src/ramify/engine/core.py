@@ -166,6 +166,7 @@ class EngineCore:
         if params.stop and self._text_decoder is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
         self.scheduler.require_place(self.max_waiting, self._clock())
+        self.scheduler.require_tokens(len(ids), self._clock())
         namespace = self.namespace_for(tenant, salt)
         request = self._new_request(ids, params, namespace, longest)
         request.prompt, request.priority, request.tenant = prompt, priority, tenant
@@ -201,6 +202,17 @@ class EngineCore:
     def sampled(self, share: float) -> bool:
         """Whether something that is done to a share of all cases is done to this one."""
         return self._draw.random() < share
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the format that params ask for, so that `add_request` finds it compiled.
+
+        Any thread may call it: it takes long, and nobody's answer should wait for it.
+
+        Raises:
+            RequestError: the format cannot be followed.
+        """
+        if params.structured is not None and self._formats is not None:
+            self._formats(params.structured)
 
     def namespace_for(self, tenant: str = "", salt: str = "") -> bytes:
         """Where the prefixes of a tenant and salt are cached."""

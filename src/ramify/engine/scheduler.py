@@ -10,7 +10,7 @@ from ramify.attention.planner import RadixAttentionPlanner
 from ramify.engine.prefill import MIN_CHUNK, Prefill
 from ramify.engine.request import Request
 from ramify.engine.waiting import PRIORITY_TOKENS, WaitingQueue
-from ramify.errors import OutOfPagesError, OverloadedError
+from ramify.errors import OutOfPagesError, OverloadedError, TokensWaitError
 
 PREFILL_SHARE = 8  # prompts get one part in so many of a budget that decodes could fill
 
@@ -70,6 +70,7 @@ class Scheduler:
         self.planner = planner
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
         self.coalesce_steps = coalesce_steps
+        self.max_waiting_tokens: int | None = None  # that wait to be computed; None: any number
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -97,6 +98,17 @@ class Scheduler:
             return
         waited_s = now_s - min(one.arrival_s for one in self.waiting)
         raise OverloadedError(count, max_waiting, min(60.0, max(1.0, waited_s / 2)))
+
+    def require_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Raise OverloadedError if with so many more too many prompt tokens would wait.
+
+        A prompt that nobody waits before is never too long.
+        """
+        queued, limit = self.waiting.num_uncached, self.max_waiting_tokens
+        if limit is None or not queued or queued + num_tokens <= limit:
+            return
+        waited_s = now_s - min(one.arrival_s for one in self.waiting)
+        raise TokensWaitError(queued, num_tokens, limit, min(60.0, max(1.0, waited_s / 2)))
 
     def add(self, request: Request) -> None:
         """Queue a new request, or a branch, which came when its leader did."""

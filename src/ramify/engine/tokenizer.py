@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +21,7 @@ from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 DEFAULT, TOOL_USE = "default", "tool_use"
+GUARD = "\U0010fffe"  # no character, and in no text: breaks up special tokens that users write
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not, or not yet, a character
 MAX_HELD_TOKENS = 64  # longer than any character; bounds the work on endless broken bytes
 
@@ -58,6 +61,10 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self._templates = dict(chat_templates)
         self._environment = _environment()
+        special = [one.content for one in core.get_added_tokens_decoder().values() if one.special]
+        found = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True) if text)
+        self._special = re.compile(f"(?:{found})(?!{GUARD})") if found else None
+        self._plain: tokenizers.Tokenizer | None = None  # reads special tokens as text
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -129,8 +136,47 @@ class Tokenizer:
     def encode_with_ends(self, text: str) -> tuple[array[int], array[int]]:
         """Ids without special tokens, and where in the text each of them ends, in characters."""
         _require_unicode(text)
+        if GUARD in text and self._special is not None:
+            return self._encode_guarded(text, self._special)
         found = self._core.encode(text, add_special_tokens=False)
         return array("i", found.ids), array("i", (end for _, end in found.offsets))
+
+    def guarded(self, value: Any) -> Any:
+        """What users wrote, nested as it may be, with a `GUARD` in every special token.
+
+        `encode_with_ends` takes such tokens for the text that they are to their writer, so that a
+        message cannot end itself and begin another. Texts without special tokens stay the same.
+        """
+        if isinstance(value, str):
+            if self._special is None:
+                return value
+            text = value.replace(GUARD, "")
+            return self._special.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+        if isinstance(value, Mapping):
+            return {name: self.guarded(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guarded(one) for one in value]
+        return value
+
+    def _encode_guarded(self, text: str, special: re.Pattern[str]) -> tuple[array[int], array[int]]:
+        """Special tokens that have a guard are text; ends count the guards."""
+        if self._plain is None:
+            plain = tokenizers.Tokenizer.from_str(self._core.to_str())
+            plain.encode_special_tokens = True
+            self._plain = plain
+        borders = [found.span() for found in special.finditer(text)]
+        ids, ends, at = array("i"), array("i"), 0
+        for start, end in (*borders, (len(text), len(text))):
+            for begin, stop, core in ((at, start, self._plain), (start, end, self._core)):
+                piece = text[begin:stop]
+                if piece:
+                    places = [place for place, sign in enumerate(piece) if sign == GUARD]
+                    before = [place - number for number, place in enumerate(places)]
+                    found = core.encode(piece.replace(GUARD, ""), add_special_tokens=False)
+                    ids.extend(found.ids)
+                    ends.extend(begin + one + bisect_left(before, one) for _, one in found.offsets)
+            at = end
+        return ids, ends
 
     @property
     def border_tokens(self) -> tuple[str, ...]:
@@ -205,9 +251,11 @@ class Tokenizer:
             ChatTemplateError: as `apply_chat_template`.
         """
         text = self.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **kwargs
+            self.guarded(messages),
+            add_generation_prompt=add_generation_prompt,
+            **self.guarded(kwargs),
         )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode_with_ends(text)[0]
 
 
 def _require_unicode(text: str) -> None:

@@ -108,7 +108,7 @@ class Transcript:
             return self._ids[:]
         assert self._tokenizer is not None
         text = self._tokenizer.apply_chat_template(
-            self._messages, add_generation_prompt=True, **self._options
+            self._tokenizer.guarded(self._messages), add_generation_prompt=True, **self._options
         )
         kept, at = self._common(text)
         if at < len(text):
@@ -196,10 +196,10 @@ class Transcript:
         assert self._tokenizer is not None
         if last in self._tokenizer.special_ids:
             border = self._tokenizer.decode([last], skip_special_tokens=False)
-            ids = self._tokenizer.encode(border + text, add_special_tokens=False)
+            ids, _ = self._tokenizer.encode_with_ends(border + text)
             if ids[0] == last:
                 return ids[1:]
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode_with_ends(text)[0]
 
 
 def _integers(ids: Sequence[int]) -> array[int]:

@@ -17,7 +17,7 @@ from ramify.server.anthropic_types import (
     MessageRequest,
 )
 from ramify.server.errors import ApiError
-from ramify.server.openai_requests import shared_limit, tool_parts
+from ramify.server.openai_requests import num_json_bytes, shared_limit, tool_parts
 from ramify.server.prompts import Part, Prompt, text_forms
 from ramify.server.records import Record, canonical
 from ramify.server.service import Job, Service
@@ -77,6 +77,8 @@ def message_prompt(request: CountRequest, service: Service) -> tuple[Prompt, Rec
         ApiError, RequestError: it cannot be served.
     """
     model = service.require_model(request.model)
+    told = num_json_bytes(request.messages, request.system, request.tools)
+    service.require_short(told, "messages")
     asked = [
         control
         for control in (

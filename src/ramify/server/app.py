@@ -37,14 +37,16 @@ from ramify.server.http import (
 from ramify.server.logs import log_refusal
 from ramify.server.metrics import Metrics
 from ramify.server.openai_answers import ChatAnswer, CompletionAnswer
-from ramify.server.openai_requests import chat_job, completion_jobs
+from ramify.server.openai_requests import chat_job, completion_jobs, encode_text
 from ramify.server.openai_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from ramify.server.openapi import document
 from ramify.server.operate import Operations, PinRequest
+from ramify.server.paths import OPERATIONS
 from ramify.server.response_answers import ResponseAnswer
 from ramify.server.responses import ResponsesRequest, Turn, response_job
 from ramify.server.service import Generation, Job, Service
@@ -125,6 +127,7 @@ class Server:
                 Route("/health", self._readyz),
                 Route("/ping", self._readyz),
                 Route("/version", self._version),
+                Route("/openapi.json", self._openapi),
             ],
             exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
             lifespan=lifespan or self._lifespan,
@@ -371,7 +374,8 @@ class Server:
 
         def ids() -> Any:
             if request.prompt is not None:
-                return self.service.tokenizer.encode(request.prompt, request.add_special_tokens)
+                special = request.add_special_tokens
+                return encode_text(request.prompt, self.service, add_special_tokens=special)
             chat = ChatRequest(messages=request.messages or [], tools=request.tools)
             return chat_job(chat, self.service).prompt.ids
 
@@ -435,6 +439,9 @@ class Server:
 
     async def _version(self, _: Request) -> Response:
         return json_response({"version": __version__})
+
+    async def _openapi(self, _: Request) -> Response:
+        return json_response(document(OPERATIONS))
 
 
 def _health_response(wrong: str | None, health: Readiness) -> Response:

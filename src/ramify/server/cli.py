@@ -94,10 +94,6 @@ def serve(
         Path | None,
         typer.Option(help="Hashed keys, tenants, quotas: `ramify keys`.", rich_help_panel=SAFETY),
     ] = None,
-    public_prefixes: Annotated[
-        Path | None,
-        typer.Option(help="Prompts that tenants may share, one per line.", rich_help_panel=SAFETY),
-    ] = None,
     insecure: Annotated[
         bool, typer.Option(help="Let everybody call, from anywhere.", rich_help_panel=SAFETY)
     ] = False,
@@ -146,7 +142,6 @@ def serve(
         admin_key=admin_key,
         key_file=api_key_file,
         insecure=insecure,
-        public_prefixes=public_prefixes,
         warm=warm,
         record=record,
         record_tokens=record_tokens,

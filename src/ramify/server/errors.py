@@ -37,6 +37,12 @@ ANTHROPIC_KINDS = OPENAI_KINDS | {
 }
 
 
+def _shown(text: str, limit: int) -> str:
+    """Text that quotes a client, made so that it can be sent back: UTF-8, and not too long."""
+    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text.encode("utf-8", "replace").decode()
+
+
 class ApiError(RamifyError):
     """An answer that is not 200.
 
@@ -57,8 +63,9 @@ class ApiError(RamifyError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, _shown(message, 1000), code
+        self.param = None if param is None else _shown(param, 200)
+        super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
     @property

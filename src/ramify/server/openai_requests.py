@@ -12,6 +12,7 @@ import msgspec
 
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
+from ramify.server.http import convert, encode
 from ramify.server.openai_types import (
     ChatMessage,
     ChatRequest,
@@ -109,6 +110,7 @@ def chat_job(
     """
     model = service.require_model(request.model)
     refuse_unserved(request)
+    service.require_short(num_json_bytes(request.messages, request.tools), "messages")
     names = names or [f"messages[{at}]" for at in range(len(request.messages))]
     messages = [
         _template_message(one, name) for one, name in zip(request.messages, names, strict=True)
@@ -194,9 +196,17 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
         raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
     params = sampling_params(request, max_tokens=max(1, limit), **others)
     jobs = []
-    for text in _prompts(request.prompt):
+    prompts = _prompts(request.prompt)
+    if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with {params.n} answers each; the limit is "
+            f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
+            param="n",
+        )
+    for text in prompts:
         if isinstance(text, str):
-            ids = service.tokenizer.encode(text, request.add_special_tokens)
+            ids = encode_text(text, service, add_special_tokens=request.add_special_tokens)
         else:
             ids = _token_ids(text)
         prompt = with_cache_options(Prompt(ids, stable_len=len(ids)), request)
@@ -218,7 +228,24 @@ def completion_jobs(request: CompletionRequest, service: Service) -> list[Job]:
     return jobs
 
 
-def _token_ids(given: list[int]) -> array[int]:
+def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> array[int]:
+    """The tokens of a plain prompt.
+
+    Raises:
+        ApiError, RequestError: it is too long, or no Unicode.
+    """
+    service.require_short(len(text), "prompt")
+    service.require_short(len(text.encode("utf-8", "replace")), "prompt")
+    return service.tokenizer.encode(text, add_special_tokens)
+
+
+def num_json_bytes(*values: object) -> int:
+    """About how much text is in decoded values."""
+    return len(encode(values))
+
+
+def _token_ids(ids: Sequence[object]) -> array[int]:
+    given = convert(ids, list[int])
     wrong = next((one for one in given if not 0 <= one < 2**31), None)
     if wrong is not None:
         raise ApiError(400, f"{wrong} is no token id", param="prompt")

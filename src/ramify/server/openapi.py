@@ -58,7 +58,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 def _operation(one: Operation, path: str) -> dict[str, Any]:
     answer: dict[str, Any] = {one.media: {"schema": {}}}
     if one.streams:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {"schema": {}}
     error = {
         "description": "what is wrong with the request, or with the server",
         "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},

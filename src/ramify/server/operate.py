@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from ramify.errors import EngineStoppedError, PinError
 from ramify.server.anthropic_requests import message_prompt
 from ramify.server.anthropic_types import CountRequest
 from ramify.server.errors import ApiError
-from ramify.server.http import decode, encode, json_response
+from ramify.server.http import convert, decode, json_response
 from ramify.server.metrics import CONTENT_TYPE, Metrics
 from ramify.server.openai_requests import chat_job, completion_jobs
 from ramify.server.openai_types import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
@@ -165,12 +164,7 @@ class Operations:
         Raises:
             ApiError, RequestError: as if it were sent to its own path.
         """
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ApiError(400, "the body is no object")
+        found = decode(body, dict[str, Any])
         if "prompt" in found:
             job = completion_jobs(decode(body, CompletionRequest), self.service)[0]
             return job.prompt, job.salt
@@ -178,8 +172,8 @@ class Operations:
             _, job = response_job(decode(body, ResponsesRequest), None, self.service)
             return job.prompt, job.salt
         if is_anthropic or "system" in found:
-            filled = encode({"model": self.service.model} | found)
-            prompt, _ = message_prompt(decode(filled, CountRequest), self.service)
+            filled = {"model": self.service.model} | found
+            prompt, _ = message_prompt(convert(filled, CountRequest), self.service)
             salt = found.get("cache_salt")
             return prompt, salt if isinstance(salt, str) else ""
         job = chat_job(decode(body, ChatRequest), self.service)

@@ -107,7 +107,9 @@ class PromptMaker:
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        render = self.tokenizer.apply_chat_template
+        render, guarded = self.tokenizer.apply_chat_template, self.tokenizer.guarded
+        messages, tools, options = guarded(messages), guarded(tools), guarded(options)
+        parts = [replace(part, texts=tuple(guarded(part.texts))) for part in parts]
         text = render(messages, tools=tools, add_generation_prompt=not continues, **options)
         if continues:
             text = _cut_after(text, str(messages[-1]["content"]))
@@ -171,8 +173,8 @@ class PromptMaker:
         return text[: common_prefix(text, later)]
 
 
-def common_prefix(one: str, other: str) -> int:
-    """How many characters two texts begin with alike. O(log n) comparisons."""
+def common_prefix(one: str | array[int], other: str | array[int]) -> int:
+    """How many characters or tokens two sequences begin with alike. O(log n) comparisons."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

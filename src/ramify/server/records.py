@@ -9,8 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.packed import ATOM_BYTES, shared_pages
-from ramify.server.prompts import Prompt
+from ramify.server.prompts import Prompt, common_prefix
 
 MAX_RECORDS = 4096
 MAX_TOKENS = 8_000_000  # of all prompts that are remembered: 32 MB
@@ -96,7 +95,7 @@ def is_reused(old: Record, new: Record, num_cached: int, page_size: int) -> bool
 
 def common_tokens(one: array[int], other: array[int]) -> int:
     """How many tokens two prompts begin with alike."""
-    return shared_pages(one.tobytes(), 0, other.tobytes(), ATOM_BYTES)
+    return common_prefix(one, other)
 
 
 def _differs(old: Sequence[str], new: Sequence[str]) -> int:

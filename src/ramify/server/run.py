@@ -21,6 +21,7 @@ from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.listener import Listener
 from ramify.server.logs import JsonFormatter, LineFile, Recorder, log_request
+from ramify.server.protocol import PatientProtocol
 from ramify.server.service import Service
 from ramify.server.tenants import Keys
 
@@ -50,7 +51,6 @@ class ServeOptions:
     admin_key: str | None = None
     key_file: Path | None = None
     insecure: bool = False
-    public_prefixes: Path | None = None
     warm: Path | None = None
     record: Path | None = None
     record_tokens: bool = False
@@ -143,7 +143,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        http="h11",
+        http=PatientProtocol,
         ws="none",
     )
     listener = Listener(

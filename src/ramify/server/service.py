@@ -7,18 +7,22 @@ import logging
 import secrets
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from ramify import __version__
 from ramify.cache.explain import Explanation
 from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
 from ramify.cache.trim import drop_beyond
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.intake import checked_ids
 from ramify.engine.loop import Health
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
@@ -39,6 +43,8 @@ from ramify.server.tools import format_of
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MAX_BYTES_PER_TOKEN = 16
+MAX_QUEUED_POOLS = 4  # prompt tokens that wait, in sizes of the pool: more would wait for minutes
 
 
 class Engine(Protocol):
@@ -263,20 +269,43 @@ class Service:
             )
         return name
 
+    def require_short(self, num_bytes: int, param: str) -> None:
+        """Refuse what is longer than any prompt before it is rendered and tokenised.
+
+        Raises:
+            ApiError: so many bytes of text are more tokens than the context has.
+        """
+        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        if num_bytes > limit:
+            raise ApiError(
+                400,
+                f"{num_bytes} bytes of text; more than {limit} cannot fit into this model's "
+                f"context of {self.max_model_len} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
         """How many tokens of a prompt are there now, and why no more; runs nothing."""
-        if not self.prefix_cache:
-            return 0, Miss("disabled", 0)
+        found = await self.engine.run(lambda core: self._explanation(core, prompt, who, salt))
+        return 0 if found is None else found.hit_tokens, self._miss(found, prompt, who)
 
-        def look(core: EngineCore) -> Explanation:
-            key = CacheKey(prompt.ids, core.namespace_for(who.tenant, salt))
-            return core.cache.explain(key)
+    def _explanation(
+        self, core: EngineCore, prompt: Prompt, who: Caller, salt: str
+    ) -> Explanation | None:
+        ids = checked_ids(prompt.ids, core.vocab_size)
+        if not self.prefix_cache:
+            return None
+        return core.cache.explain(CacheKey(ids, core.namespace_for(who.tenant, salt)))
+
+    def _miss(self, found: Explanation | None, prompt: Prompt, who: Caller) -> Miss | None:
+        if found is None:
+            return Miss("disabled", 0)
 
         def own(namespace: bytes) -> bool:
             return namespace_parts(namespace).get("tenant", "") == who.tenant
 
-        found = await self.engine.run(look)
-        return found.hit_tokens, miss_of(found, prompt, self._decode, own_namespaces=own)
+        return miss_of(found, prompt, self._decode, own_namespaces=own)
 
     @property
     def cache(self) -> AsyncCacheView:
@@ -298,8 +327,14 @@ class Service:
         try:
             if job.params.structured is not None and self._compile_format is not None:
                 await asyncio.to_thread(self._compile_format, job.params.structured)
-            await self._make_room(job, who)
-            _, miss = await self.look_up(job.prompt, who, job.salt)
+
+            def prepare(core: EngineCore) -> Explanation | None:  # all at once: each call waits
+                core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
+                found = self._explanation(core, job.prompt, who, job.salt)
+                self._make_room(core, job, who, 0 if found is None else found.hit_tokens)
+                return found
+
+            miss = self._miss(await self.engine.run(prepare), job.prompt, who)
             events = self.engine.stream(
                 job.prompt.ids,
                 job.params,
@@ -382,26 +417,37 @@ class Service:
 
         await self.engine.run(drop)
 
-    async def _make_room(self, job: Job, who: Caller) -> None:
-        """Before a tenant that has more of the cache than its share takes others' pages, its own go."""
+    def _make_room(self, core: EngineCore, job: Job, who: Caller, num_found: int) -> None:
+        """Before a tenant that has more than its share takes others' pages, its own oldest go."""
         share = who.quota.max_cached_share
         if share is None:
             return
+        stats, size = core.cache.stats(), self.page_size
+        need = -(-len(job.prompt.ids) // size) - num_found // size - stats.free_pages
+        if need <= 0:
+            return
+        atoms, width = job.prompt.ids.tobytes(), size * ATOM_BYTES
+        leaves: list[tuple[int, int]] = []
 
-        def give(core: EngineCore) -> None:
-            stats = core.cache.stats()
-            need = -(-len(job.prompt.ids) // self.page_size) - stats.free_pages
-            if need <= 0:
-                return
+        def is_own(node: Node) -> bool:
+            return namespace_parts(node.namespace).get("tenant", "") == who.tenant
 
-            def is_own(node: Node) -> bool:
-                return namespace_parts(node.namespace).get("tenant", "") == who.tenant
+        def is_spare(node: Node) -> bool:  # what this prompt begins with is about to be read
+            return is_own(node) and not atoms.startswith(node.atoms[:width], node.start * width)
 
-            over = count_pages(core.cache, is_own) + need - int(share * stats.num_pages)
-            if over > 0:
-                core.cache.evict_if(is_own, min(over, need))
+        def look(node: Node) -> bool:
+            if node.is_leaf and is_spare(node):
+                leaves.append((node.last_access, len(node.pages)))
+            return is_own(node)
 
-        await self.engine.run(give)
+        over = count_pages(core.cache, look) + need - int(share * stats.num_pages)
+        goal = min(over, need)
+        if goal <= 0 or not leaves:
+            return
+        leaves.sort()
+        at = bisect_left(list(accumulate(num_pages for _, num_pages in leaves)), goal)
+        oldest, _ = leaves[min(at, len(leaves) - 1)]
+        core.cache.evict_if(lambda one: one.last_access <= oldest and is_spare(one), goal)
 
     async def _pin(self, job: Job, who: Caller) -> None:
         """Keep what a request asked to keep; what is over the budget is only logged."""

@@ -1,0 +1,50 @@
+"""schemathesis reads the OpenAPI document and calls every operation with what it makes up."""
+
+import os
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.pure.server_bench import ServerBench
+
+EXAMPLES = int(os.environ.get("RAMIFY_SCHEMATHESIS_EXAMPLES", "4"))  # 500 before a release
+
+BENCH = ServerBench(max_model_len=256)  # an answer without max_tokens ends there
+BENCH.server.health.is_ready = True
+SCHEMA: Any = schemathesis.openapi.from_asgi("/openapi.json", BENCH.app)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Any:
+    yield
+    BENCH.llm._loop.stop()
+    BENCH.llm._loop.join()
+    BENCH.assert_nothing_left()
+
+
+@SCHEMA.parametrize()
+@hypothesis.settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+def test_an_operation_answers_as_documented(case: Any) -> None:
+    """Whatever it is called with: no 5xx, the documented kind of content, known statuses."""
+    case.call_and_validate(
+        checks=[
+            not_a_server_error,
+            content_type_conformance,
+            response_schema_conformance,
+            status_code_conformance,
+        ]
+    )

@@ -1,0 +1,198 @@
+"""A whole server in this process, over an engine on a fake device: calls are ASGI, not sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+
+import ramify
+from ramify.config import EngineConfig, resolve
+from ramify.engine.async_llm import AsyncLLM
+from ramify.engine.core import EngineCore
+from ramify.engine.structured import Formats
+from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.server.app import Server
+from ramify.server.service import Generation, Service
+from ramify.server.tenants import Keys
+from ramify.testing import FakeExecutor
+
+T = TypeVar("T")
+LIMIT_S = 300.0
+TINY = Path(ramify.__file__).parent / "data" / "ramify-tiny"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call came to."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of server-sent events, `[DONE]` left out."""
+        lines = self.body.decode().split("\n")
+        told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(one) for one in told if one != "[DONE]"]
+
+
+class ServerBench:
+    """`server` over `core`; use `call` inside `async with bench.running()`."""
+
+    def __init__(
+        self,
+        *,
+        keys: Keys | None = None,
+        local_admin: bool = True,
+        pool_tokens: int = 8192,
+        page_size: int = 16,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 16,
+        max_waiting: int = 64,
+        prefix_cache: bool = True,
+    ) -> None:
+        asked = EngineConfig.of(
+            kv_cache_tokens=pool_tokens,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=2048,
+            prefix_cache=prefix_cache,
+            max_waiting=max_waiting,
+        )
+        config = resolve(asked, model_max_len=max_model_len, token_bytes=1, free_memory=0)
+        tokenizer = Tokenizer.load(TINY)
+        vocab = tokenizer.vocab_size
+        ends = tokenizer.eos_token_ids
+        self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)
+        formats = Formats(tokenizer.to_json, vocab_size=vocab, eos_token_ids=ends)
+        self.core = EngineCore(
+            config,
+            self.device,
+            vocab_size=vocab,
+            eos_token_ids=ends,
+            namespace=b"",
+            text_decoder=lambda: Detokenizer(tokenizer),
+            formats=formats.compile,
+        )
+        self.llm = AsyncLLM.over(self.core, tokenizer)
+        self.service = Service(
+            self.llm,
+            tokenizer,
+            model="tiny",
+            max_model_len=config.max_model_len,
+            page_size=page_size,
+            prefix_cache=prefix_cache,
+        )
+        self.ended: list[Generation] = []
+        self.service.listeners.append(self.ended.append)
+        self.server = Server(self.service, keys, local_admin=local_admin)
+        self.app = self.server.app(self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.server.health.is_ready = True  # and it stays so: the engine ends with `running`
+        yield
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["ServerBench"]:
+        """Until the end, at which nothing of any request may be left."""
+        self.server.health.is_ready = True
+        async with self.llm:
+            yield self
+            await self.until_idle()
+            self.assert_nothing_left()
+
+    async def until_idle(self) -> None:
+        while await self.llm.run(lambda core: core.has_unfinished):
+            pass
+
+    def assert_nothing_left(self) -> None:
+        assert not self.core._requests
+        assert not self.llm._loop._inboxes
+        assert not [use for use in self.service.meter._uses.values() if use.live]
+        for pin in self.core.cache.pins():
+            self.core.cache.unpin(pin)
+        stats = self.core.cache.stats()
+        assert (stats.num_leases, stats.private_pages) == (0, 0)
+        self.core.cache.check()
+
+    async def call(
+        self,
+        method: str,
+        target: str,
+        body: object = b"",
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """One request; a body that is no bytes is sent as JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"content-type": "application/json", **(headers or {})}
+        if key is not None:
+            sent["authorization"] = f"Bearer {key}"
+        path, _, query = target.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [(a.lower().encode(), b.encode("latin-1")) for a, b in sent.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("testserver", 80),
+        }
+        pieces: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
+        told: list[MutableMapping[str, Any]] = []
+        over = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if pieces:
+                return pieces.pop()
+            await over.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            told.append(message)
+
+        await self.app(scope, receive, send)
+        over.set()
+        assert told[0]["type"] == "http.response.start"
+        found = {name.decode(): value.decode("latin-1") for name, value in told[0]["headers"]}
+        text = b"".join(one.get("body", b"") for one in told[1:])
+        assert not told[-1].get("more_body")
+        return Answer(told[0]["status"], found, text)
+
+    async def post(self, path: str, body: object, key: str | None = None) -> Answer:
+        return await self.call("POST", path, body, key=key)
+
+
+def run(main: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+    """`asyncio.run`; no task may be left but the one that asks."""
+
+    async def watched() -> T:
+        result = await asyncio.wait_for(main, limit_s)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, left
+        return result
+
+    return asyncio.run(watched())
+
+
+def chat(text: str, **others: Any) -> dict[str, Any]:
+    """A short request for an answer."""
+    told: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    return told | others

@@ -1,0 +1,197 @@
+"""Every limit on what a client may ask: what is beyond is refused at once, in the API's envelope."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.server.http import MAX_BODY_BYTES
+from ramify.server.logs import JsonFormatter, log_request
+from ramify.server.run import ServeOptions
+from ramify.server.tenants import Caller, Keys, hash_key
+from tests.pure.server_bench import Answer, ServerBench, chat, run
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+LARGE = {"type": "object", "description": "x" * 70000}
+LARGE_FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": LARGE}}
+
+BEYOND: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (CHAT, chat("x", n=129), "n"),
+    (CHAT, chat("x", n=10**30), "n"),
+    (CHAT, chat("x", n=0), "n"),
+    (CHAT, chat("x", max_tokens=-1), "max_tokens"),
+    (CHAT, chat("x", stop=["s"] * 17), "stop"),
+    (CHAT, chat("x", stop="s" * 257), "stop"),
+    (CHAT, chat("x", logit_bias={str(at): 1 for at in range(1025)}), "logit_bias"),
+    (CHAT, chat("x", logit_bias={"1e9": 1}), "logit_bias"),
+    (CHAT, chat("x", logit_bias={"99999999": 1}), "logit_bias"),
+    (CHAT, chat("x", logprobs=True, top_logprobs=21), "top_logprobs"),
+    (CHAT, chat("x", stop_token_ids=[1] * 129), "stop_token_ids"),
+    (CHAT, chat("x", regex="a" * 20000), "regex"),
+    (CHAT, chat("x", choice=["a"] * 1025), "choice"),
+    (CHAT, chat("x", response_format=LARGE_FORM), "json_schema"),
+    (CHAT, chat("x", cache_salt="s" * 1025), "cache_salt"),
+    (CHAT, chat("x", chat_template_kwargs={"a": [1]}), "chat_template_kwargs"),
+    (CHAT, chat("x" * 40000), "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 10001}, "messages"),
+    (COMPLETIONS, {"prompt": "x" * 40000}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 20, "n": 20}, "n"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": [1] * 3000}, "messages"),
+)
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BEYOND)
+def test_what_is_beyond_a_limit_is_refused(path: str, body: dict[str, Any], param: str) -> None:
+    """400 that names the field; nothing of it reaches the device."""
+    bench = ServerBench()
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.post(path, body)
+
+    answer = run(main())
+
+    assert answer.status == 400, answer.body
+    assert param in answer.json["error"]["param"], answer.body
+    assert bench.device.num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ({"content-length": str(MAX_BODY_BYTES + 1)}, 413),
+        ({"content-encoding": "gzip"}, 415),
+        ({"content-encoding": "zstd"}, 415),
+    ],
+)
+def test_large_and_compressed_bodies_are_not_read(sent: dict[str, str], status: int) -> None:
+    """By what the headers say, before any byte."""
+    bench = ServerBench()
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.call("POST", CHAT, chat("x"), headers=sent)
+
+    assert run(main()).status == status
+
+
+def test_a_body_without_a_length_is_cut_at_the_limit() -> None:
+    """What was read so far is dropped."""
+    bench = ServerBench()
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.call("POST", CHAT, b" " * (MAX_BODY_BYTES + 1))
+
+    assert run(main()).status == 413
+
+
+def test_a_request_that_can_never_fit_is_not_queued() -> None:
+    """400 at once, though the pool is smaller than the context."""
+    bench = ServerBench(pool_tokens=512, max_model_len=2048)
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.post(COMPLETIONS, {"prompt": [5] * 400, "max_tokens": 400})
+
+    answer = run(main())
+
+    assert answer.status == 400
+    assert "512" in answer.body.decode() or "pages" in answer.body.decode()
+
+
+def test_more_prompt_tokens_than_four_pools_do_not_wait() -> None:
+    """503 with Retry-After; those that wait are served."""
+    bench = ServerBench(pool_tokens=512, max_num_seqs=1, prefix_cache=False)
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            bodies = [{"prompt": [at + 3] * 400, "max_tokens": 50} for at in range(12)]
+            return list(await asyncio.gather(*(bench.post(COMPLETIONS, one) for one in bodies)))
+
+    told = run(main())
+
+    refused = [one for one in told if one.status != 200]
+    assert {one.status for one in refused} == {503}
+    assert all(int(one.headers["retry-after"]) >= 1 for one in refused)
+    assert 4 <= len(told) - len(refused) < 12
+
+
+def test_more_requests_than_may_wait_are_told_to_come_back() -> None:
+    """503 with Retry-After; those that wait are served."""
+    bench = ServerBench(max_waiting=2, max_num_seqs=1)
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            sent = (bench.post(CHAT, chat(f"{at}", max_tokens=300)) for at in range(8))
+            return list(await asyncio.gather(*sent))
+
+    told = run(main())
+
+    refused = [one for one in told if one.status != 200]
+    assert refused
+    assert {one.status for one in refused} == {503}
+    assert all(int(one.headers["retry-after"]) >= 1 for one in refused)
+
+
+@pytest.mark.parametrize("wrong", [{"regex": "(a|b" * 50}, {"grammar": "start: start start"}])
+def test_a_format_that_cannot_be_followed_is_the_clients_fault(wrong: dict[str, str]) -> None:
+    """400, and the engine goes on."""
+    bench = ServerBench()
+
+    async def main() -> tuple[Answer, Answer]:
+        async with bench.running():
+            return await bench.post(CHAT, chat("x", **wrong)), await bench.post(CHAT, chat("x"))
+
+    answer, after = run(main())
+
+    assert (answer.status, after.status) == (400, 200), answer.body
+
+
+def test_no_client_can_write_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Tenants, ids and paths are escaped, as text and as JSON; prompts are not in it."""
+    evil = "ann\r\n2026-01-01 INFO forged\x1b[31m"
+    keys = Keys({hash_key("key"): Caller(evil)})
+    bench = ServerBench(keys=keys)
+    bench.service.listeners.append(log_request)
+    caplog.set_level(logging.INFO)
+
+    async def main() -> Answer:
+        async with bench.running():
+            sent = {"x-request-id": "a\nb", "user-agent": "c\nd"}
+            body = chat("a secret\nforged", user="e\nf", model="tiny")
+            raw = json.dumps(body).encode()
+            return await bench.call("POST", CHAT, raw, key="key", headers=sent)
+
+    answer = run(main())
+
+    assert answer.status == 200
+    assert answer.headers["x-request-id"].startswith("req_")
+    lines = [one for one in caplog.records if one.name == "ramify.requests"]
+    assert len(lines) == 1
+    for told in (lines[0].getMessage(), JsonFormatter().format(lines[0])):
+        assert not [sign for sign in told if ord(sign) < 32 or ord(sign) > 126], told
+        assert "secret" not in told
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.1.2.3", "example.org", "127.0.0.1.evil"])
+def test_a_server_that_others_reach_needs_keys(host: str) -> None:
+    """Unless it is said to be meant."""
+    with pytest.raises(ConfigError, match="--insecure"):
+        ServeOptions(host=host).keys()
+
+    assert ServeOptions(host=host, insecure=True).keys() is None
+    assert ServeOptions(host=host, api_keys=("k",)).keys() is not None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.9.1"])
+def test_a_local_server_needs_none(host: str) -> None:
+    """Only this machine reaches it."""
+    assert ServeOptions(host=host).keys() is None
