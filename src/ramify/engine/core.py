@@ -299,7 +299,12 @@ class EngineCore:
     # -- a step ------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """schedule → plan → execute → commit → update; what it did, request by request."""
+        """schedule → plan → execute → commit → update; what it did, request by request.
+
+        Raises:
+            OutOfPagesError: leases outside the engine hold the pages that a single request needs;
+                nothing changed. Release some, or ask `faults.end_blocked`.
+        """
         self.watchdog.begin(self.faults.describe)
         try:
             self._step()

@@ -170,6 +170,18 @@ class Faults:
                 failure.__cause__ = error
                 self._core.fail(one, failure)
 
+    def end_blocked(self, error: OutOfPagesError) -> None:
+        """After a `step` that raised this: end the request that it found no pages for, and tell.
+
+        For whoever cannot wait until leases outside the engine are released.
+        """
+        scheduler = self._core.scheduler
+        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
+        assert first is not None, "nobody asked for pages"
+        for one in (first.group, *first.group.branches):
+            if not one.is_finished:
+                self._core.fail(one, error)
+
     # -- a page is damaged ---------------------------------------------------------------------
 
     def _set_apart(self, request: Request) -> bool:

@@ -281,7 +281,7 @@ class EngineLoop:
         try:
             events = self.core.step()
         except OutOfPagesError as error:  # pins hold what a single request needs
-            self._give_up(error)
+            self.core.faults.end_blocked(error)
             return
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False
@@ -293,18 +293,6 @@ class EngineLoop:
                 elif inbox.is_whole:
                     continue
                 self._tell(inbox, event)
-
-    def _give_up(self, error: OutOfPagesError) -> None:
-        """End the request that nothing can be freed for; its caller gets the error."""
-        scheduler = self.core.scheduler
-        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
-        assert first is not None, "nobody asked for pages"
-        request = first.group
-        inbox = self._inboxes.pop(request.id, None)
-        self.core.rechecks.running.pop(request.id, None)
-        self.core.abort(request.id)
-        if inbox is not None:
-            self._tell(inbox, error)
 
     def _abort(self, request_id: int) -> None:
         """End a live request; whoever reads its inbox is told."""
