@@ -183,13 +183,23 @@ class AsyncLLM:
         *,
         in_thread: bool,
     ) -> Stream:
+        chosen = params or SamplingParams()
+
         async def submit(is_whole: bool) -> Inbox:
             ids = await asyncio.to_thread(make) if in_thread else make()
+            await self._compile(chosen)
             inbox = Inbox(self._outlet(), is_whole=is_whole)
-            self._loop.submit(inbox, ids, params or SamplingParams(), **options)
+            self._loop.submit(inbox, ids, chosen, **options)
             return inbox
 
         return Stream(submit, self._loop.abort)
+
+    async def _compile(self, params: SamplingParams) -> None:
+        """Make the engine know a format; in another thread, since it may take a second."""
+        formats = None if self._engine is None else self._engine.formats
+        format_ = params.structured if isinstance(params, SamplingParams) else None
+        if formats is not None and format_ is not None:
+            await asyncio.to_thread(formats.compile, format_)
 
     def _outlet(self) -> Outlet:
         """The one of the running event loop."""
