@@ -202,8 +202,12 @@ def test_the_same_over_an_engine_in_a_thread() -> None:
             async with aclosing(one.stream(asked(500))) as stream:
                 async for event in stream:
                     assert event.new_token_ids
-                    with pytest.raises(InvalidParamsError, match="one at a time"):
+                    with pytest.raises(InvalidParamsError, match="await it, or fork"):
                         await one.generate()
+                    with pytest.raises(InvalidParamsError, match="await it, or fork"):
+                        one.append([9])  # the answer would seem to follow it
+                    with pytest.raises(InvalidParamsError, match="await it, or fork"):
+                        one.rollback(1)
                     break
             assert await no_request(llm)
             assert one.token_ids == known

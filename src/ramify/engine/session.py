@@ -43,9 +43,14 @@ class _Turns:
         chosen = params or SamplingParams()
         if chosen.n != 1:
             raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
-        if self.is_busy:
-            raise InvalidParamsError("generate", "a second one", "one at a time: fork the session")
+        self.require_idle("generate")
         return self.transcript.prompt_ids(), chosen
+
+    def require_idle(self, call: str) -> None:
+        """Raise InvalidParamsError while an answer is made: it follows what was said before it."""
+        if self.is_busy:
+            allowed = "left until the answer that is being made is there: await it, or fork"
+            raise InvalidParamsError(call, "called", allowed)
 
     def end(self, output: RequestOutput) -> bool:
         """Add an answer, unless it failed; whether it is to be pinned."""
@@ -189,7 +194,12 @@ class AsyncSession:
         return self._turns.pin_refused
 
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """See `Session.append`."""
+        """See `Session.append`; not while an answer is made.
+
+        Raises:
+            InvalidParamsError: an answer is being made, or `more` is malformed.
+        """
+        self._turns.require_idle("append")
         self._turns.transcript.append(more)
 
     async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
@@ -226,7 +236,8 @@ class AsyncSession:
         return self._turns.transcript.mark()
 
     def rollback(self, to: Mark | int) -> None:
-        """See `Session.rollback`."""
+        """See `Session.rollback`; not while an answer is made."""
+        self._turns.require_idle("rollback")
         self._turns.transcript.rollback(to)
 
     def fork(self, count: int = 2) -> list[AsyncSession]:
