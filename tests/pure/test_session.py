@@ -228,3 +228,28 @@ def test_the_same_over_an_engine_in_a_thread() -> None:
 
     run(main())
     made.assert_nothing_left()
+
+
+def test_whoever_is_cancelled_leaves_no_pin() -> None:
+    """In the middle of pinning a turn, or of ending the pin before: nobody else knows of it."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            for number in range(20):
+                session = llm.session([number, *PROMPT], pin=True)
+                if number % 2:
+                    await session.generate(asked(5))
+                before = made.bench.core.cache._pins.num_pages
+                task = asyncio.create_task(session.generate(asked(5)))
+                while not task.done():
+                    if made.bench.core.cache._pins.num_pages > before:
+                        task.cancel()
+                        break
+                    await asyncio.sleep(0)
+                await asyncio.gather(task, return_exceptions=True)
+                await session.aclose()
+                assert not await llm.cache.pins()
+
+    run(main())
+    made.assert_nothing_left()

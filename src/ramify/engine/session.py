@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -279,8 +280,11 @@ class AsyncSession:
             await self._unpin(before)
 
     async def _unpin(self, pin: Pin) -> None:
-        with suppress(PinError):  # its time was over
-            await self._llm.cache.unpin(pin)
+        async def end() -> None:
+            with suppress(PinError):  # its time was over
+                await self._llm.cache.unpin(pin)
+
+        await asyncio.shield(end())  # if the caller is cancelled, nobody else knows of the pin
 
 
 def _unpin(llm: LLM, pin: Pin) -> None:
