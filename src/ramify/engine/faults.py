@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ramify.cache.key import CacheKey, namespace_of
+from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.rebuild import condemn, rebuild
 from ramify.config import FaultSection
 from ramify.engine.request import Request
@@ -201,7 +201,9 @@ class Faults:
         if not read:
             return False
         request.suspect = sequence.key(read)
-        request.namespace = namespace_of(base=request.namespace, apart=request.id)
+        known = namespace_parts(request.namespace)
+        parts = known if "base" in known else {"base": request.namespace}
+        request.namespace = namespace_of(**{**parts, "apart": request.id})  # and still its tenant's
         return True
 
     def acquit(self, request: Request) -> None:
