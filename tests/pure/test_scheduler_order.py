@@ -439,3 +439,20 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
         full = len(bench.core.scheduler.running) == rows
         bench.core.step()
         assert counting.count <= (0 if full else rows + MAX_LOOKS + NUM_REFRESHED)
+
+
+def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:
+    """When pages run out, the tenant that runs most gives way, whatever it calls important."""
+    bench = Bench(pool_tokens=128, page_size=4, max_num_seqs=4)
+    ids = []
+    for tenant, priority, start in (("a", 9, 1), ("b", 0, 2), ("a", 9, 3), ("a", 9, 4)):
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        request_id = bench.core.add_request([start] * 16, params, tenant=tenant, priority=priority)
+        bench.tokens[request_id] = []
+        ids.append(request_id)
+
+    outputs = bench.run()
+
+    preempted = [outputs[one].metrics.preemptions for one in ids]
+    assert preempted[1] <= 1
+    assert sum(preempted) > preempted[1]
