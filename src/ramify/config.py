@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from math import inf
 from numbers import Integral
 
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
@@ -12,6 +11,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 DRAFTERS = ("off", "ngram", "tree", "auto")
 ACCEPTANCE = ("exact", "rejection")
+MAY_BE_NONE = ("max_waiting", "kv_cache_tokens", "kv_cache_memory", "max_model_len")
+MAX_TIMEOUT_S = 1e6  # 11 days; threads cannot wait for any time
 POLICIES = (
     "auto",
     "lru",
@@ -128,7 +129,7 @@ class EngineConfig:
             ("max_model_len", self.model.max_model_len),
             ("max_draft_tokens", self.speculative.max_draft_tokens),
         ):
-            if value is None and name not in ("page_size", "max_num_seqs", "max_batch_tokens"):
+            if value is None and name in MAY_BE_NONE:
                 continue
             least = 0 if name == "coalesce_steps" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -142,7 +143,8 @@ class EngineConfig:
         share = self.attention.verify_sample
         _check_number("verify_sample", share, 1.0, "a share of 0 to 1")
         _check_number("check_sample", self.faults.check_sample, 1.0, "a share of 0 to 1")
-        _check_number("step_timeout_s", self.faults.step_timeout_s, inf, "0 or more seconds")
+        allowed = f"0 (never) or at most {MAX_TIMEOUT_S:g} seconds"
+        _check_number("step_timeout_s", self.faults.step_timeout_s, MAX_TIMEOUT_S, allowed)
         if share and not self.attention.exact:
             raise ConfigError(
                 f"verify_sample={share} with exact=False: without exactness hits may differ in "

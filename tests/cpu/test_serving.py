@@ -1,13 +1,15 @@
 """`AsyncLLM`, weights that change, and what is cached, on tiny checkpoints."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ramify import LLM, AsyncLLM, SamplingParams
-from ramify.errors import CheckpointError, ConfigError, ModelError
+from ramify.errors import CheckpointError, ConfigError, InvalidParamsError, ModelError
+from ramify.params import StructuredOutput
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 
@@ -130,5 +132,29 @@ def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path)
             await llm.reload_weights(new)
             assert (await llm.generate(PROMPTS[1], PARAMS)).token_ids == changed[1]
             await running
+
+    asyncio.run(main())
+
+
+def test_a_format_is_compiled_while_the_engine_goes_on(old: Path) -> None:
+    """Not in its thread: a slow schema holds up nobody else's answer."""
+    pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
+    llm = AsyncLLM(old, **OPTIONS)
+    spec = StructuredOutput(choice=("the rain", "the north"))
+    held = threading.Event()
+
+    async def main() -> None:
+        async with llm:
+            stopped = asyncio.create_task(llm.run(lambda core: held.wait(30)))
+            asked = asyncio.create_task(llm.generate("who", SamplingParams(structured=spec)))
+            formats = llm.engine.formats
+            assert formats is not None
+            while not formats._kept.get(spec):
+                assert not stopped.done()
+                await asyncio.sleep(0.01)
+            held.set()
+            assert (await asked).text in ("the rain", "the north")
+            with pytest.raises(InvalidParamsError, match="regex"):
+                await llm.generate("who", SamplingParams(structured=StructuredOutput(regex="(")))
 
     asyncio.run(main())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.engine.core import EngineCore
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
@@ -121,6 +122,27 @@ def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
         await llm.aclose()
 
     run(main())
+
+
+def test_whatever_a_call_raises_is_its_callers_alone() -> None:
+    """What is no Exception too: its caller hears of it, and the engine goes on."""
+    made = AsyncBench()
+
+    class Stopped(BaseException):
+        pass
+
+    def stop(core: EngineCore) -> None:
+        raise Stopped
+
+    async def main() -> None:
+        async with made.llm as llm:
+            with pytest.raises(Stopped):
+                await llm.run(stop)
+            output = await llm.generate(PROMPT, asked(5))
+            assert list(output.token_ids) == expected(PROMPT, 5, ends=())
+
+    run(main())
+    made.assert_nothing_left()
 
 
 def test_health_tells_how_old_a_step_is() -> None:

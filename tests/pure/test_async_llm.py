@@ -302,8 +302,9 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
                 core.cache.pin(CacheKey(range(1, 24), core.namespace), "a test")
 
             await llm.run(pin)
-            with pytest.raises(OutOfPagesError):
-                await llm.generate(list(range(24, 48)), asked(20))
+            refused = await llm.generate(list(range(24, 48)), asked(20))
+            assert refused.finish_reason is FinishReason.ERROR
+            assert isinstance(refused.error, OutOfPagesError)
             assert len((await llm.generate([5, 6], asked(2))).token_ids) == 2
 
     run(main())

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from ramify.engine.llm import LLM
 from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import OutOfPagesError, StepFailedError, UnknownRequestError
-from ramify.params import FinishReason
+from ramify.params import FinishReason, SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, expected
 
@@ -248,3 +249,19 @@ def test_a_tainted_leader_fails_with_its_followers_and_nobody_else(times: int) -
             context.append(token)
     assert bench.device.num_erased_pages > 0
     bench.assert_nothing_leaked()
+
+
+def test_a_request_that_goes_on_apart_is_still_its_tenants() -> None:
+    """What it computes without the suspect pages is dropped with all that the tenant has cached."""
+    bench = Bench()
+    llm = LLM.over(bench.core)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    llm.generate([[7] * 19 + [1]], params, tenant="a", salt="s")
+    bench.core.executor = Tainting(bench.device, token=49, times=1)
+    [output] = llm.generate([[7] * 19 + [49]], params, tenant="a", salt="s")
+    assert output.error is None
+    assert bench.core.faults.counts.condemned_pages > 0
+
+    llm.cache.clear(tenant="a", salt="s")
+
+    assert llm.cache.stats().cached_pages == 0

@@ -207,6 +207,23 @@ def test_an_idle_engine_does_nothing() -> None:
     assert bench.device.num_steps == 0
 
 
+def test_a_recheck_shares_nothing_that_its_request_did_not() -> None:
+    """Computed again cold, a sampled hit keeps `max_shared`: its answer is nobody else's."""
+    bench = Bench(options={"verify_sample": 1.0})
+    for prompt in ([1] * 16, [*[1] * 16, 2, 3, 4, 5, 6]):
+        bench.core.add_request(prompt, SamplingParams(max_tokens=8), max_shared=8)
+        while bench.core.has_unfinished:
+            bench.core.step()
+    assert bench.core.recheck()
+
+    while bench.core.has_unfinished:
+        bench.core.step()
+
+    assert bench.core.rechecks.num_checked == 1
+    known = CacheKey([*[1] * 16, 2, 3, 4, 5, 6], bench.core.namespace)
+    assert bench.core.cache.match(known).num_tokens == 8
+
+
 @pytest.mark.parametrize("max_shared", [0, 3, 4, 9, 12, 40, None])
 @pytest.mark.parametrize("budget", [3, 512])
 def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budget: int) -> None:

@@ -7,8 +7,13 @@ import pytest
 
 from ramify.engine.llm import LLM
 from ramify.engine.progress import answers_bar
-from ramify.errors import ConfigError, InvalidParamsError, UnknownRequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.errors import (
+    ConfigError,
+    InvalidParamsError,
+    OutOfPagesError,
+    UnknownRequestError,
+)
+from ramify.params import FinishReason, RequestOutput, SamplingParams
 from tests.pure.engine_bench import Bench, expected
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -97,6 +102,41 @@ def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
 
     assert not llm.has_unfinished()
     assert llm.step() == []
+
+
+def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
+    """A question about each answer, while others of the same call end in its steps."""
+    llm, bench = made(max_num_seqs=4)
+    later: list[tuple[int, ...]] = []
+
+    def on_finished(output: RequestOutput) -> None:
+        later.append(llm.generate([[*output.prompt_token_ids, 7]], asked(20))[0].token_ids)
+
+    prompts, lengths = [[*PROMPT, k] for k in range(4)], [2, 10, 11, 30]
+    outputs = llm.generate(prompts, [asked(one) for one in lengths], on_finished=on_finished)
+
+    for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
+        assert list(output.token_ids) == expected(prompt, length, ends=())
+    assert sorted(later) == sorted(tuple(expected([*one, 7], 20, ends=())) for one in prompts)
+    assert not llm.has_unfinished()
+    assert not bench.core.live
+
+
+def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
+    """Others of the call are answered, before and after it; nobody waits for a pin to end."""
+    llm, bench = made(pool_tokens=64, page_size=4)
+    llm.generate([[5] * 33], asked(1))
+    pin = llm.cache.pin([5] * 33)
+
+    outputs = llm.generate([PROMPT, [7] * 40, PROMPT[1:]], asked(4))
+
+    assert [type(one.error) for one in outputs] == [type(None), OutOfPagesError, type(None)]
+    assert outputs[1].finish_reason is FinishReason.ERROR
+    for prompt, output in ((PROMPT, outputs[0]), (PROMPT[1:], outputs[2])):
+        assert list(output.token_ids) == expected(prompt, 4, ends=())
+    llm.cache.unpin(pin)
+    assert llm.generate([[7] * 40], asked(4))[0].error is None
+    assert not bench.core.live
 
 
 def test_statistics_count_requests_and_work() -> None:

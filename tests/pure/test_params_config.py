@@ -96,6 +96,10 @@ def test_counts_are_positive_integers(name: str, value: object) -> None:
         ("dtype", None),
         ("policy", "mru"),
         ("page_size", None),
+        ("coalesce_steps", None),
+        ("max_draft_tokens", None),
+        ("step_timeout_s", float("inf")),
+        ("step_timeout_s", -1),
     ],
 )
 def test_other_options_have_stated_values(name: str, value: object) -> None:

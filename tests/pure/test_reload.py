@@ -11,7 +11,8 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
 from ramify.engine.reload import change_weights
 from ramify.engine.step import StepPlan, StepResult
-from ramify.params import SamplingParams
+from ramify.errors import OverloadedError
+from ramify.params import RequestOutput, SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import AsyncBench, run
 from tests.pure.engine_bench import Bench, expected
@@ -138,6 +139,32 @@ def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> No
             assert outputs[1].cache.read_tokens == 0
             for one in outputs:
                 assert list(one.token_ids) == expected(PROMPT, 20, ends=())
+
+    run(main(made.llm))
+    made.assert_nothing_left()
+
+
+def test_whoever_waits_for_other_weights_waits_in_the_queue() -> None:
+    """`max_waiting` holds while requests are kept back: one more is refused at once."""
+    made = AsyncBench(closed=True, options={"max_waiting": 2})
+
+    async def main(llm: AsyncLLM) -> None:
+        async with llm:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            before = llm.stream(PROMPT, params)
+            await before.accepted()
+            await made.gate.arrive()
+            changed = asyncio.wrap_future(llm._loop.call_when_idle(lambda core: None))
+            later = [asyncio.create_task(llm.generate(PROMPT, params)) for _ in range(4)]
+            await asyncio.sleep(0)
+            made.gate.open()
+            found = await asyncio.gather(*later, return_exceptions=True)
+            await changed
+            await before.whole()
+            assert [type(one) for one in found[2:]] == [OverloadedError] * 2
+            for one in found[:2]:
+                assert isinstance(one, RequestOutput)
+                assert list(one.token_ids) == expected(PROMPT, 3, ends=())
 
     run(main(made.llm))
     made.assert_nothing_left()

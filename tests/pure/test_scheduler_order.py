@@ -11,7 +11,7 @@ from ramify.cache.key import CacheKey
 from ramify.cache.values import Match
 from ramify.engine.prefill import MAX_LOOKS, NUM_REFRESHED
 from ramify.engine.request import Request
-from ramify.engine.waiting import PRIORITY_TOKENS, SPARE_TENANTS, WaitingQueue
+from ramify.engine.waiting import PRIORITY_TOKENS, SPARE_ENTRIES, SPARE_TENANTS, WaitingQueue
 from ramify.errors import ConfigError, OverloadedError, PromptTooLongError
 from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench, expected
@@ -176,6 +176,38 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
     assert len(queue._tenants) <= 2 * SPARE_TENANTS
     assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_TENANTS
+
+
+def test_nothing_is_kept_of_tenants_that_came_once() -> None:
+    """Each is served and never seen again: the clock of those that wait stands still."""
+    bench = Bench()
+    for at in range(400):
+        bench.core.add_request([1 + at % 40] * 5, SamplingParams(max_tokens=1), tenant=f"{at}")
+        bench.core.step()
+
+    assert not bench.core.has_unfinished
+    assert len(bench.core.scheduler.waiting._tenants) <= 2 * SPARE_TENANTS + 2
+
+
+@pytest.mark.parametrize("num_tenants", [1, 700])
+def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None:
+    """While nobody can be admitted, thousands come and go; then the order is as ever."""
+    bench = Bench(max_num_seqs=1)
+    bench.add([1], max_tokens=200, ignore_eos=True)
+    bench.step()
+    kept = [bench.add([2] * 9, max_tokens=1), bench.add([3] * 5, max_tokens=1)]
+    for at in range(2000):
+        gone = bench.core.add_request(
+            [4] * 9, SamplingParams(max_tokens=1), tenant=f"{at % num_tenants}"
+        )
+        bench.core.abort(gone)
+
+    queue = bench.core.scheduler.waiting
+    assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_ENTRIES
+    assert len(queue._line) <= SPARE_ENTRIES + 2
+    assert len(queue._tenants) <= SPARE_ENTRIES + 2 * SPARE_TENANTS
+    ended = [event.request_id for _ in range(210) for event in bench.step() if event.output]
+    assert ended[1:] == kept[::-1]
 
 
 # -- priorities ------------------------------------------------------------------------------
@@ -407,3 +439,20 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
         full = len(bench.core.scheduler.running) == rows
         bench.core.step()
         assert counting.count <= (0 if full else rows + MAX_LOOKS + NUM_REFRESHED)
+
+
+def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:
+    """When pages run out, the tenant that runs most gives way, whatever it calls important."""
+    bench = Bench(pool_tokens=128, page_size=4, max_num_seqs=4)
+    ids = []
+    for tenant, priority, start in (("a", 9, 1), ("b", 0, 2), ("a", 9, 3), ("a", 9, 4)):
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        request_id = bench.core.add_request([start] * 16, params, tenant=tenant, priority=priority)
+        bench.tokens[request_id] = []
+        ids.append(request_id)
+
+    outputs = bench.run()
+
+    preempted = [outputs[one].metrics.preemptions for one in ids]
+    assert preempted[1] <= 1
+    assert sum(preempted) > preempted[1]

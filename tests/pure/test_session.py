@@ -202,8 +202,12 @@ def test_the_same_over_an_engine_in_a_thread() -> None:
             async with aclosing(one.stream(asked(500))) as stream:
                 async for event in stream:
                     assert event.new_token_ids
-                    with pytest.raises(InvalidParamsError, match="one at a time"):
+                    with pytest.raises(InvalidParamsError, match="await it, or fork"):
                         await one.generate()
+                    with pytest.raises(InvalidParamsError, match="await it, or fork"):
+                        one.append([9])  # the answer would seem to follow it
+                    with pytest.raises(InvalidParamsError, match="await it, or fork"):
+                        one.rollback(1)
                     break
             assert await no_request(llm)
             assert one.token_ids == known
@@ -221,6 +225,31 @@ def test_the_same_over_an_engine_in_a_thread() -> None:
             for each in (one, other):
                 await each.aclose()
             assert len(await llm.cache.pins("session")) == 1
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_whoever_is_cancelled_leaves_no_pin() -> None:
+    """In the middle of pinning a turn, or of ending the pin before: nobody else knows of it."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            for number in range(20):
+                session = llm.session([number, *PROMPT], pin=True)
+                if number % 2:
+                    await session.generate(asked(5))
+                before = made.bench.core.cache._pins.num_pages
+                task = asyncio.create_task(session.generate(asked(5)))
+                while not task.done():
+                    if made.bench.core.cache._pins.num_pages > before:
+                        task.cancel()
+                        break
+                    await asyncio.sleep(0)
+                await asyncio.gather(task, return_exceptions=True)
+                await session.aclose()
+                assert not await llm.cache.pins()
 
     run(main())
     made.assert_nothing_left()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.progress import answers_bar
 from ramify.engine.prompts import Prompt, each_of, encode, params_for, refusal
-from ramify.errors import RequestError, UnknownRequestError
+from ramify.errors import OutOfPagesError, RequestError, UnknownRequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Answers:
                         with suppress(UnknownRequestError):  # ended in the step that was cut off
                             self.core.abort(request_id)
                 self.core.forget(places)
+                self._unread = [one for one in self._unread if one.request_id not in places]
                 raise
         return [outputs[place] for place in range(len(many))]
 
@@ -104,7 +105,7 @@ class Answers:
         live = set(places)
         while live:
             ended = []
-            for event in self.core.step():
+            for event in self._events(places):
                 if event.request_id not in places:
                     self._unread.append(event)
                 elif event.output is not None:
@@ -117,6 +118,18 @@ class Answers:
             for request_id in live & self._outputs.keys():  # aborted by `on_finished`
                 outputs[places[request_id]] = self._outputs.pop(request_id)
                 live.discard(request_id)
+
+    def _events(self, places: Container[int]) -> list[StepOutput]:
+        """Those of one step, or those that a call made by `on_finished` has left for this one."""
+        mine = [one for one in self._unread if one.request_id in places]
+        if mine:
+            self._unread = [one for one in self._unread if one.request_id not in places]
+            return mine
+        try:
+            return self.core.step()
+        except OutOfPagesError as error:  # pins hold what a single request needs
+            self.core.faults.end_blocked(error)
+            return []
 
     def step(self) -> list[StepOutput]:
         """See `LLM.step`."""

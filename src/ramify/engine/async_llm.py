@@ -184,12 +184,14 @@ class AsyncLLM:
         *,
         in_thread: bool,
     ) -> Stream:
+        chosen = params or SamplingParams()
+
         async def submit(is_whole: bool) -> Inbox:
             ids = await asyncio.to_thread(make) if in_thread else make()
-            if params is not None and params.structured is not None:
-                await asyncio.to_thread(self._prepare, params)
+            if isinstance(chosen, SamplingParams) and chosen.structured is not None:
+                await asyncio.to_thread(self._prepare, chosen)  # a format may take a second
             inbox = Inbox(self._outlet(), is_whole=is_whole)
-            self._loop.submit(inbox, ids, params or SamplingParams(), **options)
+            self._loop.submit(inbox, ids, chosen, **options)
             return inbox
 
         return Stream(submit, self._loop.abort)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -21,7 +22,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.intake import checked_ids
 from ramify.engine.prompts import Message, Prompt, encode, encode_talk
 from ramify.engine.warm import Warmed, WarmPrompt, read_prompts
-from ramify.errors import ConfigError, InvalidParamsError
+from ramify.errors import ConfigError, InvalidParamsError, RamifyError
 from ramify.params import RequestOutput
 
 if TYPE_CHECKING:
@@ -272,11 +273,19 @@ class AsyncCacheView:
         tenant: str = "",
         salt: str = "",
     ) -> Pin:
-        """See `CacheView.pin`."""
+        """See `CacheView.pin`; a caller that is cancelled leaves no pin behind."""
         ids = await self._ids(prefix)
-        return await self._run(
-            lambda view: view.pin(ids, owner=owner, ttl_s=ttl_s, tenant=tenant, salt=salt)
+        pinning = asyncio.ensure_future(
+            self._run(
+                lambda view: view.pin(ids, owner=owner, ttl_s=ttl_s, tenant=tenant, salt=salt)
+            )
         )
+        try:
+            return await asyncio.shield(pinning)
+        except asyncio.CancelledError:  # nobody would know of it, so that it would never end
+            with suppress(RamifyError):
+                await self.unpin(await pinning)
+            raise
 
     async def unpin(self, pin: Pin | int) -> None:
         """See `CacheView.unpin`."""

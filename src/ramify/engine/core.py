@@ -155,7 +155,9 @@ class EngineCore:
             raise InvalidParamsError("params", params, "SamplingParams")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParamsError("priority", priority, "an integer")
-        if max_shared is not None and (not isinstance(max_shared, int) or max_shared < 0):
+        if max_shared is not None and (
+            isinstance(max_shared, bool) or not isinstance(max_shared, int) or max_shared < 0
+        ):
             raise InvalidParamsError("max_shared", max_shared, "None or a number of tokens >= 0")
         for name, value in (("tenant", tenant), ("salt", salt)):
             if not isinstance(value, str):
@@ -267,6 +269,7 @@ class EngineCore:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
         request = self._new_request(ids, params, hit.namespace, len(ids) + 1)
+        request.sequence.max_shared = 0  # what the first one did not share is not shared by this
         self._requests[request.id] = request
         self.rechecks.running[request.id] = hit
         self.scheduler.add(request)
@@ -311,7 +314,12 @@ class EngineCore:
     # -- a step ------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """schedule → plan → execute → commit → update; what it did, request by request."""
+        """schedule → plan → execute → commit → update; what it did, request by request.
+
+        Raises:
+            OutOfPagesError: leases outside the engine hold the pages that a single request needs;
+                nothing changed. Release some, or ask `faults.end_blocked`.
+        """
         self.watchdog.begin(self.faults.describe)
         try:
             self._step()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ramify.cache.key import CacheKey, namespace_of
+from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.rebuild import condemn, rebuild
 from ramify.config import FaultSection
 from ramify.engine.request import Request
@@ -170,6 +170,18 @@ class Faults:
                 failure.__cause__ = error
                 self._core.fail(one, failure)
 
+    def end_blocked(self, error: OutOfPagesError) -> None:
+        """After a `step` that raised this: end the request that it found no pages for, and tell.
+
+        For whoever cannot wait until leases outside the engine are released.
+        """
+        scheduler = self._core.scheduler
+        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
+        assert first is not None, "nobody asked for pages"
+        for one in (first.group, *first.group.branches):
+            if not one.is_finished:
+                self._core.fail(one, error)
+
     # -- a page is damaged ---------------------------------------------------------------------
 
     def _set_apart(self, request: Request) -> bool:
@@ -189,7 +201,9 @@ class Faults:
         if not read:
             return False
         request.suspect = sequence.key(read)
-        request.namespace = namespace_of(base=request.namespace, apart=request.id)
+        known = namespace_parts(request.namespace)
+        parts = known if "base" in known else {"base": request.namespace}
+        request.namespace = namespace_of(**{**parts, "apart": request.id})  # and still its tenant's
         return True
 
     def acquit(self, request: Request) -> None:

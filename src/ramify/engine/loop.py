@@ -18,6 +18,7 @@ from ramify.errors import (
     DrainingError,
     EngineStoppedError,
     OutOfPagesError,
+    OverloadedError,
     RamifyError,
     UnknownRequestError,
 )
@@ -82,6 +83,7 @@ class EngineLoop:
         self.error: EngineStoppedError | None = None
         self._state = EngineState.READY
         self._commands: deque[Command] = deque()
+        self._taken: deque[Command] = deque()  # out of `_commands`, by the thread
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._step_s: float | None = None
@@ -124,7 +126,7 @@ class EngineLoop:
 
         def add() -> None:
             if self._when_idle:
-                self._held.append(command)
+                self._hold(command, inbox)
             else:
                 self._add(inbox, ids, params, options)
 
@@ -178,7 +180,7 @@ class EngineLoop:
                 return
             try:
                 result = call(self.core)
-            except Exception as error:  # noqa: BLE001 - the caller's, and told to it
+            except BaseException as error:  # noqa: BLE001 - the caller's, and told to it
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -232,9 +234,9 @@ class EngineLoop:
         with self._changed:
             while not self._commands and self._is_idle and self._state is EngineState.READY:
                 self._changed.wait()
-            commands, self._commands = self._commands, deque()
-        for command in commands:
-            command.do()
+            self._taken, self._commands = self._commands, deque()
+        while self._taken:
+            self._taken.popleft().do()
         if self._state is EngineState.STOPPED:
             return False
         self._run_idle_calls()
@@ -257,8 +259,18 @@ class EngineLoop:
             self._when_idle.popleft().do()
             if not self._when_idle:
                 held, self._held = self._held, []
-                for command in held:
-                    command.do()
+                self._taken.extend(held)
+                while self._taken:
+                    self._taken.popleft().do()
+
+    def _hold(self, command: Command, inbox: Inbox) -> None:
+        """Keep a request back, if it has a place; those that are kept back wait like others."""
+        scheduler, limit = self.core.scheduler, self.core.max_waiting
+        count = len(self._held) + len(scheduler.waiting)
+        if limit is not None and count >= limit:
+            self._tell(inbox, OverloadedError(count, limit, self.retry_after_s))
+        else:
+            self._held.append(command)
 
     def _add(
         self, inbox: Inbox, ids: Sequence[int], params: SamplingParams, options: dict[str, Any]
@@ -281,7 +293,7 @@ class EngineLoop:
         try:
             events = self.core.step()
         except OutOfPagesError as error:  # pins hold what a single request needs
-            self._give_up(error)
+            self.core.faults.end_blocked(error)
             return
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False
@@ -294,22 +306,13 @@ class EngineLoop:
                     continue
                 self._tell(inbox, event)
 
-    def _give_up(self, error: OutOfPagesError) -> None:
-        """End the request that nothing can be freed for; its caller gets the error."""
-        scheduler = self.core.scheduler
-        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
-        assert first is not None, "nobody asked for pages"
-        request = first.group
-        inbox = self._inboxes.pop(request.id, None)
-        self.core.rechecks.running.pop(request.id, None)
-        self.core.abort(request.id)
-        if inbox is not None:
-            self._tell(inbox, error)
-
     def _abort(self, request_id: int) -> None:
         """End a live request; whoever reads its inbox is told."""
+        try:
+            output = self.core.abort(request_id)
+        except UnknownRequestError:  # a repair has ended it: the next step tells
+            return
         inbox = self._inboxes.pop(request_id)
-        output = self.core.abort(request_id)
         if not inbox.is_abandoned:
             self._tell(
                 inbox,
@@ -341,14 +344,13 @@ class EngineLoop:
 
     def _leave(self) -> None:
         """Nothing stays behind: live requests, and commands that nobody will carry out."""
-        for request_id, inbox in list(self._inboxes.items()):
-            if self.error is None:
-                self._abort(request_id)
-            else:
-                self._tell(inbox, self.error)
+        for request_id in list(self._inboxes) if self.error is None else ():
+            self._abort(request_id)
+        for inbox in self._inboxes.values():
+            self._tell(inbox, self._gone())
         self._inboxes.clear()
         with self._changed:
-            left = [*self._held, *self._when_idle, *self._commands]
+            left = [*self._held, *self._when_idle, *self._taken, *self._commands]
             self._commands.clear()
             self.ended.set_result(None)
         for command in left:

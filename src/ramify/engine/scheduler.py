@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -306,9 +307,19 @@ class Scheduler:
         Nobody follows a running request in this step any more: admissions were dropped first.
         """
         senior = min(self.running, key=lambda one: (one.due, one.id))
+        others = [one for one in self.running if one is not senior]
+        # of the tenant that has most: a priority is a tenant's own to give, and counts among its own
+        held = Counter(one.tenant for one in others)
+        newest = {one.tenant: one.id for one in sorted(others, key=lambda one: one.id)}
         victim = min(
-            (one for one in self.running if one is not senior),
-            key=lambda one: (one.priority, _num_lost(one), -one.id),
+            others,
+            key=lambda one: (
+                -held[one.tenant],
+                -newest[one.tenant],
+                one.priority,
+                _num_lost(one),
+                -one.id,
+            ),
             default=senior,
         )
         self.num_preemptions += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,9 +44,14 @@ class _Turns:
         chosen = params or SamplingParams()
         if chosen.n != 1:
             raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
-        if self.is_busy:
-            raise InvalidParamsError("generate", "a second one", "one at a time: fork the session")
+        self.require_idle("generate")
         return self.transcript.prompt_ids(), chosen
+
+    def require_idle(self, call: str) -> None:
+        """Raise InvalidParamsError while an answer is made: it follows what was said before it."""
+        if self.is_busy:
+            allowed = "left until the answer that is being made is there: await it, or fork"
+            raise InvalidParamsError(call, "called", allowed)
 
     def end(self, output: RequestOutput) -> bool:
         """Add an answer, unless it failed; whether it is to be pinned."""
@@ -189,7 +195,12 @@ class AsyncSession:
         return self._turns.pin_refused
 
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """See `Session.append`."""
+        """See `Session.append`; not while an answer is made.
+
+        Raises:
+            InvalidParamsError: an answer is being made, or `more` is malformed.
+        """
+        self._turns.require_idle("append")
         self._turns.transcript.append(more)
 
     async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
@@ -226,7 +237,8 @@ class AsyncSession:
         return self._turns.transcript.mark()
 
     def rollback(self, to: Mark | int) -> None:
-        """See `Session.rollback`."""
+        """See `Session.rollback`; not while an answer is made."""
+        self._turns.require_idle("rollback")
         self._turns.transcript.rollback(to)
 
     def fork(self, count: int = 2) -> list[AsyncSession]:
@@ -268,8 +280,11 @@ class AsyncSession:
             await self._unpin(before)
 
     async def _unpin(self, pin: Pin) -> None:
-        with suppress(PinError):  # its time was over
-            await self._llm.cache.unpin(pin)
+        async def end() -> None:
+            with suppress(PinError):  # its time was over
+                await self._llm.cache.unpin(pin)
+
+        await asyncio.shield(end())  # if the caller is cancelled, nobody else knows of the pin
 
 
 def _unpin(llm: LLM, pin: Pin) -> None:

@@ -130,7 +130,7 @@ class Formats:
         """A matcher for one answer, before its first token.
 
         Takes up to `COMPILE_S` seconds for a format that was not compiled before, and the first one
-        reads the tokenizer too, seconds for a large vocabulary. Servers call it in another thread
+        reads the tokenizer too, seconds for a large vocabulary. `AsyncLLM` calls it in another thread
         before the engine's thread does, which then finds the format kept.
 
         Raises:

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace, nlargest
 
 from ramify.engine.request import Request
 
 PRIORITY_TOKENS = 1 << 17  # that one more class of priority is worth: above most prompts' lengths
-SPARE_TENANTS = 64  # that are remembered though nobody waits, so that few calls look for them
+SPARE_TENANTS = 64  # that are remembered though nobody waits, those that were served most
+SPARE_ENTRIES = 256  # of requests that are gone, beside as many as wait: few calls clear them away
 
 
 class _Tenant:
@@ -53,6 +54,7 @@ class WaitingQueue:
         self._line: list[tuple[int, int, _Tenant]] = []  # served when entered, a lower bound
         self._served_last = 0  # what the tenant of the last admission had been served before it
         self._num_tenants = 0  # ever seen
+        self._num_entries = 0  # of all heaps, those of requests that are gone included
         self.num_uncached = 0  # tokens that all of them have to compute, as far as known
         self._parked: dict[Request, list[tuple[int, Request]]] = {}
 
@@ -77,10 +79,13 @@ class WaitingQueue:
         self._waiting[request.id] = request
         tenant = self._tenant(request.tenant)
         heappush(tenant.heap, (request.rank, request.id, request))
+        self._num_entries += 1
         if not tenant.in_line:
             tenant.in_line = True
             tenant.served = max(tenant.served, self._served_last)
             heappush(self._line, (tenant.served, tenant.number, tenant))
+        if self._num_entries > 2 * len(self._waiting) + SPARE_ENTRIES:
+            self._clear_away()
 
     def remove(self, request: Request) -> bool:
         """Take a request out; whether it was in."""
@@ -95,17 +100,18 @@ class WaitingQueue:
 
     def first(self) -> Request | None:
         """Whom to admit next."""
-        line, waiting = self._line, self._waiting
+        line = self._line
         while line:
             served, _, tenant = line[0]
             heap = tenant.heap
             while heap:
                 rank, number, request = heap[0]
-                if waiting.get(number) is request and request.rank == rank and not request.behind:
+                if self._counts_for(rank, number, request):
                     if served == tenant.served:
                         return request
                     break
                 heappop(heap)
+                self._num_entries -= 1
             else:
                 heappop(line)
                 tenant.in_line = False
@@ -117,12 +123,41 @@ class WaitingQueue:
         """Take out a request that is about to be computed."""
         self._served_last = max(self._served_last, self._tenant(request.tenant).served)
         self.remove(request)
-        if len(self._tenants) > 2 * len(self._line) + SPARE_TENANTS:
-            self._tenants = {
-                name: one
-                for name, one in self._tenants.items()
-                if one.in_line or one.served > self._served_last
-            }
+        self._forget_tenants()
+
+    def _counts_for(self, rank: int, number: int, request: Request) -> bool:
+        """Whether an entry of a heap is that of a request that waits, and as it is now."""
+        if self._waiting.get(number) is not request or request.rank != rank:
+            return False
+        return request.behind is None
+
+    def _clear_away(self) -> None:
+        """Drop the entries of whoever was admitted, aborted or has another rank now."""
+        line = []
+        for served, number, tenant in self._line:
+            tenant.heap = [one for one in tenant.heap if self._counts_for(*one)]
+            heapify(tenant.heap)
+            tenant.in_line = bool(tenant.heap)
+            if tenant.heap:
+                line.append((served, number, tenant))
+        heapify(line)
+        self._line = line
+        self._num_entries = sum(len(tenant.heap) for _, _, tenant in line)
+        self._forget_tenants()
+
+    def _forget_tenants(self) -> None:
+        """Remember those who wait, and the few others whom it would favour most to be forgotten."""
+        if len(self._tenants) <= 2 * (len(self._line) + SPARE_TENANTS):
+            return
+        others = [
+            (one.served, one.number, name)
+            for name, one in self._tenants.items()
+            if not one.in_line and one.served > self._served_last
+        ]
+        kept = {name for _, _, name in nlargest(SPARE_TENANTS, others)}
+        self._tenants = {
+            name: one for name, one in self._tenants.items() if one.in_line or name in kept
+        }
 
     # -- tenants -----------------------------------------------------------------------------
 

@@ -115,7 +115,6 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         max_model_len=llm.config.max_model_len,
         page_size=llm.config.page_size,
         prefix_cache=llm.config.asked.cache.prefix_cache,
-        compile_format=None if llm.engine.formats is None else llm.engine.formats.compile,
     )
     service.listeners.append(log_request)
     if options.record is not None:

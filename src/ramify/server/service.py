@@ -31,7 +31,6 @@ from ramify.params import (
     FinishReason,
     RequestOutput,
     SamplingParams,
-    StructuredOutput,
 )
 from ramify.server.errors import ApiError
 from ramify.server.explain import Miss, miss_of
@@ -219,7 +218,6 @@ class Service:
         engine: an `AsyncLLM`.
         tokenizer: of its model.
         model: the name that clients use; `aliases` are other names for it.
-        compile_format: see `Formats.compile`; called in a thread before the engine needs a format.
     """
 
     def __init__(
@@ -232,7 +230,6 @@ class Service:
         page_size: int,
         aliases: Sequence[str] = (),
         prefix_cache: bool = True,
-        compile_format: Callable[[StructuredOutput], object] | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model, self.names = model, (model, *aliases)
@@ -242,7 +239,6 @@ class Service:
             prefix_cache,
         )
         self.prompts = PromptMaker(tokenizer)
-        self._compile_format = compile_format
         self.records = RecordStore()
         self.meter = Meter()
         self.started_s = int(time.time())
@@ -325,8 +321,6 @@ class Service:
         self.meter.enter(who, num_tokens)
         generation = None
         try:
-            if job.params.structured is not None and self._compile_format is not None:
-                await asyncio.to_thread(self._compile_format, job.params.structured)
 
             def prepare(core: EngineCore) -> Explanation | None:  # all at once: each call waits
                 core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
