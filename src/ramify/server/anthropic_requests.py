@@ -105,6 +105,8 @@ def message_prompt(request: CountRequest, service: Service) -> tuple[Prompt, Rec
         made = list(_template_messages(one.role, one.content, f"messages[{at}]"))
         messages += made
         parts += _message_parts(one.content, f"messages[{at}].content")
+    if not messages:
+        raise ApiError(400, "there is nothing to answer in them", param="messages")
     continues = messages[-1]["role"] == "assistant"
     tools = _template_tools(request)
     found_tools = [

@@ -31,6 +31,10 @@ from ramify.server.tools import tool_grammar
 TTL_S = {"30m": 1800.0, "1h": 3600.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}
 MAX_BREAKPOINTS = 4  # written by one request, the implicit one included
 MAX_COMPLETION_PROMPTS = 128
+# What a template is given in any case, and our own words on the way there.
+TEMPLATE_NAMES = frozenset(
+    ("self", "messages", "parts", "tools", "continues", "known", "add_generation_prompt")
+)
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's
 
 
@@ -116,6 +120,9 @@ def chat_job(
         _template_message(one, name) for one, name in zip(request.messages, names, strict=True)
     ]
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    taken = sorted(TEMPLATE_NAMES & options.keys())
+    if taken:
+        raise ApiError(400, f"{taken[0]!r} is not for this", param="chat_template_kwargs")
     if request.reasoning_effort is not None:
         options.setdefault("reasoning_effort", request.reasoning_effort)
     tools = None
