@@ -2,14 +2,17 @@
 
 import pytest
 
-from tests.pure.server_bench import ServerBench, chat, run
+from ramify.engine.growing import GrowingEncoder
+from ramify.engine.tokenizer import Tokenizer
+from ramify.server.tenants import Keys
+from tests.pure.server_bench import TINY, ServerBench, chat, run
 
 pytest.importorskip("starlette")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["self", "messages", "parts", "tools", "continues", "known", "add_generation_prompt"],
+    ["self", "messages", "parts", "tools", "continues", "known", "owner", "add_generation_prompt"],
 )
 def test_template_variables_that_the_server_sets_are_refused(name: str) -> None:
     """`chat_template_kwargs` cannot name what the server itself gives: that is 400, not 500."""
@@ -41,3 +44,32 @@ def test_messages_of_nothing_but_hidden_thoughts_are_refused() -> None:
             assert answer.json["error"]["type"] == "invalid_request_error"
 
     run(main())
+
+
+def test_what_one_tenant_asked_does_not_make_another_ones_prompt_faster() -> None:
+    """Texts are remembered for their owner: tokenising tells no time of what others sent."""
+
+    async def main() -> None:
+        async with ServerBench(keys=Keys.of("ann", "bob")).running() as bench:
+            encoder, body = bench.service.prompts._encoder, chat("A long and secret text. " * 20)
+            took = []
+            for key in ("ann", "ann", "bob"):
+                before = encoder.num_encoded
+                for path in ("/v1/chat/completions", "/v1/cache/explain"):
+                    assert (await bench.post(path, body, key)).status == 200
+                took.append(encoder.num_encoded - before)
+
+            assert took[1] < took[0] == took[2]
+
+    run(main())
+
+
+def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
+    """A talk of many turns costs no copy of itself for each; forgotten texts leave nothing."""
+    tokenizer = Tokenizer.load(TINY)
+    encoder = GrowingEncoder(tokenizer, max_tokens=50)
+    for at in range(20):
+        encoder.encode("<|user|>" + "word " * at + "<|end|>\n", "ann")
+
+    assert sum(encoder._lengths.values()) == len(encoder._known) < 20
+    assert len(encoder._lengths) <= len(encoder._known)

@@ -30,13 +30,13 @@ MAX_BREAKPOINTS = 4
 VOLATILE_SYSTEM = "x-anthropic-billing-header:"
 
 
-def message_job(request: MessageRequest, service: Service) -> Job:
+def message_job(request: MessageRequest, service: Service, owner: str = "") -> Job:
     """A request for a message as a job.
 
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    prompt, record = message_prompt(request, service)
+    prompt, record = message_prompt(request, service, owner)
     others: dict[str, Any] = {}
     config = request.output_config
     if config is not None and config.format is not None:
@@ -70,7 +70,9 @@ def message_job(request: MessageRequest, service: Service) -> Job:
     )
 
 
-def message_prompt(request: CountRequest, service: Service) -> tuple[Prompt, Record]:
+def message_prompt(
+    request: CountRequest, service: Service, owner: str = ""
+) -> tuple[Prompt, Record]:
     """The prompt of a request and what is remembered of it.
 
     Raises:
@@ -114,7 +116,11 @@ def message_prompt(request: CountRequest, service: Service) -> tuple[Prompt, Rec
         for part, tool in zip(tool_parts(tools), request.tools or (), strict=False)
     ]
     prompt = service.prompts.chat(
-        messages, [*found_tools, *parts], tools=tools or None, continues=continues
+        messages,
+        [*found_tools, *parts],
+        tools=tools or None,
+        continues=continues,
+        owner=owner,
     )
     if request.cache_control is not None:  # of the request: its last block
         prompt = prompt.with_breakpoint("messages", TTL_S[request.cache_control.ttl])

@@ -207,7 +207,7 @@ class Server:
 
     async def _chat(self, call: Call) -> Response:
         request = await call.body(ChatRequest)
-        job: Job = await self.render(chat_job, request, self.service)
+        job: Job = await self.render(chat_job, request, self.service, call.who.tenant)
         generation = await self._begin(call, job, prefix="chatcmpl-")
         answer = ChatAnswer(self.service, request, generation)
         if request.stream:
@@ -267,7 +267,8 @@ class Server:
         before = None
         if request.previous_response_id is not None:
             before = self._turn(call.who, request.previous_response_id, "previous_response_id")
-        chat, job = await self.render(response_job, request, before, self.service)
+        owner = call.who.tenant
+        chat, job = await self.render(response_job, request, before, self.service, owner)
         generation = await self._begin(call, job, prefix="resp_")
         answer = ResponseAnswer(self.service, request, chat, generation)
 
@@ -322,7 +323,7 @@ class Server:
 
     async def _messages(self, call: Call) -> Response:
         request = await call.body(MessageRequest)
-        job = await self.render(message_job, request, self.service)
+        job = await self.render(message_job, request, self.service, call.who.tenant)
         generation = await self._begin(call, job, prefix="msg_")
         answer = MessageAnswer(self.service, request, generation)
         headers = call.headers | {"request-id": call.headers["x-request-id"]}
@@ -342,7 +343,7 @@ class Server:
 
     async def _count_tokens(self, call: Call) -> Response:
         request = await call.body(CountRequest)
-        prompt, _ = await self.render(message_prompt, request, self.service)
+        prompt, _ = await self.render(message_prompt, request, self.service, call.who.tenant)
         return json_response({"input_tokens": len(prompt.ids)}, headers=call.headers)
 
     # -- models and tokens ---------------------------------------------------------------------
@@ -377,7 +378,7 @@ class Server:
                 special = request.add_special_tokens
                 return encode_text(request.prompt, self.service, add_special_tokens=special)
             chat = ChatRequest(messages=request.messages or [], tools=request.tools)
-            return chat_job(chat, self.service).prompt.ids
+            return chat_job(chat, self.service, call.who.tenant).prompt.ids
 
         found = (await self.render(ids)).tolist()
         told: dict[str, Any] = {
@@ -420,7 +421,8 @@ class Server:
     async def _explain(self, call: Call) -> Response:
         body = await read_body(call.request)
         is_anthropic = "anthropic-version" in call.request.headers
-        prompt, salt = await self.render(self.operations.explained_prompt, body, is_anthropic)
+        make, owner = self.operations.explained_prompt, call.who.tenant
+        prompt, salt = await self.render(make, body, is_anthropic, owner)
         return await self.operations.explain(call.who, prompt, salt)
 
     async def _reset(self, call: Call) -> Response:

@@ -33,7 +33,7 @@ MAX_BREAKPOINTS = 4  # written by one request, the implicit one included
 MAX_COMPLETION_PROMPTS = 128
 # What a template is given in any case, and our own words on the way there.
 TEMPLATE_NAMES = frozenset(
-    ("self", "messages", "parts", "tools", "continues", "known", "add_generation_prompt")
+    ("self", "messages", "parts", "tools", "continues", "known", "owner", "add_generation_prompt")
 )
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's
 
@@ -100,6 +100,7 @@ def structured_output(request: Sampling) -> StructuredOutput | None:
 def chat_job(
     request: ChatRequest,
     service: Service,
+    owner: str = "",
     *,
     known: Sequence[Known] = (),
     names: Sequence[str] = (),
@@ -107,6 +108,7 @@ def chat_job(
     """A chat request as a job; see `PromptMaker.chat` for `known`.
 
     Args:
+        owner: the tenant; what it asked before makes this faster, what others asked does not.
         names: of the messages, for errors and segments; by default `messages[i]`.
 
     Raises:
@@ -135,6 +137,7 @@ def chat_job(
         tools=tools,
         continues=request.continue_final_message,
         known=known,
+        owner=owner,
         **options,
     )
     prompt = with_cache_options(prompt, request)

@@ -158,7 +158,7 @@ class Operations:
             raise ApiError(404, str(error)) from error
         return json_response({"id": int(name), "deleted": True})
 
-    def explained_prompt(self, body: bytes, is_anthropic: bool) -> tuple[Prompt, str]:
+    def explained_prompt(self, body: bytes, is_anthropic: bool, owner: str) -> tuple[Prompt, str]:
         """The prompt of a request of any API, by its fields, and its salt.
 
         Raises:
@@ -169,14 +169,14 @@ class Operations:
             job = completion_jobs(decode(body, CompletionRequest), self.service)[0]
             return job.prompt, job.salt
         if "input" in found:
-            _, job = response_job(decode(body, ResponsesRequest), None, self.service)
+            _, job = response_job(decode(body, ResponsesRequest), None, self.service, owner)
             return job.prompt, job.salt
         if is_anthropic or "system" in found:
             filled = {"model": self.service.model} | found
-            prompt, _ = message_prompt(convert(filled, CountRequest), self.service)
+            prompt, _ = message_prompt(convert(filled, CountRequest), self.service, owner)
             salt = found.get("cache_salt")
             return prompt, salt if isinstance(salt, str) else ""
-        job = chat_job(decode(body, ChatRequest), self.service)
+        job = chat_job(decode(body, ChatRequest), self.service, owner)
         return job.prompt, job.salt
 
     async def explain(self, who: Caller, prompt: Prompt, salt: str = "") -> Response:

@@ -92,6 +92,7 @@ class PromptMaker:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continues: bool = False,
         known: Sequence[Known] = (),
+        owner: str = "",
         **options: Any,
     ) -> Prompt:
         """The prompt of a conversation.
@@ -102,6 +103,7 @@ class PromptMaker:
             continues: the last message is the beginning of the answer, to be gone on with.
             known: texts with their tokens, longest first; a prompt that begins with one keeps
                 them, as they came from the model, whatever the tokenizer would make of the text.
+            owner: whose earlier texts may make it faster.
             options: variables of the template.
 
         Raises:
@@ -115,7 +117,9 @@ class PromptMaker:
             text = _cut_after(text, str(messages[-1]["content"]))
         stable = self._stable_text(text, messages, tools, options)
         front = next((one for one in known if one.text and text.startswith(one.text)), None)
-        encoded = self._encoder.encode(text) if front is None else self._behind(front, text)
+        encoded = (
+            self._encoder.encode(text, owner) if front is None else self._behind(front, text, owner)
+        )
         places = list(_places(text, parts))
         cuts = sorted({cut for _, start, end in places for cut in (start, end)} | {len(stable)})
         at = {cut: bisect_right(encoded.ends, cut) for cut in cuts}  # whole tokens before it
@@ -127,13 +131,13 @@ class PromptMaker:
         )
         return Prompt(encoded.ids, text, segments, breakpoints, at[len(stable)])
 
-    def _behind(self, known: Known, text: str) -> Encoded:
+    def _behind(self, known: Known, text: str, owner: str) -> Encoded:
         """Known tokens, and those of the text behind them."""
         front, ids = known.text, known.ids
-        rest = self._encoder.encode(text[len(front) :])
+        rest = self._encoder.encode(text[len(front) :], owner)
         shift = len(front)
         # inside the known text only its length is sure: places in it are those of its own tokens
-        own = self._encoder.encode(front).ends
+        own = self._encoder.encode(front, owner).ends
         ends = own[: len(ids)] + array("i", [shift]) * max(0, len(ids) - len(own))
         return Encoded(ids + rest.ids, ends + array("i", (shift + end for end in rest.ends)))
 

@@ -258,7 +258,7 @@ def _form(form: TextFormat | None) -> ResponseFormat | None:
 
 
 def response_job(
-    request: ResponsesRequest, before: Turn | None, service: Service
+    request: ResponsesRequest, before: Turn | None, service: Service, owner: str = ""
 ) -> tuple[ChatRequest, Job]:
     """A request for a response as a job; the tokens of the turns before are those computed then.
 
@@ -267,4 +267,4 @@ def response_job(
     """
     chat, names = as_chat(request, before)
     known = () if before is None else before.known
-    return chat, chat_job(chat, service, known=known, names=names)
+    return chat, chat_job(chat, service, owner, known=known, names=names)
