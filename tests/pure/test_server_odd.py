@@ -1,13 +1,23 @@
 """Requests that are JSON of the right form and cannot be served all the same."""
 
+from typing import Any
+
 import pytest
 
 from ramify.engine.growing import GrowingEncoder
 from ramify.engine.tokenizer import Tokenizer
-from ramify.server.tenants import Keys
+from ramify.server.openai_requests import chat_job
+from ramify.server.openai_types import ChatMessage, ChatRequest
+from ramify.server.tenants import Caller, Keys, Quota, hash_key
 from tests.pure.server_bench import TINY, ServerBench, chat, run
 
 pytest.importorskip("starlette")
+
+ASKED: dict[str, Any] = {
+    "messages": [ChatMessage("user", "A question of some length, " * 20)],
+    "max_tokens": 500,
+    "ignore_eos": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -73,3 +83,24 @@ def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
 
     assert sum(encoder._lengths.values()) == len(encoder._known) < 20
     assert len(encoder._lengths) <= len(encoder._known)
+
+
+def test_who_goes_away_pays_for_what_was_computed() -> None:
+    """A client that leaves before the end has used up its tokens per minute as well."""
+
+    async def main() -> None:
+        who = Caller("ann", quota=Quota(tokens_per_minute=1000))
+        async with ServerBench(keys=Keys({hash_key("ann"): who})).running() as bench:
+            service, request = bench.service, ChatRequest(**ASKED)
+            job = chat_job(request, service)
+            generation = await service.begin(job, who, prefix="chatcmpl-")
+
+            await generation.close()
+
+            use = generation.cache
+            assert generation.output is None
+            assert use is not None
+            left = 1000 - use.computed - generation.num_output
+            assert service.meter._uses["ann"].allowance == pytest.approx(left, abs=10)
+
+    run(main())

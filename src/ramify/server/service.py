@@ -376,10 +376,11 @@ class Service:
             raise
 
     def _ended(self, generation: Generation) -> None:
-        output, who = generation.output, generation.who
-        computed = 0
+        output, who, use = generation.output, generation.who, generation.cache
+        computed = generation.num_output  # of a client that went away: what it had by then
         if output is not None:
-            computed = output.cache.computed_tokens + output.usage.completion_tokens
+            computed = output.usage.completion_tokens
+        computed += 0 if use is None else use.computed
         self.meter.leave(who, len(generation.job.prompt.ids), computed)
         self.records.put(who.tenant, generation.id, generation.job.record)
         for listener in self.listeners:
