@@ -104,3 +104,24 @@ def test_who_goes_away_pays_for_what_was_computed() -> None:
             assert service.meter._uses["ann"].allowance == pytest.approx(left, abs=10)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/responses", {"input": "Hello", "metadata": {"a": "x" * 513}}),
+        ("/v1/responses", {"input": "Hello", "user": "x" * 257}),
+        ("/v1/chat/completions", chat("Hello", service_tier="x" * 257)),
+        ("/v1/chat/completions", chat("Hello", chat_template_kwargs={"a": "x" * 40_000})),
+    ],
+)
+def test_what_is_remembered_of_a_request_is_bounded(path: str, field: dict[str, Any]) -> None:
+    """Records are counted in tokens: nothing that costs none may be large."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            answer = await bench.post(path, field)
+
+            assert answer.status == 400
+
+    run(main())

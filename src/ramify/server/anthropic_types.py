@@ -65,7 +65,7 @@ class DiagnosticsParam(Struct):
 class Thinking(Struct):
     """Whether the model thinks first; models here think if their template makes them."""
 
-    type: str
+    type: Name
     budget_tokens: int | None = None
 
 

@@ -116,7 +116,8 @@ def chat_job(
     """
     model = service.require_model(request.model)
     refuse_unserved(request)
-    service.require_short(num_json_bytes(request.messages, request.tools), "messages")
+    told = (request.messages, request.tools, request.chat_template_kwargs)
+    service.require_short(num_json_bytes(*told), "messages")
     names = names or [f"messages[{at}]" for at in range(len(request.messages))]
     messages = [
         _template_message(one, name) for one, name in zip(request.messages, names, strict=True)

@@ -166,9 +166,9 @@ class ChatRequest(Sampling, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    service_tier: str | None = None
+    reasoning_effort: Name | None = None
+    verbosity: Name | None = None
+    service_tier: Name | None = None
     modalities: list[str] | None = None
     functions: Any = None  # these are refused: without them, the answer is not what was asked for
     function_call: Any = None

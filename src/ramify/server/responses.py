@@ -34,6 +34,11 @@ from ramify.server.openai_types import (
 from ramify.server.prompts import Known
 from ramify.server.service import Job, Service
 
+Metadata = Annotated[  # it is kept with the response
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+
 
 class InputPart(Struct):
     """A piece of an input message."""
@@ -81,7 +86,7 @@ class TextOptions(Struct):
     """What is asked of the text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Name | None = None
 
 
 class ToolChoice(Struct):
@@ -94,7 +99,7 @@ class ToolChoice(Struct):
 class Reasoning(Struct):
     """How much the model should think."""
 
-    effort: str | None = None
+    effort: Name | None = None
 
 
 class ResponsesRequest(Struct, kw_only=True):
@@ -119,14 +124,14 @@ class ResponsesRequest(Struct, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    service_tier: str | None = None
-    metadata: dict[str, str] | None = None
+    service_tier: Name | None = None
+    metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    user: str | None = None
+    user: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
