@@ -125,3 +125,22 @@ def test_what_is_remembered_of_a_request_is_bounded(path: str, field: dict[str, 
             assert answer.status == 400
 
     run(main())
+
+
+def test_explain_goes_on_from_an_earlier_response() -> None:
+    """What is explained is the prompt that the request would have, the turns before included."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            first = {"input": "Tell me of the violin. " * 5, "max_output_tokens": 8}
+            told = (await bench.post("/v1/responses", first)).json
+            later = {"input": "More", "previous_response_id": told["id"], "max_output_tokens": 1}
+
+            explained = (await bench.post("/v1/cache/explain", later)).json
+            answered = (await bench.post("/v1/responses", later)).json
+            unknown = await bench.post("/v1/cache/explain", later | {"previous_response_id": "x"})
+
+            assert explained["prompt_tokens"] == answered["usage"]["input_tokens"]
+            assert unknown.status == 404
+
+    run(main())

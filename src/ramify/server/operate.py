@@ -21,7 +21,7 @@ from ramify.server.metrics import CONTENT_TYPE, Metrics
 from ramify.server.openai_requests import chat_job, completion_jobs
 from ramify.server.openai_types import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
 from ramify.server.prompts import Prompt
-from ramify.server.responses import ResponsesRequest, response_job
+from ramify.server.responses import ResponsesRequest, Turn, response_job
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
 
@@ -169,7 +169,14 @@ class Operations:
             job = completion_jobs(decode(body, CompletionRequest), self.service)[0]
             return job.prompt, job.salt
         if "input" in found:
-            _, job = response_job(decode(body, ResponsesRequest), None, self.service, owner)
+            request = decode(body, ResponsesRequest)
+            before = None
+            if request.previous_response_id is not None:
+                record = self.service.records.get(owner, request.previous_response_id)
+                if record is None or not isinstance(record.response, Turn):
+                    raise ApiError(404, "that response is not stored", param="previous_response_id")
+                before = record.response
+            _, job = response_job(request, before, self.service, owner)
             return job.prompt, job.salt
         if is_anthropic or "system" in found:
             filled = {"model": self.service.model} | found
