@@ -82,3 +82,15 @@ def test_records_are_bounded_and_expire() -> None:
     assert store.get("a", "2") is None
     assert len(store) == 0
     assert not store.forget("a", "2")
+
+
+def test_one_tenant_does_not_flush_anothers_records() -> None:
+    """Whoever has most gives way."""
+    store = RecordStore(max_records=20, max_tokens=10**6, ttl_s=10.0, clock=lambda: 0.0)
+    store.put("a", "1", OLD)
+    for number in range(50):
+        store.put("b", str(number), OLD)
+
+    assert store.get("a", "1") is OLD
+    assert len(store) == 20
+    assert store.get("b", "49") is OLD

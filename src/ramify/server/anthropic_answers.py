@@ -117,7 +117,7 @@ class MessageAnswer:
         stop = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         if not self.generation.job.answer:
             reason, stop = "max_tokens", None
-        elif self.calls:
+        elif self.calls and answer.finish_reason is not FinishReason.LENGTH:
             reason = "tool_use"
         elif stop is not None:
             reason = "stop_sequence"

@@ -94,8 +94,12 @@ class Operations:
             seconds = float("nan")
         if seconds is not None and not 0 <= seconds < float("inf"):
             raise ApiError(400, f"{older!r} is no number of seconds >= 0", param="older_than")
+        if (
+            asked.get("prefix") == ""
+        ):  # as an unset variable gives it: not meant to clear everything
+            raise ApiError(400, "it is empty; leave it out to clear everything", param="prefix")
         cleared = await self.service.cache.clear(
-            prefix=asked.get("prefix") or None,
+            prefix=asked.get("prefix"),
             tenant=asked.get("tenant"),
             salt=asked.get("salt"),
             older_than_s=seconds,

@@ -121,37 +121,49 @@ class RecordStore:
     ) -> None:
         self.max_records, self.max_tokens, self.ttl_s = max_records, max_tokens, ttl_s
         self._clock = clock
-        self._records: OrderedDict[tuple[str, str], tuple[float, Record]] = OrderedDict()
-        self._num_tokens = 0
+        self._records: dict[str, OrderedDict[str, tuple[float, Record]]] = {}  # by tenant
+        self._num_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return sum(map(len, self._records.values()))
 
     def put(self, tenant: str, response_id: str, record: Record) -> None:
-        """Remember a request under the id of its response."""
+        """Remember a request under the id of its response.
+
+        When there are too many, the oldest of the tenant goes that has most.
+        """
         self.forget(tenant, response_id)
-        self._records[tenant, response_id] = (self._clock() + self.ttl_s, record)
-        self._num_tokens += len(record.prompt.ids)
-        while len(self._records) > self.max_records or self._num_tokens > self.max_tokens:
-            self.forget(*next(iter(self._records)))
+        own = self._records.setdefault(tenant, OrderedDict())
+        own[response_id] = (self._clock() + self.ttl_s, record)
+        self._num_tokens[tenant] = self._num_tokens.get(tenant, 0) + len(record.prompt.ids)
+        while sum(self._num_tokens.values()) > self.max_tokens:
+            self._forget_oldest(max(self._num_tokens, key=lambda name: self._num_tokens[name]))
+        while len(self) > self.max_records:
+            self._forget_oldest(max(self._records, key=lambda name: len(self._records[name])))
 
     def get(self, tenant: str, response_id: str) -> Record | None:
         """The request of that response, if this tenant made it and it is still remembered."""
         self._expire()
-        entry = self._records.get((tenant, response_id))
+        own = self._records.get(tenant)
+        entry = None if own is None else own.get(response_id)
         return None if entry is None else entry[1]
 
     def forget(self, tenant: str, response_id: str) -> bool:
         """Drop one; whether it was there."""
-        entry = self._records.pop((tenant, response_id), None)
-        if entry is not None:
-            self._num_tokens -= len(entry[1].prompt.ids)
-        return entry is not None
+        own = self._records.get(tenant)
+        entry = None if own is None else own.pop(response_id, None)
+        if own is None or entry is None:
+            return False
+        self._num_tokens[tenant] -= len(entry[1].prompt.ids)
+        if not own:
+            del self._records[tenant], self._num_tokens[tenant]
+        return True
+
+    def _forget_oldest(self, tenant: str) -> None:
+        self.forget(tenant, next(iter(self._records[tenant])))
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._records:
-            key, (expires, _) = next(iter(self._records.items()))
-            if expires > now:
-                return
-            self.forget(*key)
+        for tenant in list(self._records):
+            while (own := self._records.get(tenant)) and next(iter(own.values()))[0] <= now:
+                self._forget_oldest(tenant)

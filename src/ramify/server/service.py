@@ -159,10 +159,12 @@ class Generation:
         if not self.is_closed:
             self.is_closed = True
             close = getattr(self.events, "aclose", None)
-            if close is not None:
-                await close()
-            for call in self.on_end:
-                call(self)
+            try:
+                if close is not None:
+                    await close()
+            finally:
+                for call in self.on_end:
+                    call(self)
             if self.settle is not None and self.output is not None:
                 await self.settle(self)
 
