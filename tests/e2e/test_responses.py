@@ -75,8 +75,8 @@ def test_a_response_is_whole_and_streamed_alike(server: Running) -> None:
 def test_the_next_turn_goes_on_from_the_tokens_of_the_last(server: Running, stream: bool) -> None:
     """Its prompt begins with the last prompt and the answer as they were computed: all are read."""
     client = server.openai()
-    options = asked(f"Tell me who lives in Rome, {stream}.", temperature=1, seed=3)
-    options.pop("seed")
+    # greedy: drawn without a seed, an answer may be cut, which ends a stream with another event
+    options = asked(f"Tell me who lives in Rome, {stream}.", temperature=0)
     if stream:
         with client.responses.stream(**options) as events:
             first = events.get_final_response()
