@@ -23,6 +23,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
 from ramify.server.app import Server
 from ramify.server.listener import Listener
+from ramify.server.protocol import PatientProtocol
 from ramify.server.service import Service
 from ramify.server.tenants import Keys
 from ramify.testing import FakeExecutor
@@ -128,6 +129,7 @@ def live(
     drain_s: float = 30.0,
     local_admin: bool = True,
     model: str = "fake",
+    protocol: type[PatientProtocol] = PatientProtocol,
     **options: Any,
 ) -> Iterator[Live]:
     """Listens until the end of the block."""
@@ -143,7 +145,7 @@ def live(
     config = uvicorn.Config(
         server.app(),
         port=0,
-        http="h11",
+        http=protocol,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=1,

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 
+from ramify.server.protocol import PatientProtocol
 from tests.pure.live_server import Live, events, live, until
 
 CHAT = {"messages": [{"role": "user", "content": "Who lives in Rome?"}], "max_tokens": 64}
@@ -216,10 +217,13 @@ def test_a_stuck_engine_is_not_ready() -> None:
         assert one.get("/readyz").status_code == 200
 
 
+class Impatient(PatientProtocol):
+    stall_s = 0.2
+
+
 def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """Its request has ended, and others are answered meanwhile."""
-    with live() as one:
-        one.server.stall_s = 0.2
+    with live(protocol=Impatient) as one:
         body = json.dumps(
             CHAT
             | {"max_tokens": 400, "n": 16, "stream": True, "logprobs": True}

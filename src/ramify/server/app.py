@@ -24,7 +24,6 @@ from ramify.server.health import Readiness
 from ramify.server.http import (
     DONE,
     PING_S,
-    STALL_S,
     Closing,
     decode,
     error_response,
@@ -94,7 +93,7 @@ class Server:
         service.listeners.append(self.metrics.note)
         service.event_listeners.append(self.metrics.note_event)
         self.health = Readiness(service.engine.health)
-        self.stall_s, self.ping_s = STALL_S, PING_S
+        self.ping_s = PING_S
         self._prompts = ThreadPoolExecutor(1, "ramify-prompts")  # rendering is not for the loop
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
@@ -168,7 +167,7 @@ class Server:
                 await call.close()
                 raise
             self.metrics.answered(path, response.status_code)
-            return Closing(response, call.close, stall_s=self.stall_s, ping_s=self.ping_s)
+            return Closing(response, call.close, ping_s=self.ping_s)
 
         return Route(path, endpoint, methods=list(methods))
 

@@ -25,7 +25,6 @@ MAX_BODY_BYTES = 32 << 20
 MAX_DEPTH = 64  # of brackets in a body
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
-STALL_S = 60.0  # a reader that takes nothing for so long is left
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _WHERE = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 EVENT_STREAM = "text/event-stream"
@@ -186,77 +185,55 @@ def event_stream(
 
 
 class Closing:
-    """A response on its way: left if the client takes nothing, and tidied up after in any case.
+    """A response on its way: tidied up after in any case, and pinged while it is silent.
 
     The generators of a streamed body are no place for that: one that was never begun is closed
     without running. One task minds the whole stream, as a timer for each event would cost more than
-    the event.
+    the event. A client that takes nothing is the protocol's affair: see `PatientProtocol`.
 
     Args:
         close: what is to be done once it is sent, or cannot be.
-        stall_s: how long the client may take nothing.
         ping_s: a stream of events that is silent for so long gets a comment.
     """
 
     def __init__(
-        self,
-        response: Response,
-        close: Callable[[], Awaitable[None]],
-        *,
-        stall_s: float = STALL_S,
-        ping_s: float = PING_S,
+        self, response: Response, close: Callable[[], Awaitable[None]], *, ping_s: float = PING_S
     ) -> None:
-        self.response, self._close = response, close
-        self._stall_s, self._ping_s = stall_s, ping_s
-        self._is_stream = response.media_type == EVENT_STREAM
-        self._sending_s: float | None = None  # since when
+        self.response, self._close, self._ping_s = response, close, ping_s
         self._sent_s = time.monotonic()
-        self._is_open = self._is_stalled = False  # open: more of the body can be sent
+        self._is_open = False  # more of a stream can be sent now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
 
         async def noting(message: Message) -> None:
             self._is_open = False
-            self._sending_s = time.monotonic()
             await send(message)
-            self._sending_s, self._sent_s = None, time.monotonic()
-            self._is_open = self._is_stream and (
-                message["type"] == "http.response.start" or bool(message.get("more_body"))
+            self._sent_s = time.monotonic()
+            self._is_open = message["type"] == "http.response.start" or bool(
+                message.get("more_body")
             )
 
-        own = asyncio.ensure_future(self.response(scope, receive, noting))
-        minder = asyncio.ensure_future(self._mind(own, send))
+        if self.response.media_type != EVENT_STREAM:
+            try:
+                await self.response(scope, receive, send)
+            finally:
+                await self._close()
+            return
+        pinger = asyncio.ensure_future(self._ping(send))
         try:
-            await own
-        except asyncio.CancelledError:
-            if not self._is_stalled:
-                raise
-            logger.warning("a client took nothing for %.0f s and was left", self._stall_s)
+            await self.response(scope, receive, noting)
         finally:
-            minder.cancel()
-            own.cancel()
-            await asyncio.gather(own, minder, return_exceptions=True)
+            pinger.cancel()
+            await asyncio.gather(pinger, return_exceptions=True)
             await self._close()
 
-    async def _mind(self, own: asyncio.Future[None], send: Send) -> None:
+    async def _ping(self, send: Send) -> None:
         while True:
-            await asyncio.sleep(min(self._stall_s, self._ping_s) / 4)
-            now = time.monotonic()
-            if self._sending_s is not None:
-                if now - self._sending_s > self._stall_s:
-                    self._is_stalled = True
-                    own.cancel()
-                    return
-            elif self._is_open and now - self._sent_s > self._ping_s:
-                self._sent_s = now
-                try:
-                    async with asyncio.timeout(self._stall_s):
-                        await send({"type": "http.response.body", "body": PING, "more_body": True})
-                except TimeoutError:
-                    self._is_stalled = True
-                    own.cancel()
-                    return
+            await asyncio.sleep(self._ping_s / 4)
+            if self._is_open and time.monotonic() - self._sent_s > self._ping_s:
+                self._sent_s = time.monotonic()
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
 def sse(value: object, event: str | None = None) -> bytes:

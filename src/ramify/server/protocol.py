@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger(__name__)
 
 HEADER_S = 10.0  # from the connection, or the first byte of a request, to the end of its headers
 STALL_S = 60.0  # without a byte taken by the client while there is too much to send
@@ -61,6 +64,7 @@ class PatientProtocol(H11Protocol):
         if now < unsent:
             self._watch(now)
         else:
+            logger.warning("a client took nothing for %.1f s and was left", self.stall_s)
             self._give_up()
 
     def _give_up(self) -> None:
