@@ -14,24 +14,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from ramify.attention import direct
 from ramify.attention.compiled import compiled
 from ramify.attention.simd import (
     BF16,
     F16,
     F32,
+    FP8,
     INT8,
-    SIZES,
     TILE_COLUMNS,
     TILE_ROWS,
     copy_row,
     element_at,
     exp_of,
     fold_row,
+    has_scales,
+    int_at,
     is_finite,
     prefetch,
     put_float,
     soft_cap_row,
     softmax_row,
+    stored_at,
+    stored_size,
     take_next,
     tile_1,
     tile_2,
@@ -42,7 +47,11 @@ from ramify.attention.simd import (
 )
 
 BLOCK_KEYS = 256
+DIRECT_ROWS = 8  # up to so many rows of a task read a block where it lies; more have it laid out
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
+_DIRECT, _DIRECT_TILE, _AT_ONCE = DIRECT_ROWS, direct.TILES[-1], direct.KEYS
+_scores, _mix = direct.scores, direct.mix
+_NOTHING = np.float32(-np.inf)
 _LINE = 64  # bytes of a cache line
 
 
@@ -54,7 +63,54 @@ class Part(NamedTuple):
     token: int  # from one slot to the next
     head: int  # from one head to the next
     scales: int  # address of float32 factors [slots, heads], or 0
-    kind: int  # one of simd.F32 ...
+
+
+class F32Part(Part):
+    """A plane of float32: kernels are compiled for the kinds that are used."""
+
+    kind = F32
+
+
+class BF16Part(Part):
+    """A plane of bfloat16."""
+
+    kind = BF16
+
+
+class F16Part(Part):
+    """A plane of float16."""
+
+    kind = F16
+
+
+class INT8Part(Part):
+    """A plane of int8."""
+
+    kind = INT8
+
+
+class FP8Part(Part):
+    """A plane of float8 e4m3fn."""
+
+    kind = FP8
+
+
+PARTS = (F32Part, BF16Part, F16Part, INT8Part, FP8Part)  # by kind
+
+
+class Block(NamedTuple):
+    """The keys, or the values, of one block and head: addresses all.
+
+    Arrays would be counted, atomically, at every call that takes one.
+    """
+
+    part: Part
+    source: int  # of the head in the first slot
+    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each
+    factors: int  # of [BLOCK_KEYS] float32
+    next_source: int  # what to fetch meanwhile, or 0
+    next_offsets: int
+    packed: int  # of them laid out, or 0: they are read where they lie
 
 
 class Shape(NamedTuple):
@@ -74,89 +130,54 @@ class Shape(NamedTuple):
 def scratch_floats(shape: Shape, max_rows: int) -> int:
     """Floats that one worker needs, if no task has more than `max_rows` rows in all its heads."""
     packed = BLOCK_KEYS * (shape.key_dim + shape.value_stride)
-    return packed + TILE_ROWS * (BLOCK_KEYS + shape.value_stride) + max_rows * shape.key_dim
+    tile = TILE_ROWS * (BLOCK_KEYS + shape.value_stride + 2)
+    floats = packed + tile + 3 * BLOCK_KEYS + max_rows * shape.key_dim
+    return -(-(floats + 2 * (7 * BLOCK_KEYS + 3 * max_rows)) // 16) * 16
 
 
 _jit = njit(nogil=True, error_model="numpy")
 
 
 @_jit
-def _element(kind: int, address: int) -> Any:
-    if kind == F32:
-        return element_at(address, 0)
-    if kind == BF16:
-        return element_at(address, 1)
-    if kind == F16:
-        return element_at(address, 2)
-    if kind == INT8:
-        return element_at(address, 3)
-    return element_at(address, 4)
-
-
-@_jit
-def _fetch(part: Part, source: int, offsets: Any, j: int, count: int) -> None:
-    """Begin to fetch some rows of a plane that will be wanted soon; source 0: nothing.
-
-    Worth it where a task has several heads, whose rows are scattered over many pages.
-    """
-    for i in range(j, min(j + 8, count) if source else j):
-        at = source + offsets[i]
-        for line in range(0, part.width * SIZES[part.kind], _LINE):
+def _fetch(part: Part, source: int, offsets: int, count: int) -> None:
+    """Begin to fetch some rows of a plane that will be wanted soon; source 0: nothing."""
+    for i in range(count if source else 0):
+        at = source + int_at(offsets + 8 * i)
+        for line in range(0, part.width * stored_size(part), _LINE):
             prefetch(at + line)
 
 
 @_jit
-def _pack_keys(
-    part: Part, source: int, found: Any, ahead: int, next_found: Any, into: int, count: int
-) -> None:
-    """[width, BLOCK_KEYS] float32 from `count` keys, eight at a time; fetch those of `ahead`."""
-    offsets, factors = found
-    at, by, rest = offsets.ctypes.data, factors.ctypes.data, part.width % 8
+def _pack_keys(keys: Block, into: int, count: int) -> None:
+    """[width, BLOCK_KEYS] float32 from `count` keys, eight at a time; fetch what comes next."""
+    part, source = keys.part, keys.source
+    rest = part.width % 8
     whole = part.width - rest
     for j in range(0, count, 8):
-        where, scale, to = at + 8 * j, by + 4 * j, into + 4 * j
-        _fetch(part, ahead, next_found[0], j, count)
-        if part.kind == F32:
-            transpose_keys(source, where, scale, to, _BLOCK, whole, 0)
-        elif part.kind == BF16:
-            transpose_keys(source, where, scale, to, _BLOCK, whole, 1)
-        elif part.kind == F16:
-            transpose_keys(source, where, scale, to, _BLOCK, whole, 2)
-        elif part.kind == INT8:
-            transpose_keys(source, where, scale, to, _BLOCK, whole, 3)
-        else:
-            transpose_keys(source, where, scale, to, _BLOCK, whole, 4)
+        where, scale, to = keys.offsets + 8 * j, keys.factors + 4 * j, into + 4 * j
+        _fetch(part, keys.next_source, keys.next_offsets + 8 * j, min(8, count - j))
+        transpose_keys(part, source, where, scale, to, _BLOCK, whole)
     for d in range(whole, part.width):
         for j in range(count):
-            x = _element(part.kind, source + offsets[j] + d * SIZES[part.kind])
-            put_float(into + 4 * (d * _BLOCK + j), x * factors[j])
+            at = source + int_at(keys.offsets + 8 * j) + d * stored_size(part)
+            x = stored_at(part, at) * element_at(keys.factors + 4 * j, 0)
+            put_float(into + 4 * (d * _BLOCK + j), x)
 
 
 @_jit
-def _pack_values(
-    part: Part, source: int, found: Any, ahead: int, next_found: Any, into: int, stride: int,
-    count: int,
-) -> None:  # fmt: skip
-    """[count, stride] float32 from `count` values; fetch those of `ahead`."""
-    offsets, factors = found
+def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
+    """[count, stride] float32 from `count` values; fetch what comes next."""
+    part = values.part
     whole = part.width - part.width % 8
     for j in range(count):
         if j % 8 == 0:
-            _fetch(part, ahead, next_found[0], j, count)
-        row, to = source + offsets[j], into + 4 * stride * j
-        if part.kind == F32:
-            widen_row(row, to, whole, factors[j], 0)
-        elif part.kind == BF16:
-            widen_row(row, to, whole, factors[j], 1)
-        elif part.kind == F16:
-            widen_row(row, to, whole, factors[j], 2)
-        elif part.kind == INT8:
-            widen_row(row, to, whole, factors[j], 3)
-        else:
-            widen_row(row, to, whole, factors[j], 4)
+            _fetch(part, values.next_source, values.next_offsets + 8 * j, min(8, count - j))
+        row, to = values.source + int_at(values.offsets + 8 * j), into + 4 * stride * j
+        factor = element_at(values.factors + 4 * j, 0)
+        widen_row(part, row, to, whole, factor)
         for d in range(whole, part.width):
-            x = _element(part.kind, row + d * SIZES[part.kind])
-            put_float(to + 4 * d, x * factors[j])
+            x = stored_at(part, row + d * stored_size(part))
+            put_float(to + 4 * d, x * factor)
         for d in range(part.width, stride):
             put_float(to + 4 * d, np.float32(0.0))
 
@@ -182,12 +203,6 @@ def _scale(part: Part, slots: Any, count: int, num_heads: int, head: int, factor
     if part.scales:
         for j in range(count):
             factors[j] = element_at(part.scales + 4 * (slots[j] * num_heads + head), 0)
-
-
-@_jit
-def _places() -> Any:
-    """For a block of a plane: byte offsets of its rows, and factors."""
-    return np.zeros(_BLOCK, np.int64), np.ones(_BLOCK, np.float32)
 
 
 @_jit
@@ -234,16 +249,53 @@ def _fold(state: Any, row: int, top: float, weight: float, partial: int, width: 
 
 
 @_jit
+def _tile_of(num_rows: int) -> int:
+    """The smallest of `direct.TILES` for so many rows."""
+    return num_rows if num_rows < 3 else _DIRECT_TILE
+
+
+@_jit
+def _score(shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, into: int) -> None:
+    """Scores of some rows with keys [low, high) of a block, up to a whole tile; fetches the values."""
+    low, high = span
+    depth = shape.key_dim
+    if keys.packed:
+        width = -(-(high - low) // _COLUMNS) * _COLUMNS
+        _product(
+            num_rows, queries, depth, keys.packed + 4 * low, _BLOCK, into, _BLOCK, depth, width
+        )
+        return
+    _scores(keys.part, keys.source, keys.offsets + 8 * low, keys.factors + 4 * low,
+            -(-(high - low) // _AT_ONCE), depth, queries, num_rows - 1, _tile_of(num_rows), into,
+            4 * _BLOCK)  # fmt: skip
+
+
+@_jit
+def _weigh(shape: Shape, values: Block, weights: int, num_rows: int, span: Any, into: int) -> None:
+    """Weighted sums over values [low, high) of a block; fetches the keys that come next."""
+    low, high = span
+    stride = shape.value_stride
+    if values.packed:
+        _product(num_rows, weights, _BLOCK, values.packed + 4 * low * stride, stride,
+                 into, stride, high - low, stride)  # fmt: skip
+        return
+    tile = _tile_of(num_rows)
+    for d in range(tile * stride):
+        put_float(into + 4 * d, np.float32(0.0))
+    _mix(values.part, values.source, values.offsets + 8 * low, values.factors + 4 * low, high - low,
+         values.part.width, weights, 4 * _BLOCK, num_rows - 1, tile, into, 4 * stride)  # fmt: skip
+
+
+@_jit
 def _attend_tile(
-    shape: Shape, queries: int, num_rows: int, first_row: int, seen: Any,
-    packed: Any, scores: Any, tops: Any, state: Any, state_rows: Any,
+    shape: Shape, queries: int, num_rows: int, first_row: int, seen: Any, keys: Block, values: Block,
+    partial: int, scores: int, tops: Any, state: Any, state_rows: Any,
 ) -> None:  # fmt: skip
-    """Rows [first_row, first_row + num_rows) of a task against the block in `packed`.
+    """Rows [first_row, first_row + num_rows) of a task against a block.
 
     `seen[row]` is how many of the block's keys a row sees, counted from the block's first, if no
     window cuts off the beginning; it may be negative or beyond the block.
     """
-    keys, values, partial = packed
     low, high = _BLOCK, 0
     for r in range(first_row, first_row + num_rows):
         end = seen[r]
@@ -253,34 +305,37 @@ def _attend_tile(
         return
     low = low // _COLUMNS * _COLUMNS
     width = -(-(high - low) // _COLUMNS) * _COLUMNS
-    into = scores.ctypes.data
-    depth, stride = shape.key_dim, shape.value_stride
-    _product(num_rows, queries + 4 * depth * first_row, depth, keys + 4 * low, _BLOCK,
-             into, _BLOCK, depth, width)  # fmt: skip
+    into, stride = scores, shape.value_stride
+    mine = queries + 4 * shape.key_dim * first_row
+    _score(shape, keys, mine, num_rows, (low, high), into)
     for r in range(num_rows):
         row, end = into + 4 * _BLOCK * r, seen[first_row + r] - low
         if shape.soft_cap > 0:
             soft_cap_row(row, np.float32(shape.soft_cap), width)
         for j in range(max(0, end), width):
-            scores[r, j] = -np.inf
+            put_float(row + 4 * j, _NOTHING)
         if shape.window:
             for j in range(min(width, end - shape.window)):
-                scores[r, j] = -np.inf
-        tops[r, 0], tops[r, 1] = softmax_row(row, width)
-    _product(num_rows, into, _BLOCK, values + 4 * low * stride, stride,
-             partial, stride, high - low, stride)  # fmt: skip
+                put_float(row + 4 * j, _NOTHING)
+        tops[2 * r], tops[2 * r + 1] = softmax_row(row, width)
+    _weigh(shape, values, into, num_rows, (low, high), partial)
     for r in range(num_rows):
         if not is_finite(partial + 4 * stride * r, stride):
             # 0 times what a row does not see may be NaN: over its own keys alone
             end = seen[first_row + r] - low
             begin, end = max(0, end - shape.window) if shape.window else 0, min(end, high - low)
             if begin < end:
-                _product(1, into + 4 * (_BLOCK * r + begin), _BLOCK,
-                         values + 4 * (low + begin) * stride, stride,
-                         partial + 4 * stride * r, stride, end - begin, stride)  # fmt: skip
-        if tops[r, 0] != -np.inf:  # else the row sees nothing of this block
-            _fold(state, state_rows[first_row + r], tops[r, 0], tops[r, 1],
+                _weigh(shape, values, into + 4 * (_BLOCK * r + begin), 1,
+                       (low + begin, low + end), partial + 4 * stride * r)  # fmt: skip
+        if tops[2 * r] != _NOTHING:  # else the row sees nothing of this block
+            _fold(state, state_rows[first_row + r], tops[2 * r], tops[2 * r + 1],
                   partial + 4 * stride * r, stride)  # fmt: skip
+
+
+@_jit
+def _is_plain(part: Part) -> bool:
+    """Whether `direct` can read a plane: whole vectors, scales just where a kind has them."""
+    return part.width % 8 == 0 and (not part.scales or has_scales(part))
 
 
 @_jit
@@ -290,34 +345,47 @@ def _attend_task(
 ) -> None:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
-    While a block is laid out, what comes next is fetched: K/V of the next head, or block.
+    While a block is laid out or read, what comes next is fetched: K/V of the next head, or block.
     """
     seq, first, count, head0, head1, group0, group1, block0, block1 = task
     depth, stride, num_heads = shape.key_dim, shape.value_stride, shape.num_heads
     heads, whole_group, group = shape.num_kv_heads, num_heads // shape.num_kv_heads, group1 - group0
     num_rows = count * group
+    is_direct = num_rows <= _DIRECT and _is_plain(latent) and _is_plain(value) and not rope.width
+    tile_rows = _DIRECT_TILE if is_direct else _ROWS
     keys = scratch.ctypes.data
     values = keys + 4 * _BLOCK * depth
-    at = _BLOCK * (depth + stride)
-    scores = scratch[at : at + _ROWS * _BLOCK].reshape(_ROWS, _BLOCK)
-    partial = keys + 4 * (at + _ROWS * _BLOCK)
-    folded = partial + 4 * _ROWS * stride
-    slots, next_slots = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
-    seen, row_positions = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-    tops = np.empty((_ROWS, 2), np.float32)
-    in_keys, in_rope, in_values = _places(), _places(), _places()
-    next_keys, next_values = _places(), _places()
-    state_rows = np.empty((head1 - head0, num_rows), np.int64)
+    scores = values + 4 * _BLOCK * stride
+    partial = scores + 4 * _ROWS * _BLOCK
+    at = _BLOCK * (depth + stride) + _ROWS * (_BLOCK + stride)
+    tops = scratch[at : at + 2 * _ROWS]
+    at += 2 * _ROWS
+    key_factors = scratch[at : at + _BLOCK]
+    value_factors = scratch[at + _BLOCK : at + 2 * _BLOCK]
+    rope_factors = scratch[at + 2 * _BLOCK : at + 3 * _BLOCK]
+    for j in range(_BLOCK):
+        key_factors[j] = value_factors[j] = rope_factors[j] = 1.0
+    folded = keys + 4 * (at + 3 * _BLOCK)
+    ints = scratch[len(scratch) - 2 * (7 * _BLOCK + num_rows * (2 + head1 - head0)) :].view(
+        np.int64
+    )
+    slots, next_slots = ints[:_BLOCK], ints[_BLOCK : 2 * _BLOCK]
+    in_keys, next_keys = ints[2 * _BLOCK : 3 * _BLOCK], ints[3 * _BLOCK : 4 * _BLOCK]
+    in_values, next_values = ints[4 * _BLOCK : 5 * _BLOCK], ints[5 * _BLOCK : 6 * _BLOCK]
+    in_rope, ints = ints[6 * _BLOCK : 7 * _BLOCK], ints[7 * _BLOCK :]
+    seen, row_positions, state_rows = ints[:num_rows], ints[num_rows:], ints[2 * num_rows :]
+    keys_at, values_at = in_keys.ctypes.data, in_values.ctypes.data
     lowest, highest = positions[first], positions[first]
     for t in range(count):
         lowest, highest = min(lowest, positions[first + t]), max(highest, positions[first + t])
-        row_positions[t * group : (t + 1) * group] = positions[first + t]
+        for g in range(group):
+            row_positions[t * group + g] = positions[first + t]
         for h in range(head0, head1):
             for g in range(group):
                 row = tokens[first + t] * num_heads + h * whole_group + group0 + g
-                place = t * group + g
-                state_rows[h - head0, place] = row
-                to = folded + 4 * depth * ((h - head0) * num_rows + place)
+                place = (h - head0) * num_rows + t * group + g
+                state_rows[place] = row
+                to = folded + 4 * depth * place
                 copy_row(to, queries + 4 * depth * row, depth)
                 if block0 == 0:
                     state[row, 1] = 0.0
@@ -331,45 +399,50 @@ def _attend_task(
         start = block * _BLOCK
         num_keys = min(_BLOCK, highest + 1 - start)
         padded = -(-num_keys // 8) * 8  # keys are packed by eight
-        slots[:padded] = next_slots[:padded]
+        for j in range(padded):
+            slots[j] = next_slots[j]
         if block + 1 < block1:
             left = min(_BLOCK, highest + 1 - start - _BLOCK)
             _find_slots(table, seq, shape.page_size, start + _BLOCK, left, next_slots)
         for j in range(padded):
-            in_keys[0][j], in_values[0][j] = slots[j] * latent.token, slots[j] * value.token
-            in_rope[0][j] = slots[j] * rope.token
-            next_keys[0][j] = next_slots[j] * latent.token
-            next_values[0][j] = next_slots[j] * value.token
+            in_keys[j], in_values[j] = slots[j] * latent.token, slots[j] * value.token
+            in_rope[j] = slots[j] * rope.token
+            next_keys[j] = next_slots[j] * latent.token
+            next_values[j] = next_slots[j] * value.token
         for r in range(num_rows):
             seen[r] = row_positions[r] + 1 - start
         for h in range(head0, head1):
             at_key, at_value = latent.address + h * latent.head, value.address + h * value.head
-            ahead_key, ahead_value, soon_keys, soon_values = 0, 0, in_keys, in_values
+            ahead_key, ahead_value, soon_keys, soon_values = 0, 0, keys_at, values_at
             if h + 1 < head1:
                 ahead_key, ahead_value = at_key + latent.head, at_value + value.head
             elif block + 1 < block1 and head1 > head0 + 1:
                 ahead_key = latent.address + head0 * latent.head
                 ahead_value = value.address + head0 * value.head
-                soon_keys, soon_values = next_keys, next_values
-            _scale(latent, slots, padded, heads, h, in_keys[1])
-            _pack_keys(latent, at_key, in_keys, ahead_key, soon_keys, keys, num_keys)
-            if rope.width:
-                _scale(rope, slots, padded, heads, h, in_rope[1])
-                _pack_keys(rope, rope.address + h * rope.head, in_rope, 0, in_rope,
-                           keys + 4 * _BLOCK * latent.width, num_keys)  # fmt: skip
-            _scale(value, slots, padded, heads, h, in_values[1])
-            _pack_values(value, at_value, in_values, ahead_value, soon_values,
-                         values, stride, num_keys)  # fmt: skip
+                soon_keys, soon_values = next_keys.ctypes.data, next_values.ctypes.data
+            _scale(latent, slots, padded, heads, h, key_factors)
+            _scale(value, slots, padded, heads, h, value_factors)
+            of_keys = Block(latent, at_key, keys_at, key_factors.ctypes.data, ahead_key, soon_keys,
+                            0 if is_direct else keys)  # fmt: skip
+            of_values = Block(value, at_value, values_at, value_factors.ctypes.data, ahead_value,
+                              soon_values, 0 if is_direct else values)  # fmt: skip
+            if not is_direct:
+                _pack_keys(of_keys, keys, num_keys)
+                if rope.width:
+                    _scale(rope, slots, padded, heads, h, rope_factors)
+                    of_rope = Block(rope, rope.address + h * rope.head, in_rope.ctypes.data,
+                                    rope_factors.ctypes.data, 0, 0, 0)  # fmt: skip
+                    _pack_keys(of_rope, keys + 4 * _BLOCK * latent.width, num_keys)
+                _pack_values(of_values, values, stride, num_keys)
             mine = folded + 4 * depth * (h - head0) * num_rows
-            for r in range(0, num_rows, _ROWS):
-                _attend_tile(shape, mine, min(_ROWS, num_rows - r), r, seen,
-                             (keys, values, partial), scores, tops, state,
-                             state_rows[h - head0])  # fmt: skip
+            for r in range(0, num_rows, tile_rows):
+                _attend_tile(shape, mine, min(tile_rows, num_rows - r), r, seen, of_keys, of_values,
+                             partial, scores, tops, state, state_rows[(h - head0) * num_rows :])  # fmt: skip
     for t in range(count):
         if positions[first + t] < task[8] * _BLOCK:
             for h in range(head1 - head0):
                 for g in range(group):
-                    row = state_rows[h, t * group + g]
+                    row = state_rows[h * num_rows + t * group + g]
                     weight = state[row, 1]
                     for d in range(shape.value_dim):
                         out[row, d] = state[row, 2 + d] / weight
@@ -405,4 +478,4 @@ def _attend(
                          scratch[worker])  # fmt: skip
 
 
-attend = compiled(_attend, __file__)
+attend = compiled(_attend, __file__, direct.__file__)

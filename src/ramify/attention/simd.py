@@ -314,22 +314,50 @@ def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
     return types.void(_int, _int, _int), code
 
 
-@intrinsic(prefer_literal=True)
+def stored_as(part: Any) -> int:
+    """What a plane is stored in, known when a kernel is compiled; `part` is the type of its `Part`."""
+    kind: int = part.instance_class.kind
+    return kind
+
+
+@intrinsic
+def stored_size(_: Any, part: Any) -> Any:
+    """Bytes of an element of a plane."""
+    size = SIZES[stored_as(part)]
+
+    def code(*_: Any) -> Any:
+        return _i64(size)
+
+    return _int(part), code
+
+
+@intrinsic
+def has_scales(_: Any, part: Any) -> Any:
+    """Whether what a plane holds is to be multiplied with factors."""
+    scaled = stored_as(part) >= INT8
+
+    def code(*_: Any) -> Any:
+        return ir.IntType(1)(scaled)
+
+    return types.boolean(part), code
+
+
+@intrinsic
 def transpose_keys(
-    _: Any, source: Any, offsets: Any, factors: Any, into: Any, stride: Any, width: Any, kind: Any
+    _: Any, part: Any, source: Any, offsets: Any, factors: Any, into: Any, stride: Any, width: Any
 ) -> Any:
     """Eight keys as columns of `into`, in float32, each times its factor.
 
     Args:
+        part: its type says what the keys are stored in.
         offsets, factors: addresses of eight int64, bytes from `source`, and of eight floats.
         stride: floats from one line of `into` to the next.
         width: elements of a key, a multiple of 8.
-        kind: a literal, one of F32 ... FP8.
     """
+    stored = stored_as(part)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        source, offsets, factors, into, stride, width, _ = args
-        stored = kind.literal_value
+        _, source, offsets, factors, into, stride, width = args
         starts, scales = [], []
         for i in range(8):
             offset = _load(builder, builder.add(offsets, _i64(8 * i)), _i64)
@@ -345,22 +373,34 @@ def transpose_keys(
                 _store(builder, column, builder.add(line, builder.mul(stride, _i64(4 * i))))
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int, _int, _int, _int, kind), code
+    return types.void(part, _int, _int, _int, _int, _int, _int), code
 
 
-@intrinsic(prefer_literal=True)
-def widen_row(_: Any, source: Any, into: Any, width: Any, factor: Any, kind: Any) -> Any:
-    """`width` elements, a multiple of 8, in float32, times `factor`; `kind` is a literal."""
+@intrinsic
+def widen_row(_: Any, part: Any, source: Any, into: Any, width: Any, factor: Any) -> Any:
+    """`width` elements, a multiple of 8, in float32, times `factor`."""
+    stored = stored_as(part)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        source, into, width, factor, _ = args
-        stored, scale = kind.literal_value, _fill(builder, factor, 8)
+        _, source, into, width, factor = args
+        scale = _fill(builder, factor, 8)
         with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
             x = _widen(builder, _step(builder, source, loop.index, 8 * SIZES[stored]), stored)
             _store(builder, builder.fmul(x, scale), _step(builder, into, loop.index, 32))
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int, _float, kind), code
+    return types.void(part, _int, _int, _int, _float), code
+
+
+@intrinsic
+def stored_at(_: Any, part: Any, address: Any) -> Any:
+    """One element of a plane as float32."""
+    stored = stored_as(part)
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.extract_element(_widen(builder, args[1], stored, 1), _i32(0))
+
+    return _float(part, _int), code
 
 
 @intrinsic(prefer_literal=True)
@@ -371,6 +411,16 @@ def element_at(_: Any, address: Any, kind: Any) -> Any:
         return builder.extract_element(_widen(builder, args[0], kind.literal_value, 1), _i32(0))
 
     return _float(_int, kind), code
+
+
+@intrinsic
+def int_at(_: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return _load(builder, args[0], _i64)
+
+    return _int(_int), code
 
 
 @intrinsic

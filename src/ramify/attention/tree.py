@@ -183,7 +183,7 @@ class TreeBackend:
         known, parts = self._parts.get(layer, (None, []))
         if known is None or len(known) != len(tensors) or any(map(is_not, known, tensors)):
             check_planes(planes, self.spec)
-            parts = [self._kernels.Part(*part) for part in parts_of(planes)]
+            parts = self._told(parts_of(planes))
             self._parts[layer] = tensors, parts
         return parts
 
@@ -244,13 +244,16 @@ class TreeBackend:
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""
         q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim)
-        empty = torch.zeros(1, 1, 1, 8)
+        empty = torch.zeros(1, 1, 1, 8).to(self.spec.plane_dtype)
         nothing = np.zeros(0, np.int64)
         table = frozen(np.zeros((0, 1), np.int32))
         plan = Tasks([np.zeros((0, 9), np.int64)], nothing, nothing, table, 1, 0, 0)
         out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
-        parts = [self._kernels.Part(*part) for part in parts_of({"k": empty, "v": empty})]
-        self._launch(plan, q, parts, out, 0)
+        self._launch(plan, q, self._told(parts_of({"k": empty, "v": empty})), out, 0)
+
+    def _told(self, parts: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Parts as the kernel takes them: it is compiled for each kind."""
+        return [self._kernels.PARTS[kind](*part) for kind, *part in parts]
 
 
 class _Rows:
@@ -322,11 +325,12 @@ def check_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 
 
 def parts_of(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
-    """The planes as `block_kernels.Part`s: keys (or latents), rotary part or none, values."""
+    """The planes as kind and `block_kernels.Part`: keys (or latents), rotary part or none, values."""
     if "latent" in planes:
         latent = _part(planes, "latent")
         return [latent, _part(planes, "rope"), latent]
-    return [_part(planes, "k"), (0,) * 6, _part(planes, "v")]
+    keys = _part(planes, "k")
+    return [keys, (keys[0], *(0,) * 5), _part(planes, "v")]
 
 
 def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -335,12 +339,12 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     head = plane.stride(2) * size if plane.dim() == 4 else 0
     scales = 0 if scale is None else scale.data_ptr()
     return (
+        KINDS[plane.dtype],
         plane.data_ptr(),
         plane.shape[-1],
         plane.stride(1) * size,
         head,
         scales,
-        KINDS[plane.dtype],
     )
 
 
