@@ -148,38 +148,48 @@ def _fetch(part: Part, source: int, offsets: int, count: int) -> None:
 
 
 @_jit
-def _pack_keys(keys: Block, into: int, count: int) -> None:
-    """[width, BLOCK_KEYS] float32 from `count` keys, eight at a time; fetch what comes next."""
+def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
+    """Columns of [tiles, depth, TILE_COLUMNS] float32 from `count` keys; fetch what comes next.
+
+    A tile of a product lies in one piece: lines a power of two apart would share few places of
+    the first-level cache.
+    """
     part, source = keys.part, keys.source
     rest = part.width % 8
     whole = part.width - rest
     for j in range(0, count, 8):
-        where, scale, to = keys.offsets + 8 * j, keys.factors + 4 * j, into + 4 * j
+        where, scale = keys.offsets + 8 * j, keys.factors + 4 * j
+        to = into + 4 * (j // _COLUMNS * depth * _COLUMNS + j % _COLUMNS)
         _fetch(part, keys.next_source, keys.next_offsets + 8 * j, min(8, count - j))
-        transpose_keys(part, source, where, scale, to, _BLOCK, whole)
+        transpose_keys(part, source, where, scale, to, _COLUMNS, whole)
     for d in range(whole, part.width):
         for j in range(count):
             at = source + int_at(keys.offsets + 8 * j) + d * stored_size(part)
             x = stored_at(part, at) * element_at(keys.factors + 4 * j, 0)
-            put_float(into + 4 * (d * _BLOCK + j), x)
+            tile = into + 4 * _COLUMNS * (j // _COLUMNS * depth + d)
+            put_float(tile + 4 * (j % _COLUMNS), x)
 
 
 @_jit
 def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
-    """[count, stride] float32 from `count` values; fetch what comes next."""
+    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32; fetch what comes next."""
     part = values.part
-    whole = part.width - part.width % 8
     for j in range(count):
         if j % 8 == 0:
-            _fetch(part, values.next_source, values.next_offsets + 8 * j, min(8, count - j))
-        row, to = values.source + int_at(values.offsets + 8 * j), into + 4 * stride * j
+            following = values.next_offsets + 8 * j
+            _fetch(part, values.next_source, following, min(8, count - j))
+        row = values.source + int_at(values.offsets + 8 * j)
         factor = element_at(values.factors + 4 * j, 0)
-        widen_row(part, row, to, whole, factor)
-        for d in range(whole, part.width):
-            x = stored_at(part, row + d * stored_size(part))
-            put_float(to + 4 * d, x * factor)
-        for d in range(part.width, stride):
-            put_float(to + 4 * d, np.float32(0.0))
+        for d in range(0, stride, _COLUMNS):
+            to = into + 4 * _COLUMNS * (d // _COLUMNS * _BLOCK + j)
+            width = max(0, min(_COLUMNS, part.width - d))
+            whole = width - width % 8
+            widen_row(part, row + d * stored_size(part), to, whole, factor)
+            for i in range(whole, width):
+                x = stored_at(part, row + (d + i) * stored_size(part))
+                put_float(to + 4 * i, x * factor)
+            for i in range(width, _COLUMNS):
+                put_float(to + 4 * i, np.float32(0.0))
 
 
 @_jit
@@ -207,30 +217,30 @@ def _scale(part: Part, slots: Any, count: int, num_heads: int, head: int, factor
 
 @_jit
 def _product(
-    num_rows: int, a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int,
+    num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
     depth: int, num_columns: int,
 ) -> None:  # fmt: skip
-    """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles."""
+    """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles.
+
+    Args:
+        b: address of the first tile, [depth, TILE_COLUMNS]; the next is `b_tile` bytes further.
+    """
     done = 0
     while done < num_rows:
         left = num_rows - done
         x, y = a + 4 * done * a_stride, c + 4 * done * c_stride
-        if left >= _ROWS:
-            for j in range(0, 4 * num_columns, 4 * _COLUMNS):
-                tile_6(x, a_stride, b + j, b_stride, y + j, c_stride, depth)
-            done += _ROWS
-        elif left >= 4:
-            for j in range(0, 4 * num_columns, 4 * _COLUMNS):
-                tile_4(x, a_stride, b + j, b_stride, y + j, c_stride, depth)
-            done += 4
-        elif left >= 2:
-            for j in range(0, 4 * num_columns, 4 * _COLUMNS):
-                tile_2(x, a_stride, b + j, b_stride, y + j, c_stride, depth)
-            done += 2
-        else:
-            for j in range(0, 4 * num_columns, 4 * _COLUMNS):
-                tile_1(x, a_stride, b + j, b_stride, y + j, c_stride, depth)
-            done += 1
+        rows = _ROWS if left >= _ROWS else (4 if left >= 4 else (2 if left >= 2 else 1))
+        for tile in range(num_columns // _COLUMNS):
+            at, to = b + b_tile * tile, y + 4 * _COLUMNS * tile
+            if rows == _ROWS:
+                tile_6(x, a_stride, at, _COLUMNS, to, c_stride, depth)
+            elif rows == 4:
+                tile_4(x, a_stride, at, _COLUMNS, to, c_stride, depth)
+            elif rows == 2:
+                tile_2(x, a_stride, at, _COLUMNS, to, c_stride, depth)
+            else:
+                tile_1(x, a_stride, at, _COLUMNS, to, c_stride, depth)
+        done += rows
 
 
 @_jit
@@ -256,14 +266,14 @@ def _tile_of(num_rows: int) -> int:
 
 @_jit
 def _score(shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, into: int) -> None:
-    """Scores of some rows with keys [low, high) of a block, up to a whole tile; fetches the values."""
+    """Scores of some rows with keys [low, high) of a block, up to a whole tile."""
     low, high = span
     depth = shape.key_dim
     if keys.packed:
         width = -(-(high - low) // _COLUMNS) * _COLUMNS
-        _product(
-            num_rows, queries, depth, keys.packed + 4 * low, _BLOCK, into, _BLOCK, depth, width
-        )
+        tile = 4 * _COLUMNS * depth
+        first = keys.packed + low // _COLUMNS * tile
+        _product(num_rows, queries, depth, first, tile, into, _BLOCK, depth, width)
         return
     _scores(keys.part, keys.source, keys.offsets + 8 * low, keys.factors + 4 * low,
             -(-(high - low) // _AT_ONCE), depth, queries, num_rows - 1, _tile_of(num_rows), into,
@@ -272,12 +282,13 @@ def _score(shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, in
 
 @_jit
 def _weigh(shape: Shape, values: Block, weights: int, num_rows: int, span: Any, into: int) -> None:
-    """Weighted sums over values [low, high) of a block; fetches the keys that come next."""
+    """Weighted sums over values [low, high) of a block."""
     low, high = span
     stride = shape.value_stride
     if values.packed:
-        _product(num_rows, weights, _BLOCK, values.packed + 4 * low * stride, stride,
-                 into, stride, high - low, stride)  # fmt: skip
+        first = values.packed + 4 * _COLUMNS * low
+        _product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * _BLOCK, into, stride,
+                 high - low, stride)  # fmt: skip
         return
     tile = _tile_of(num_rows)
     for d in range(tile * stride):
@@ -427,12 +438,12 @@ def _attend_task(
             of_values = Block(value, at_value, values_at, value_factors.ctypes.data, ahead_value,
                               soon_values, 0 if is_direct else values)  # fmt: skip
             if not is_direct:
-                _pack_keys(of_keys, keys, num_keys)
+                _pack_keys(of_keys, keys, depth, num_keys)
                 if rope.width:
                     _scale(rope, slots, padded, heads, h, rope_factors)
                     of_rope = Block(rope, rope.address + h * rope.head, in_rope.ctypes.data,
                                     rope_factors.ctypes.data, 0, 0, 0)  # fmt: skip
-                    _pack_keys(of_rope, keys + 4 * _BLOCK * latent.width, num_keys)
+                    _pack_keys(of_rope, keys + 4 * _COLUMNS * latent.width, depth, num_keys)
                 _pack_values(of_values, values, stride, num_keys)
             mine = folded + 4 * depth * (h - head0) * num_rows
             for r in range(0, num_rows, tile_rows):

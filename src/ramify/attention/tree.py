@@ -140,7 +140,8 @@ class TreeBackend:
                 continue
             pieces = -(-wanted // len(tiles))  # tasks to make of this tile, if it can be cut so far
             head_step = 1 if len(tile) * group >= FEW_ROWS else max(1, heads // pieces)
-            group_step = max(1, group * heads // pieces) if heads < pieces else group
+            least = min(pieces, 2 * self._num_workers)  # heads of a group read the same keys
+            group_step = max(1, group * heads // least) if heads < least else group
             for head in range(0, heads, head_step):
                 for g in range(0, group, group_step):
                     phases[level].append(
