@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.server.tools import FORMATS, PLAIN, CallParser, Format, format_of, tool_grammar
+from ramify.params import SamplingParams
+from ramify.server.tools import (
+    FORMATS,
+    PLAIN,
+    CallParser,
+    Format,
+    format_of,
+    split,
+    stop_after_call,
+    tool_grammar,
+)
 
 HERMES, MISTRAL, LLAMA3 = FORMATS
 NAMES = ["add", "look_up"]
@@ -22,10 +32,10 @@ def parsed(
     parser, shown, names = CallParser(form, NAMES, forced=forced), "", list[str]()
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for begin, end in pairwise(places):
-        piece, calls = parser.feed(text[begin:end])
+        piece, calls = split(parser.feed(text[begin:end]))
         shown += piece
         names += [call.name for call in calls]
-    rest, calls = parser.finish()
+    rest, calls = split(parser.finish())
     return shown + rest, names + [call.name for call in calls]
 
 
@@ -73,12 +83,11 @@ def test_a_forced_call_is_bare_json() -> None:
 def test_arguments_are_json_text() -> None:
     """As clients expect them."""
     parser = CallParser(HERMES, NAMES)
-    _, [call] = parser.feed(f"<tool_call>{CALL}</tool_call>")
+    _, [call] = split(parser.feed(f"<tool_call>{CALL}</tool_call>"))
     assert json.loads(call.arguments) == {"a": 1, "b": [2, "}"]}
     assert call.id.startswith("call_")
-    _, [call] = parser.feed(
-        "<tool_call>" + r'{"name": "add", "arguments": "{\"a\": 2}"}</tool_call>'
-    )
+    text = "<tool_call>" + r'{"name": "add", "arguments": "{\"a\": 2}"}</tool_call>'
+    _, [call] = split(parser.feed(text))
     assert json.loads(call.arguments) == {"a": 2}
 
 
@@ -97,3 +106,38 @@ def test_a_grammar_allows_the_chosen_tool_only() -> None:
     assert isinstance(both, str)
     assert "look_up" not in one
     assert "look_up" in both
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "shown"),
+    [
+        (HERMES, f"<tool_call>{CALL}</tool_call><tool_call>{OTHER}</tool_call>", ""),
+        (HERMES, f"a<tool_call>{CALL}", "a"),  # the end was a stop text
+        (MISTRAL, f"[TOOL_CALLS][{CALL}, {OTHER}]", ""),
+        (LLAMA3, f"{CALL}; {OTHER}", ""),
+    ],
+)
+def test_a_single_call_is_the_first(form: Format, text: str, shown: str) -> None:
+    """Further ones are neither calls nor text."""
+    parser = CallParser(form, NAMES, single=True)
+    told, calls = split([*parser.feed(text), *parser.finish()])
+    assert (told, [call.name for call in calls]) == (shown, ["add"])
+
+
+def test_text_and_calls_keep_their_order() -> None:
+    """Also where one piece of an answer has several of them."""
+    parser = CallParser(HERMES, NAMES)
+    found = parser.feed(f"a<tool_call>{CALL}</tool_call>b<tool_call>{OTHER}</tool_call>")
+    assert [one if isinstance(one, str) else one.name for one in found] == [
+        "a",
+        "add",
+        "b",
+        "look_up",
+    ]
+
+
+def test_a_single_call_ends_the_answer_where_it_can() -> None:
+    """The formats without an end of their own go on to the end of the answer."""
+    params = SamplingParams(stop="x")
+    assert stop_after_call(params, HERMES).stop == ("x", "</tool_call>")
+    assert stop_after_call(params, MISTRAL) is params

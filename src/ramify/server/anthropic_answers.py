@@ -11,8 +11,9 @@ from ramify.server.anthropic_requests import TTL_S
 from ramify.server.anthropic_types import MessageRequest
 from ramify.server.records import Record, first_change, is_reused
 from ramify.server.service import Generation, Service
-from ramify.server.tools import Call, CallParser, format_of
+from ramify.server.tools import Call, CallParser, Piece, format_of, split
 
+CUT = (FinishReason.LENGTH, FinishReason.ABORT)  # not at its end
 CHANGES = {
     "model": "model_changed",
     "system": "system_changed",
@@ -60,7 +61,9 @@ class MessageAnswer:
         if request.tools and (choice is None or choice.type != "none"):
             names = [tool.name for tool in request.tools]
             forced = choice is not None and choice.type in ("any", "tool")
-            self._parser = CallParser(format_of(service.chat_template), names, forced=forced)
+            single = choice is not None and bool(choice.disable_parallel_tool_use)
+            form = format_of(service.chat_template)
+            self._parser = CallParser(form, names, forced=forced, single=single)
 
     def usage(self) -> dict[str, Any]:
         """Token counts: the prompt is input + read + written."""
@@ -114,66 +117,75 @@ class MessageAnswer:
         output = self.generation.output
         assert output is not None
         answer = output.completions[0]
-        stop = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        asked_for = self.request.stop_sequences or ()
+        stop = answer.stop_reason if answer.stop_reason in asked_for else None
         if not self.generation.job.answer:
             reason, stop = "max_tokens", None
-        elif self.calls and answer.finish_reason is not FinishReason.LENGTH:
-            reason = "tool_use"
+        elif self.calls and answer.finish_reason not in CUT:
+            reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
-        elif answer.finish_reason is FinishReason.LENGTH:
-            asked = len(answer.token_ids) >= self.request.max_tokens
-            reason = "max_tokens" if asked else "model_context_window_exceeded"
+        elif answer.finish_reason in CUT:
+            full = len(answer.token_ids) < self.request.max_tokens and (
+                answer.finish_reason is FinishReason.LENGTH
+            )
+            reason = "model_context_window_exceeded" if full else "max_tokens"
         else:
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    async def _pieces(self) -> AsyncIterator[tuple[str, list[Call]]]:
+    async def _pieces(self) -> AsyncIterator[list[Piece]]:
         async for event in self.generation:
-            if not self.generation.job.answer:
-                yield "", []
-                continue
-            self.num_tokens += len(event.new_token_ids)
-            text, calls = event.text, list[Call]()
-            if self._parser is not None:
-                text, calls = self._parser.feed(event.text)
-                if event.finish_reason is not None:
-                    rest, last = self._parser.finish()
-                    text, calls = text + rest, calls + last
-            self.calls += calls
-            yield text, calls
+            pieces: list[Piece] = []
+            if self.generation.job.answer:
+                self.num_tokens += len(event.new_token_ids)
+                if self._parser is None:
+                    pieces = [event.text] if event.text else []
+                else:
+                    pieces = self._parser.feed(event.text)
+                    if event.finish_reason is not None:
+                        pieces += self._parser.finish()
+                self.calls += split(pieces)[1]
+            yield pieces
         self.generation.raise_error()
 
     async def whole(self) -> dict[str, Any]:
         """`message`."""
-        text = "".join([piece async for piece, _ in self._pieces()])
         content: list[dict[str, Any]] = []
-        if text or (self.generation.job.answer and not self.calls):
-            content.append({"type": "text", "text": text, "citations": None})
-        content += [_tool_use(call, json.loads(call.arguments or "{}")) for call in self.calls]
+        async for pieces in self._pieces():
+            for piece in pieces:
+                if isinstance(piece, Call):
+                    content.append(_tool_use(piece, json.loads(piece.arguments or "{}")))
+                elif content and content[-1]["type"] == "text":
+                    content[-1]["text"] += piece
+                else:
+                    content.append(_text(piece))
+        if self.generation.job.answer and not content:
+            content.append(_text(""))
         return self._message(content, **self._ends())
 
     async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Names and data of server-sent events."""
         begun, index, is_open = False, 0, False
-        async for text, calls in self._pieces():
+        async for pieces in self._pieces():
             if not begun:
                 begun = True
                 yield "message_start", {"type": "message_start", "message": self._message([])}
                 yield "ping", {"type": "ping"}
-            if text:
-                if not is_open:
-                    is_open = True
-                    block = {"type": "text", "text": "", "citations": None}
-                    yield _event("content_block_start", index=index, content_block=block)
-                delta = {"type": "text_delta", "text": text}
-                yield _event("content_block_delta", index=index, delta=delta)
-            for call in calls:
+            for piece in pieces:
+                if isinstance(piece, str):
+                    if not is_open:
+                        is_open = True
+                        yield _event("content_block_start", index=index, content_block=_text(""))
+                    delta = {"type": "text_delta", "text": piece}
+                    yield _event("content_block_delta", index=index, delta=delta)
+                    continue
                 if is_open:
                     yield _event("content_block_stop", index=index)
                     index, is_open = index + 1, False
-                yield _event("content_block_start", index=index, content_block=_tool_use(call, {}))
-                delta = {"type": "input_json_delta", "partial_json": call.arguments}
+                block = _tool_use(piece, {})
+                yield _event("content_block_start", index=index, content_block=block)
+                delta = {"type": "input_json_delta", "partial_json": piece.arguments}
                 yield _event("content_block_delta", index=index, delta=delta)
                 yield _event("content_block_stop", index=index)
                 index += 1
@@ -185,6 +197,10 @@ class MessageAnswer:
 
 def _event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
     return name, {"type": name} | fields
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _tool_use(call: Call, arguments: object) -> dict[str, Any]:

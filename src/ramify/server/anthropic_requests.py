@@ -21,7 +21,7 @@ from ramify.server.openai_requests import num_json_bytes, shared_limit, tool_par
 from ramify.server.prompts import Part, Prompt, text_forms
 from ramify.server.records import Record, canonical
 from ramify.server.service import Job, Service
-from ramify.server.tools import tool_grammar
+from ramify.server.tools import format_of, stop_after_call, tool_grammar
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 MAX_BREAKPOINTS = 4
@@ -58,6 +58,8 @@ def message_job(request: MessageRequest, service: Service, owner: str = "") -> J
         stop=request.stop_sequences or (),
         **others,
     )
+    if tools and choice is not None and choice.disable_parallel_tool_use:
+        params = stop_after_call(params, format_of(service.chat_template))
     return Job(
         prompt=prompt,
         params=params,

@@ -377,7 +377,8 @@ class Server:
                 special = request.add_special_tokens
                 return encode_text(request.prompt, self.service, add_special_tokens=special)
             chat = ChatRequest(messages=request.messages or [], tools=request.tools)
-            return chat_job(chat, self.service, call.who.tenant).prompt.ids
+            opens = request.add_generation_prompt
+            return chat_job(chat, self.service, call.who.tenant, opens=opens).prompt.ids
 
         found = (await self.render(ids)).tolist()
         told: dict[str, Any] = {

@@ -12,12 +12,12 @@ from ramify.server.openai_requests import prewarms
 from ramify.server.openai_types import ChatRequest, CompletionRequest, Sampling
 from ramify.server.records import Record, first_change, is_reused
 from ramify.server.service import CacheUse, Generation, Service
-from ramify.server.tools import Call, CallParser, format_of
+from ramify.server.tools import Call, CallParser, Piece, format_of, split
 
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "stop",
+    FinishReason.ABORT: "length",  # cut off, by a server that goes away: not at its end
     FinishReason.ERROR: "error",
 }
 # What changed, in the words of OpenAI's diagnostics.
@@ -93,23 +93,23 @@ class Choice:
             return found[:-1]
         return found
 
-    def add(self, event: StepOutput) -> tuple[str, list[Call]]:
+    def add(self, event: StepOutput) -> list[Piece]:
         """What an event adds: text to show, and complete calls."""
         self.num_tokens += len(event.new_token_ids)
         self.logprobs += self.shown(event)
-        text, calls = event.text, list[Call]()
+        pieces: list[Piece] = [event.text] if event.text else []
         if self.parser is not None:
-            text, calls = self.parser.feed(event.text)
+            pieces = self.parser.feed(event.text)
             if event.finish_reason is not None:
-                rest, last = self.parser.finish()
-                text, calls = text + rest, calls + last
+                pieces += self.parser.finish()
+        text, calls = split(pieces)
         self.text += text
         self.calls += calls
         if event.finish_reason is not None:
             self.finish = FINISH[event.finish_reason]
             if self.calls and self.finish == "stop":
                 self.finish = "tool_calls"
-        return text, calls
+        return pieces
 
 
 class ChatAnswer:
@@ -125,7 +125,9 @@ class ChatAnswer:
             return None
         names = [tool.function.name for tool in tools]
         forced = self.request.tool_choice not in (None, "auto")
-        return CallParser(format_of(self.service.chat_template), names, forced=forced)
+        single = self.request.parallel_tool_calls is False
+        form = format_of(self.service.chat_template)
+        return CallParser(form, names, forced=forced, single=single)
 
     def _base(self, kind: str) -> dict[str, Any]:
         return {
@@ -218,7 +220,7 @@ class ChatAnswer:
         begun: set[int] = set()
         async for event in self.generation:
             choice = self.choices[event.index]
-            text, calls = choice.add(event)
+            text, calls = split(choice.add(event))
             if not show:
                 continue
             delta: dict[str, Any] = {}

@@ -26,14 +26,14 @@ from ramify.server.openai_types import (
 from ramify.server.prompts import Known, Part, Prompt, json_forms, text_forms
 from ramify.server.records import Record, canonical
 from ramify.server.service import Job, Service
-from ramify.server.tools import tool_grammar
+from ramify.server.tools import format_of, stop_after_call, tool_grammar
 
 TTL_S = {"30m": 1800.0, "1h": 3600.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}
 MAX_BREAKPOINTS = 4  # written by one request, the implicit one included
 MAX_COMPLETION_PROMPTS = 128
 # What a template is given in any case, and our own words on the way there.
 TEMPLATE_NAMES = frozenset(
-    ("self", "messages", "parts", "tools", "continues", "known", "owner", "add_generation_prompt")
+    "self messages parts tools continues opens known owner add_generation_prompt".split()
 )
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's
 
@@ -104,8 +104,9 @@ def chat_job(
     *,
     known: Sequence[Known] = (),
     names: Sequence[str] = (),
+    opens: bool = True,
 ) -> Job:
-    """A chat request as a job; see `PromptMaker.chat` for `known`.
+    """A chat request as a job; see `PromptMaker.chat` for `known` and `opens`.
 
     Args:
         owner: the tenant; what it asked before makes this faster, what others asked does not.
@@ -137,6 +138,7 @@ def chat_job(
         [*tool_parts(tools or []), *message_parts(request.messages, names, lifetime(request))],
         tools=tools,
         continues=request.continue_final_message,
+        opens=opens,
         known=known,
         owner=owner,
         **options,
@@ -153,6 +155,8 @@ def chat_job(
         others["structured"] = tool_grammar(tools, chosen_tool(request.tool_choice, request.tools))
     limit = request.max_completion_tokens or request.max_tokens
     params = sampling_params(request, max_tokens=1 if prewarms(request) else limit, **others)
+    if tools and request.parallel_tool_calls is False:
+        params = stop_after_call(params, format_of(service.chat_template))
     record = Record(
         model=model,
         options=record_options(request),

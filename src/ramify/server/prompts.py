@@ -91,6 +91,7 @@ class PromptMaker:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continues: bool = False,
+        opens: bool = True,
         known: Sequence[Known] = (),
         owner: str = "",
         **options: Any,
@@ -101,6 +102,7 @@ class PromptMaker:
             messages: as the template wants them: role and text content.
             parts: in the order in which they appear in the text.
             continues: the last message is the beginning of the answer, to be gone on with.
+            opens: end with what begins the answer.
             known: texts with their tokens, longest first; a prompt that begins with one keeps
                 them, as they came from the model, whatever the tokenizer would make of the text.
             owner: whose earlier texts may make it faster.
@@ -112,7 +114,9 @@ class PromptMaker:
         render, guarded = self.tokenizer.apply_chat_template, self.tokenizer.guarded
         messages, tools, options = guarded(messages), guarded(tools), guarded(options)
         parts = [replace(part, texts=tuple(guarded(part.texts))) for part in parts]
-        text = render(messages, tools=tools, add_generation_prompt=not continues, **options)
+        text = render(
+            messages, tools=tools, add_generation_prompt=opens and not continues, **options
+        )
         if continues:
             text = _cut_after(text, str(messages[-1]["content"]))
         stable = self._stable_text(text, messages, tools, options)

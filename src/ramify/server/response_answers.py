@@ -6,6 +6,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +19,15 @@ from ramify.server.prompts import Known
 from ramify.server.responses import INSTRUCTIONS, ResponsesRequest, Turn
 from ramify.server.service import Generation, Service
 from ramify.server.tools import Call
+
+
+@dataclass(slots=True)
+class Message:
+    """A stretch of text; calls may stand before and behind it."""
+
+    id: str
+    text: str = ""
+    scored: bool = False  # it has the log probabilities of the answer
 
 
 class ResponseAnswer:
@@ -33,7 +43,7 @@ class ResponseAnswer:
         self.service, self.request, self.chat = service, request, chat
         self.generation = generation
         self.inner = ChatAnswer(service, chat, generation)
-        self.message_id = f"msg_{secrets.token_hex(16)}"
+        self._items: list[Message | Call] = []
 
     @property
     def _choice(self) -> Any:
@@ -101,10 +111,15 @@ class ResponseAnswer:
         """The whole response."""
         cut = self._choice.finish == "length"
         show = self.generation.job.answer
-        output: list[dict[str, Any]] = []
-        if show and (self._choice.text or not self._choice.calls):
-            output.append(self._message(self._choice.text, "incomplete" if cut else "completed"))
-        output += [self._call(call, "completed") for call in self._choice.calls]
+        if show and not self._items:
+            self._message()
+        last = self._items[-1] if cut and self._items else None
+        output = [
+            self._text(item, "incomplete" if item is last else "completed")
+            if isinstance(item, Message)
+            else self._call(item, "completed")
+            for item in self._items
+        ]
         body = self._body("incomplete" if cut and show else "completed", output)
         if cut and show:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -112,19 +127,28 @@ class ResponseAnswer:
         body["usage"] = self._usage()
         return body | self.inner.diagnostics()
 
-    def _message(self, text: str, status: str) -> dict[str, Any]:
+    def _message(self) -> Message:
+        """The message that text belongs to now: a call ends the one before."""
+        if not self._items or not isinstance(self._items[-1], Message):
+            first = not any(isinstance(item, Message) for item in self._items)
+            self._items.append(Message(f"msg_{secrets.token_hex(16)}", scored=first))
+        found = self._items[-1]
+        assert isinstance(found, Message)
+        return found
+
+    def _text(self, message: Message, status: str) -> dict[str, Any]:
         return {
-            "id": self.message_id,
+            "id": message.id,
             "type": "message",
             "role": "assistant",
             "status": status,
-            "content": [self._part(text)] if status != "in_progress" else [],
+            "content": [self._part(message)] if status != "in_progress" else [],
         }
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _part(self, message: Message) -> dict[str, Any]:
         logprobs = self.inner.logprobs(self._choice.logprobs)
-        told = [] if logprobs is None or not text else logprobs["content"]
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
+        told = logprobs["content"] if logprobs and message.scored and message.text else []
+        return {"type": "output_text", "text": message.text, "annotations": [], "logprobs": told}
 
     @staticmethod
     def _call(call: Call, status: str) -> dict[str, Any]:
@@ -140,7 +164,12 @@ class ResponseAnswer:
     async def whole(self) -> dict[str, Any]:
         """`response`."""
         async for event in self.generation:
-            self.inner.choices[event.index].add(event)
+            pieces = self._choice.add(event)
+            for piece in pieces if self.generation.job.answer else ():
+                if isinstance(piece, Call):
+                    self._items.append(piece)
+                else:
+                    self._message().text += piece
         self.generation.raise_error()
         return self._end()
 
@@ -178,39 +207,28 @@ class ResponseAnswer:
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
-        place, is_open, show = 0, False, self.generation.job.answer
-        where = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        is_open, show = False, self.generation.job.answer
         async for step in self.generation:
-            text, calls = self._choice.add(step)
-            if not show:
-                continue
-            if text:
-                if not is_open:
-                    is_open = True
-                    where["output_index"] = place
-                    item = self._message("", "in_progress")
-                    yield event("output_item.added", output_index=place, item=item)
-                    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                    yield event("content_part.added", **where, part=part)
-                yield event("output_text.delta", **where, delta=text, logprobs=[])
-            if calls and is_open:
-                for told in self._closed(event, where, "completed"):
+            pieces = self._choice.add(step)
+            for piece in pieces if show else ():
+                if isinstance(piece, str):
+                    message = self._message()
+                    where = self._where(message)
+                    if not is_open:
+                        is_open, place = True, where["output_index"]
+                        item = self._text(message, "in_progress")
+                        yield event("output_item.added", output_index=place, item=item)
+                        part = self._part(message)
+                        yield event("content_part.added", **where, part=part)
+                    message.text += piece
+                    yield event("output_text.delta", **where, delta=piece, logprobs=[])
+                    continue
+                if is_open:
+                    is_open = False
+                    for told in self._closed(event, "completed"):
+                        yield told
+                for told in self._called(event, piece):
                     yield told
-                place, is_open = place + 1, False
-            for call in calls:
-                item = self._call(call, "in_progress")
-                yield event("output_item.added", output_index=place, item=item)
-                told = {"item_id": item["id"], "output_index": place}
-                yield event("function_call_arguments.delta", **told, delta=call.arguments)
-                yield event(
-                    "function_call_arguments.done",
-                    **told,
-                    name=call.name,
-                    arguments=call.arguments,
-                )
-                item = self._call(call, "completed")
-                yield event("output_item.done", output_index=place, item=item)
-                place += 1
         try:
             self.generation.raise_error()
         except RamifyError as error:
@@ -220,15 +238,34 @@ class ResponseAnswer:
         end = self._end()
         if is_open:
             status = "incomplete" if end["status"] == "incomplete" else "completed"
-            for told in self._closed(event, where, status):
+            for told in self._closed(event, status):
                 yield told
         yield event(end["status"], response=end)
 
-    def _closed(self, event: Any, where: dict[str, Any], status: str) -> list[dict[str, Any]]:
-        text = self._choice.text
-        item = self._message(text, status)
+    def _where(self, message: Message) -> dict[str, Any]:
+        place = len(self._items) - 1
+        return {"item_id": message.id, "output_index": place, "content_index": 0}
+
+    def _called(self, event: Any, call: Call) -> list[dict[str, Any]]:
+        """A call, whole."""
+        place = {"output_index": len(self._items)}
+        self._items.append(call)
+        begun, done = self._call(call, "in_progress"), self._call(call, "completed")
+        item = {"item_id": begun["id"]} | place
+        text = call.arguments
         return [
-            event("output_text.done", **where, text=text, logprobs=[]),
-            event("content_part.done", **where, part=self._part(text)),
+            event("output_item.added", **place, item=begun),
+            event("function_call_arguments.delta", **item, delta=text),
+            event("function_call_arguments.done", **item, name=call.name, arguments=text),
+            event("output_item.done", **place, item=done),
+        ]
+
+    def _closed(self, event: Any, status: str) -> list[dict[str, Any]]:
+        """The end of the last message."""
+        message = self._message()
+        where, item = self._where(message), self._text(message, status)
+        return [
+            event("output_text.done", **where, text=message.text, logprobs=[]),
+            event("content_part.done", **where, part=self._part(message)),
             event("output_item.done", output_index=where["output_index"], item=item),
         ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ramify.params import StructuredOutput
+from ramify.params import SamplingParams, StructuredOutput
 
 MAX_HELD_CHARS = 1 << 20  # of a call that does not end; then it is text
 
@@ -20,6 +20,16 @@ class Call:
     name: str
     arguments: str  # JSON
     id: str = ""
+
+
+Piece = str | Call  # of an answer: text, or a call
+
+
+def split(pieces: Iterable[Piece]) -> tuple[str, list[Call]]:
+    """The text of an answer and its calls, for whom their order does not matter."""
+    told = list(pieces)
+    text = "".join(one for one in told if isinstance(one, str))
+    return text, [one for one in told if isinstance(one, Call)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +65,14 @@ class CallParser:
         form: how this model writes calls.
         names: of the tools that were given; a call of another is text.
         forced: the answer is nothing but calls, as bare JSON.
+        single: one call is all that was asked for; further ones are dropped.
     """
 
-    def __init__(self, form: Format, names: Sequence[str], *, forced: bool = False) -> None:
+    def __init__(
+        self, form: Format, names: Sequence[str], *, forced: bool = False, single: bool = False
+    ) -> None:
         self._form = PLAIN if forced else form
+        self._single = single
         self._names = frozenset(names)
         self._held = ""
         self._inside = forced
@@ -66,43 +80,46 @@ class CallParser:
         self._seen_text = False
         self.calls: list[Call] = []
 
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """Text that can be shown now, and calls that are complete now."""
+    def feed(self, text: str) -> list[Piece]:
+        """What can be told now: text that can be shown, and complete calls, in their order."""
         self._held += text
-        shown, calls = "", list[Call]()
+        found: list[Piece] = []
         while True:
             if not self._inside:
-                piece = self._text_before_call()
-                shown += piece
+                self._say(found, self._text_before_call())
                 if not self._inside:
-                    break
+                    return found
             elif not self._form.end:
-                break  # complete when the answer is
+                return found  # complete when the answer is
             else:
                 end = self._held.find(self._form.end)
                 if end < 0:
                     if len(self._held) > MAX_HELD_CHARS:
-                        shown += self._give_up()
-                    break
+                        self._say(found, self._give_up())
+                    return found
                 body, self._held = self._held[:end], self._held[end + len(self._form.end) :]
                 self._inside = False
-                found = self._parse(body)
-                calls += found
-                if not found:
-                    shown += self._form.begin + body + self._form.end
-        self._seen_text |= bool(shown.strip())
-        return shown, calls
+                calls = self._parse(body)
+                if calls is None:
+                    self._say(found, self._form.begin + body + self._form.end)
+                else:
+                    found += calls
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
-        if self._inside:
-            found = self._parse(self._held)
-            if found:
-                self._held = ""
-                return "", found
-            return self._give_up(), []
-        held, self._held = self._held, ""
-        return held, []
+        calls = self._parse(self._held) if self._inside else None
+        if calls is not None:
+            self._held = ""
+            return [*calls]
+        found: list[Piece] = []
+        self._say(found, self._give_up() if self._inside else self._held)
+        self._held = ""
+        return found
+
+    def _say(self, found: list[Piece], text: str) -> None:
+        if text:
+            found.append(text)
+            self._seen_text |= bool(text.strip())
 
     def _text_before_call(self) -> str:
         begin = self._form.begin
@@ -130,26 +147,30 @@ class CallParser:
         shown, self._held, self._inside = self._held, "", False
         return self._mark + shown
 
-    def _parse(self, body: str) -> list[Call]:
-        """The calls of a body: one object, several, or a list of them; none if it is something else."""
+    def _parse(self, body: str) -> list[Call] | None:
+        """The calls of a body: one object, several, or a list of them; None if it is something else."""
         decoder, rest, found = json.JSONDecoder(), body.strip(), list[Any]()
         while rest:
             try:
                 value, end = decoder.raw_decode(rest)
             except (ValueError, RecursionError):
-                return []
+                return None
             found += value if isinstance(value, list) else [value]
             rest = rest[end:].lstrip("; \n\t")
+        if not found:
+            return None
         calls = []
         for one in found:
             name = one.get("name") if isinstance(one, Mapping) else None
             if name not in self._names:
-                return []
+                return None
             arguments = _object(one.get("arguments", one.get("parameters", {})))
             if arguments is None:
-                return []
+                return None
             text = json.dumps(arguments, ensure_ascii=False)
             calls.append(Call(str(name), text, f"call_{secrets.token_hex(12)}"))
+        if self._single:
+            calls = calls[: max(0, 1 - len(self.calls))]
         self.calls += calls
         return calls
 
@@ -162,6 +183,11 @@ def _object(arguments: object) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return arguments if isinstance(arguments, dict) else None
+
+
+def stop_after_call(params: SamplingParams, form: Format) -> SamplingParams:
+    """The same, but the answer ends with its first call, where that has an end of its own."""
+    return replace(params, stop=(*params.stop, form.end)) if form.end else params
 
 
 def tool_grammar(tools: Sequence[Mapping[str, Any]], chosen: str | None) -> StructuredOutput:

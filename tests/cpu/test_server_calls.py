@@ -1,0 +1,113 @@
+"""Calls of tools in the three APIs, over a fake device whose answers are scripted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from tests.cpu.test_server_turns import TALKER, Talk, ask, said
+
+NAMES = ("find", "count")
+SCHEMA: dict[str, Any] = {"type": "object"}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
+FLAT = [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES]
+THEIRS = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
+CALLS = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in NAMES]
+
+
+def answering(text: str) -> Talk:
+    """A server whose model always says this."""
+    talk = Talk(TALKER)
+    talk.answer = list(TALKER.encode(text, add_special_tokens=False))
+    return talk
+
+
+def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    """Of a streamed response."""
+    found = client.post("/v1/responses", json=body | {"stream": True})
+    assert found.status_code == 200, found.text
+    lines = [line[6:] for line in found.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines]
+
+
+def test_text_behind_a_call_is_an_item_of_its_own() -> None:
+    """Streamed and whole, with the places and the order in which they were written."""
+    wanted = [("message", "One."), ("function_call", "find"), ("message", "Two.")]
+    wanted.append(("function_call", "count"))
+    with answering(f"One.{CALLS[0]}Two.{CALLS[1]}").client() as client:
+        whole = ask(client, "/v1/responses", input="Go.", tools=FLAT, max_output_tokens=300)
+        told = events(client, input="Go.", tools=FLAT, max_output_tokens=300)
+
+    added = [one for one in told if one["type"] == "response.output_item.added"]
+    done = [one for one in told if one["type"] == "response.output_item.done"]
+    assert [one["output_index"] for one in added] == [0, 1, 2, 3]
+    assert [one["item"]["id"] for one in added] == [one["item"]["id"] for one in done]
+    assert len({one["item"]["id"] for one in added}) == 4
+    assert [one["sequence_number"] for one in told] == list(range(len(told)))
+    for output in (whole["output"], [one["item"] for one in done], told[-1]["response"]["output"]):
+        assert [(one["type"], _content(one)) for one in output] == wanted
+    for place, (kind, text) in enumerate(wanted):
+        pieces = [one["delta"] for one in told if _is_text_of(one, place)]
+        assert kind != "message" or "".join(pieces) == text
+
+
+def _content(item: dict[str, Any]) -> str:
+    found = item["name"] if item["type"] == "function_call" else item["content"][0]["text"]
+    return str(found)
+
+
+def _is_text_of(event: dict[str, Any], place: int) -> bool:
+    return bool(event["type"] == "response.output_text.delta" and event["output_index"] == place)
+
+
+def test_one_call_where_no_more_were_asked_for() -> None:
+    """The answer ends there: nothing is computed that would be dropped."""
+    text = "".join(CALLS)
+    with answering(text).client() as client:
+        talk = said("Go.")
+        many = ask(client, "/v1/chat/completions", messages=talk, tools=TOOLS, max_tokens=300)
+        one = ask(
+            client,
+            "/v1/chat/completions",
+            messages=talk,
+            tools=TOOLS,
+            max_tokens=300,
+            parallel_tool_calls=False,
+        )
+        message = ask(
+            client,
+            "/v1/messages",
+            model="m",
+            messages=talk,
+            tools=THEIRS,
+            max_tokens=300,
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )
+        response = ask(
+            client, "/v1/responses", input="Go.", tools=FLAT, parallel_tool_calls=False,
+            max_output_tokens=300,
+        )  # fmt: skip
+
+    calls = [found["choices"][0]["message"]["tool_calls"] for found in (many, one)]
+    assert [[call["function"]["name"] for call in found] for found in calls] == [
+        ["find", "count"],
+        ["find"],
+    ]
+    assert one["choices"][0]["finish_reason"] == "tool_calls"
+    assert one["usage"]["completion_tokens"] < many["usage"]["completion_tokens"]
+    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+
+
+def test_a_conversation_is_tokenized_with_or_without_the_opening() -> None:
+    """Of the answer, as it is asked for."""
+    with answering("").client() as client:
+        body = {"messages": said("Go.")}
+        opened = ask(client, "/tokenize", **body)["tokens"]
+        plain = ask(client, "/tokenize", **body, add_generation_prompt=False)["tokens"]
+
+    assert TALKER.decode(opened, False).endswith("<|end|><|assistant|>")
+    assert TALKER.decode(plain, False).endswith("Go.<|end|>")
