@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,9 @@ from ramify.engine.core import StepOutput
 from ramify.params import RequestOutput
 
 MERGE_EVERY = 64  # increments that a slow reader has not taken: then they become one
+# Readers that one turn of the event loop wakes. What each of them does with its increment adds up to
+# the time in which the loop does nothing else; those who wait longer get more of it at once.
+WOKEN_AT_ONCE = 16
 
 Told = (
     StepOutput | int | Exception
@@ -28,6 +32,7 @@ class Outlet:
         self._ready: list[tuple[Inbox, Told]] = []
         self._new: list[tuple[Inbox, Told]] = []  # of the engine's thread alone
         self._is_called = False
+        self._due: deque[Inbox] = deque()  # to be woken; of the loop's thread alone
 
     def put(self, inbox: Inbox, told: Told) -> None:
         """Keep something for the next `flush`. In the engine's thread."""
@@ -53,8 +58,22 @@ class Outlet:
         with self._lock:
             ready, self._ready = self._ready, []
             self._is_called = False
+        is_waking = bool(self._due)
         for inbox, told in ready:
             inbox.receive(told)
+            if not inbox.is_due:
+                inbox.is_due = True
+                self._due.append(inbox)
+        if not is_waking:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake some readers, and the others after whatever else the loop has to do."""
+        for _ in range(min(WOKEN_AT_ONCE, len(self._due))):
+            self._due.popleft().wake()
+        loop = self._loop()
+        if self._due and loop is not None:
+            loop.call_soon(self._wake)
 
 
 class Inbox:
@@ -65,6 +84,7 @@ class Inbox:
 
     def __init__(self, outlet: Outlet, *, is_whole: bool) -> None:
         self.outlet, self.is_whole = outlet, is_whole  # whole: only the last increment is wanted
+        self.is_due = False  # the outlet is going to wake the reader
         self.is_abandoned = False  # nobody reads it any more; the engine may look
         self.request_id_of_core: int | None = None  # written and read by the engine's thread
         self.request_id: int | None = None
@@ -83,6 +103,10 @@ class Inbox:
             waiting.append(told)
             if len(waiting) > MERGE_EVERY:
                 waiting[:] = [merged(waiting)]
+
+    def wake(self) -> None:
+        """Let the reader look."""
+        self.is_due = False
         self._told.set()
 
     async def wait(self) -> None:

@@ -53,6 +53,8 @@ STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (measur
 _PANEL, _STRIP, _GROUPS, _TILES = PANEL, STRIP, GROUPS, TILES  # globals are constants to Numba
 _ROUND = 8  # rows are packed so many elements at a time
 
+_LARGEST = len(TILES) - 1
+
 STORE, ADD, GATE = range(3)  # what becomes of the sums
 
 _jit = njit(nogil=True, error_model="numpy")
@@ -192,6 +194,19 @@ def _store_rows(
 
 
 @_jit
+def _num_small(tile: int, rows: int) -> int:
+    """How many tiles of a block are of the next smaller kind, so that few rows are computed in vain."""
+    found, least = 0, -(-rows // _TILES[tile]) * _TILES[tile]
+    if tile == _LARGEST:
+        for count in (1, 2):
+            left = max(0, rows - count * _TILES[tile - 1])
+            total = count * _TILES[tile - 1] + -(-left // _TILES[tile]) * _TILES[tile]
+            if total < least:
+                found, least = count, total
+    return found
+
+
+@_jit
 def _multiply_block(
     product: Product,
     tile: int,
@@ -205,8 +220,12 @@ def _multiply_block(
     """A block of rows, packed already, times panels [from, to)."""
     size = 4 if product.kind == F32 else 2
     width, tile_rows, (panel, end) = product.width, _TILES[tile], panels
-    num_tiles = -(-rows // tile_rows)
-    b_stride, c_stride = size * _PANEL * width, 4 * _PANEL * tile_rows * num_tiles
+    num_small = _num_small(tile, rows)
+    small_rows = _TILES[tile - 1] if num_small else tile_rows
+    num_large = -(-(rows - num_small * small_rows) // tile_rows)
+    large = num_large * tile_rows  # rows in large tiles
+    padded = large + num_small * small_rows
+    b_stride, c_stride = size * _PANEL * width, 4 * _PANEL * padded
     unit = 2 if product.mode == GATE else 1  # panels that make one of the result
     while panel < end:
         group = _GROUPS[tile]
@@ -215,15 +234,19 @@ def _multiply_block(
         several = max(group, unit)
         for p in range(several):
             bias = product.bias + 4 * _PANEL * (panel + p) if product.bias else 0
-            fill_rows(sums + c_stride * p, bias, tile_rows * num_tiles)
+            fill_rows(sums + c_stride * p, bias, padded)
         for p in range(0, several, group):
             weight, into = product.weight + b_stride * (panel + p), sums + c_stride * p
             for k in range(0, width, _STRIP):
                 depth, b = min(_STRIP, width - k), weight + size * _PANEL * k
-                for t in range(num_tiles):
+                for t in range(num_large):
                     a = packed + 4 * tile_rows * (t * width + k)
                     c = into + 4 * _PANEL * tile_rows * t
                     _add_strip(product.kind, tile, group, a, b, b_stride, c, c_stride, depth)
+                for t in range(num_small):
+                    row = large + t * small_rows
+                    a, c = packed + 4 * (row * width + small_rows * k), into + 4 * _PANEL * row
+                    _add_strip(product.kind, tile - 1, group, a, b, b_stride, c, c_stride, depth)
         for p in range(0, several, unit):
             at = (panel + p) // unit * _PANEL
             out = product.out + product.out_stride * first + size * at
@@ -270,9 +293,13 @@ def _multiply(numbers: Any, eps: float, scratch: Any, counter: Any) -> None:
             rows = min(block_rows, product.num_rows - first)
             if block != ready:
                 ready = block
-                for r in range(0, rows, tile_rows):
-                    into, count = packed + 4 * product.width * r, min(tile_rows, rows - r)
-                    _pack(product, eps, first + r, count, into, tile_rows, lines)
+                num_small, r = _num_small(tile, rows), 0
+                while r < rows:
+                    is_small = num_small and rows - r <= num_small * _TILES[tile - 1]
+                    size = _TILES[tile - 1] if is_small else tile_rows
+                    into, count = packed + 4 * product.width * r, min(size, rows - r)
+                    _pack(product, eps, first + r, count, into, size, lines)
+                    r += size
             panels = (
                 unit * (num_units * piece // pieces),
                 unit * (num_units * (piece + 1) // pieces),
