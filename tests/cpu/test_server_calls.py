@@ -64,7 +64,7 @@ def _is_text_of(event: dict[str, Any], place: int) -> bool:
 
 def test_one_call_where_no_more_were_asked_for() -> None:
     """The answer ends there: nothing is computed that would be dropped."""
-    text = "".join(CALLS)
+    text = "\n".join(CALLS)
     with answering(text).client() as client:
         talk = said("Go.")
         many = ask(client, "/v1/chat/completions", messages=talk, tools=TOOLS, max_tokens=300)
@@ -95,6 +95,7 @@ def test_one_call_where_no_more_were_asked_for() -> None:
         ["find", "count"],
         ["find"],
     ]
+    assert many["choices"][0]["message"]["content"] is None
     assert one["choices"][0]["finish_reason"] == "tool_calls"
     assert one["usage"]["completion_tokens"] < many["usage"]["completion_tokens"]
     assert [block["type"] for block in message["content"]] == ["tool_use"]
@@ -111,3 +112,36 @@ def test_a_conversation_is_tokenized_with_or_without_the_opening() -> None:
 
     assert TALKER.decode(opened, False).endswith("<|end|><|assistant|>")
     assert TALKER.decode(plain, False).endswith("Go.<|end|>")
+
+
+def test_an_echoed_answer_is_one_message_again() -> None:
+    """Whether the client sends the items back or names the response: the same prompt."""
+    talk = answering(f"One.{CALLS[0]}\nTwo.{CALLS[1]}")
+    with talk.client() as client:
+        first = ask(client, "/v1/responses", input="Go.", tools=FLAT, max_output_tokens=300)
+        calls = [item for item in first["output"] if item["type"] == "function_call"]
+        results = [
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
+            for call in calls
+        ]
+        named = {"input": results, "previous_response_id": first["id"]}
+        echoed = {"input": [{"role": "user", "content": "Go."}, *first["output"], *results]}
+        prompts = []
+        for body in (named, echoed):
+            ask(client, "/v1/responses", **body, tools=FLAT, max_output_tokens=10)
+            prompts.append(talk.generations[-1].job.prompt.text)
+
+    assert prompts[0] == prompts[1]
+    assert prompts[0].count("<|assistant|>") == 2
+
+
+def test_an_answer_of_nothing_is_announced_too() -> None:
+    """Its item is in the stream before it is in the end."""
+    with answering("").client() as client:
+        told = events(client, input="Go.", max_output_tokens=9)
+
+    kinds = [one["type"].removeprefix("response.") for one in told]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
+        "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip

@@ -58,7 +58,8 @@ def message_job(request: MessageRequest, service: Service, owner: str = "") -> J
         stop=request.stop_sequences or (),
         **others,
     )
-    if tools and choice is not None and choice.disable_parallel_tool_use:
+    may_call = choice is not None and choice.type == "auto"  # a forced call is one in any case
+    if tools and may_call and choice is not None and choice.disable_parallel_tool_use:
         params = stop_after_call(params, format_of(service.chat_template))
     return Job(
         prompt=prompt,

@@ -155,7 +155,7 @@ def chat_job(
         others["structured"] = tool_grammar(tools, chosen_tool(request.tool_choice, request.tools))
     limit = request.max_completion_tokens or request.max_tokens
     params = sampling_params(request, max_tokens=1 if prewarms(request) else limit, **others)
-    if tools and request.parallel_tool_calls is False:
+    if tools and request.parallel_tool_calls is False and "structured" not in others:
         params = stop_after_call(params, format_of(service.chat_template))
     record = Record(
         model=model,

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from ramify.errors import RamifyError
+from ramify.params import FinishReason
 from ramify.server.errors import as_api_error
 from ramify.server.openai_answers import ChatAnswer
 from ramify.server.openai_types import ChatMessage, ChatRequest, FunctionCall, ToolCall
 from ramify.server.prompts import Known
 from ramify.server.responses import INSTRUCTIONS, ResponsesRequest, Turn
 from ramify.server.service import Generation, Service
-from ramify.server.tools import Call
+from ramify.server.tools import Call, Piece
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class ResponseAnswer:
         self.generation = generation
         self.inner = ChatAnswer(service, chat, generation)
         self._items: list[Message | Call] = []
+        self._is_open = False  # the last one is a message that grows, in a stream
 
     @property
     def _choice(self) -> Any:
@@ -121,7 +123,9 @@ class ResponseAnswer:
             for item in self._items
         ]
         body = self._body("incomplete" if cut and show else "completed", output)
-        if cut and show:
+        told = self.generation.output
+        aborted = told is not None and told.completions[0].finish_reason is FinishReason.ABORT
+        if cut and show and not aborted:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
@@ -207,27 +211,11 @@ class ResponseAnswer:
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
-        is_open, show = False, self.generation.job.answer
+        show = self.generation.job.answer
         async for step in self.generation:
             pieces = self._choice.add(step)
             for piece in pieces if show else ():
-                if isinstance(piece, str):
-                    message = self._message()
-                    where = self._where(message)
-                    if not is_open:
-                        is_open, place = True, where["output_index"]
-                        item = self._text(message, "in_progress")
-                        yield event("output_item.added", output_index=place, item=item)
-                        part = self._part(message)
-                        yield event("content_part.added", **where, part=part)
-                    message.text += piece
-                    yield event("output_text.delta", **where, delta=piece, logprobs=[])
-                    continue
-                if is_open:
-                    is_open = False
-                    for told in self._closed(event, "completed"):
-                        yield told
-                for told in self._called(event, piece):
+                for told in self._told(event, piece):
                     yield told
         try:
             self.generation.raise_error()
@@ -235,8 +223,11 @@ class ResponseAnswer:
             failed = {"code": "server_error", "message": as_api_error(error).message}
             yield event("failed", response=self._body("failed", []) | {"error": failed})
             return
+        if show and not self._items:  # it said nothing
+            for told in self._opened(event):
+                yield told
         end = self._end()
-        if is_open:
+        if self._is_open:
             status = "incomplete" if end["status"] == "incomplete" else "completed"
             for told in self._closed(event, status):
                 yield told
@@ -245,6 +236,17 @@ class ResponseAnswer:
     def _where(self, message: Message) -> dict[str, Any]:
         place = len(self._items) - 1
         return {"item_id": message.id, "output_index": place, "content_index": 0}
+
+    def _told(self, event: Any, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece of the answer adds to the stream."""
+        if isinstance(piece, Call):
+            closed = self._closed(event, "completed") if self._is_open else []
+            return [*closed, *self._called(event, piece)]
+        begun = [] if self._is_open else self._opened(event)
+        message = self._message()
+        message.text += piece
+        delta = event("output_text.delta", **self._where(message), delta=piece, logprobs=[])
+        return [*begun, delta]
 
     def _called(self, event: Any, call: Call) -> list[dict[str, Any]]:
         """A call, whole."""
@@ -260,8 +262,19 @@ class ResponseAnswer:
             event("output_item.done", **place, item=done),
         ]
 
+    def _opened(self, event: Any) -> list[dict[str, Any]]:
+        """The beginning of a message."""
+        self._is_open = True
+        message = self._message()
+        where, item = self._where(message), self._text(message, "in_progress")
+        return [
+            event("output_item.added", output_index=where["output_index"], item=item),
+            event("content_part.added", **where, part=self._part(message)),
+        ]
+
     def _closed(self, event: Any, status: str) -> list[dict[str, Any]]:
         """The end of the last message."""
+        self._is_open = False
         message = self._message()
         where, item = self._where(message), self._text(message, status)
         return [

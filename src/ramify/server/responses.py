@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ramify.server.errors import ApiError
-from ramify.server.openai_requests import chat_job
+from ramify.server.openai_requests import chat_job, content_text
 from ramify.server.openai_types import (
     MAX_MESSAGES,
     ChatMessage,
@@ -218,7 +218,13 @@ def _add(messages: list[ChatMessage], item: InputItem, where: str) -> None:
             ]
         else:
             content = item.content
-        messages.append(ChatMessage(item.role, content))
+        last = messages[-1] if messages else None
+        if item.role == "assistant" and last and last.role == "assistant" and last.tool_calls:
+            # text behind a call is an item of its own in an answer, and no message in a template
+            joined = content_text(last.content, where) + content_text(content, where)
+            messages[-1] = msgspec.structs.replace(last, content=joined)
+        else:
+            messages.append(ChatMessage(item.role, content))
     elif item.type == "function_call":
         if item.name is None:
             raise ApiError(400, "a call needs a name", param=f"{where}.name")

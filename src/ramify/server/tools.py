@@ -77,7 +77,8 @@ class CallParser:
         self._held = ""
         self._inside = forced
         self._mark = ""  # that began the call, if one did
-        self._seen_text = False
+        self._seen_text = self._after_call = False
+        self._blank = ""  # white space before what may be a call: it is no text if it is one
         self.calls: list[Call] = []
 
     def feed(self, text: str) -> list[Piece]:
@@ -101,9 +102,11 @@ class CallParser:
                 self._inside = False
                 calls = self._parse(body)
                 if calls is None:
-                    self._say(found, self._form.begin + body + self._form.end)
+                    self._say(found, self._blank + self._form.begin + body + self._form.end)
                 else:
                     found += calls
+                    self._after_call = True
+                self._blank = ""
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
@@ -112,7 +115,10 @@ class CallParser:
             self._held = ""
             return [*calls]
         found: list[Piece] = []
-        self._say(found, self._give_up() if self._inside else self._held)
+        if self._inside:
+            self._say(found, self._give_up())
+        elif self._held.strip() or not self._after_call:
+            self._say(found, self._held)
         self._held = ""
         return found
 
@@ -120,6 +126,7 @@ class CallParser:
         if text:
             found.append(text)
             self._seen_text |= bool(text.strip())
+            self._after_call = False
 
     def _text_before_call(self) -> str:
         begin = self._form.begin
@@ -127,7 +134,8 @@ class CallParser:
         if not self._seen_text and self._form.bare and bare.startswith(self._form.bare):
             self._inside, self._mark = True, ""
             return ""
-        if not bare and not self._seen_text:
+        may_part = self._after_call or not self._seen_text  # white space may stand between calls
+        if not bare and may_part:
             return ""
         if not begin:
             shown, self._held = self._held, ""
@@ -137,15 +145,20 @@ class CallParser:
             shown = self._held[:place]
             self._held = self._held[place + len(begin) :]
             self._inside, self._mark = True, begin
+            if may_part and not shown.strip():
+                self._blank, shown = shown, ""
             return shown
         keep = next((n for n in range(len(begin) - 1, 0, -1) if self._held.endswith(begin[:n])), 0)
         shown = self._held[: len(self._held) - keep]
+        if may_part and not shown.strip():
+            return ""
         self._held = self._held[len(self._held) - keep :]
         return shown
 
     def _give_up(self) -> str:
         shown, self._held, self._inside = self._held, "", False
-        return self._mark + shown
+        blank, self._blank = self._blank, ""
+        return blank + self._mark + shown
 
     def _parse(self, body: str) -> list[Call] | None:
         """The calls of a body: one object, several, or a list of them; None if it is something else."""
