@@ -50,9 +50,8 @@ BLOCK_KEYS = 256
 DIRECT_ROWS = 8  # up to so many rows of a task read a block where it lies; more have it laid out
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
 _DIRECT, _DIRECT_TILE, _AT_ONCE = DIRECT_ROWS, direct.TILES[-1], direct.KEYS
-_scores, _mix = direct.scores, direct.mix
+_scores, _mix, _LINE = direct.scores, direct.mix, direct.LINE
 _NOTHING = np.float32(-np.inf)
-_LINE = 64  # bytes of a cache line
 
 
 class Part(NamedTuple):
@@ -356,7 +355,8 @@ def _attend_task(
 ) -> None:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
-    While a block is laid out or read, what comes next is fetched: K/V of the next head, or block.
+    While a block is laid out, what comes next is fetched: K/V of the next head, or block. Few rows
+    read it where it lies, and `direct` fetches a little ahead.
     """
     seq, first, count, head0, head1, group0, group1, block0, block1 = task
     depth, stride, num_heads = shape.key_dim, shape.value_stride, shape.num_heads

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -22,9 +21,9 @@ from ramify.attention.simd import (
     _const,
     _f32,
     _fill,
-    _i32,
     _i64,
     _load,
+    _prefetch,
     _step,
     _store,
     _transposed,
@@ -57,15 +56,6 @@ def _rows(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[A
         row = builder.select(builder.icmp_signed("<", _i64(r), last), _i64(r), last)
         found.append(builder.add(base, builder.mul(stride, row)))
     return found
-
-
-def _fetch(builder: Any, address: Any) -> None:
-    """Begin to fetch the line of an address into the first level; any address will do."""
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, keep, data = _i32(0), _i32(3), _i32(1)
-    builder.call(fetch, [builder.inttoptr(address, pointer), read, keep, data])
 
 
 def _offset(builder: Any, offsets: Any, index: Any) -> Any:
@@ -119,7 +109,7 @@ def scores(
                         key = builder.add(builder.and_(line, _i64(KEYS - 1)), later)
                         at = builder.add(source, _offset(builder, offsets, key))
                         part_of_it = builder.mul(builder.lshr(line, _i64(3)), _i64(LINE))
-                        _fetch(builder, builder.add(at, part_of_it))
+                        _prefetch(builder, builder.add(at, part_of_it), 3)
                     for d, column in enumerate(_transposed(builder, found)):
                         place = builder.add(builder.mul(loop.index, _i64(32)), _i64(4 * d))
                         for row, one in zip(rows, sums, strict=True):
@@ -181,7 +171,7 @@ def mix(
                     later = builder.add(keys.index, _i64(AHEAD))
                     ahead = builder.add(start, _offset(builder, offsets, later))
                     for line in range(0, 8 * vectors * SIZES[stored], LINE):
-                        _fetch(builder, builder.add(ahead, _i64(line)))
+                        _prefetch(builder, builder.add(ahead, _i64(line)), 3)
                     value = [
                         _widen(builder, builder.add(at, _i64(8 * v * SIZES[stored])), stored)
                         for v in range(vectors)

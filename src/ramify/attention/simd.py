@@ -434,16 +434,21 @@ def put_float(_: Any, address: Any, value: Any) -> Any:
     return types.void(_int, _float), code
 
 
+def _prefetch(builder: Any, address: Any, level: int) -> None:
+    """Begin to fetch the cache line of an address; level 3 is the nearest, 2 the one behind it."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, data = _i32(0), _i32(1)
+    builder.call(fetch, [builder.inttoptr(address, pointer), read, _i32(level), data])
+
+
 @intrinsic
 def prefetch(_: Any, address: Any) -> Any:
     """Begin to fetch the cache line of an address; any address will do."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, data = _i32(0), _i32(2), _i32(1)  # to read, into the second level, data
-        builder.call(fetch, [builder.inttoptr(args[0], pointer), read, keep, data])
+        _prefetch(builder, args[0], 2)
         return context.get_dummy_value()
 
     return types.void(_int), code
