@@ -203,7 +203,7 @@ class Engine:
     def cached_kv(self, tokens: Prompt) -> Tensor:
         """All that is cached of the longest prefix: see `kv_bits`."""
         cache, pool = self.core.cache, self.executor.runner.pool
-        lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespace))
+        lease = cache.acquire(CacheKey(array("i", tokens), self.core.places.base))
         pages = torch.tensor(lease.pages, dtype=torch.int64)
         cache.release(lease)
         slots = pages[:, None] * pool.page_size + torch.arange(pool.page_size)

@@ -45,7 +45,7 @@ def spoil(pool: KVPool, pages: list[int], plane: str) -> None:
 
 
 def cached_pages(llm: LLM, tokens: list[int]) -> list[int]:
-    lease = llm.core.cache.acquire(CacheKey(tokens, llm.core.namespace))
+    lease = llm.core.cache.acquire(CacheKey(tokens, llm.core.places.base))
     llm.core.cache.release(lease)
     return list(lease.pages)
 
@@ -61,7 +61,7 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     prompts = [[*STEM, 70], [*STEM, 71, 72], [80, 81, 82, 83, 84]]
     expected = answers(llm.generate(prompts, PARAMS))
     if is_pinned:
-        llm.core.cache.pin(CacheKey(STEM[:8], llm.core.namespace), "somebody")
+        llm.core.cache.pin(CacheKey(STEM[:8], llm.core.places.base), "somebody")
     spoil(llm.runner.pool, cached_pages(llm, STEM)[3:4], plane)
 
     outputs = llm.generate(prompts, PARAMS)

@@ -56,7 +56,7 @@ def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixtu
     llm.generate([STEM], PARAMS)
     executor: Any = llm.core.executor
     plane = executor.runner.pool.planes(0)["k"]
-    lease = llm.cache.core.acquire(CacheKey(STEM, llm.core.namespace))
+    lease = llm.cache.core.acquire(CacheKey(STEM, llm.core.places.base))
     with torch.inference_mode():
         plane[lease.pages[2]] += 0.5
     llm.cache.core.release(lease)

@@ -45,6 +45,31 @@ def test_warm_prompts_are_there_before_the_first_request(tmp_path: Path) -> None
     assert "Rome" not in running.log
 
 
+def test_a_public_prefix_is_read_by_every_key(tmp_path: Path) -> None:
+    """From the first request on, through both APIs; what follows is found by its own key only."""
+    system = "You answer questions about the harbour of Oslo, and about nothing else at all. " * 2
+    public = tmp_path / "public.jsonl"
+    public.write_text(json.dumps({"messages": [{"role": "system", "content": system}]}))
+    options = ("--public", str(public), "--api-key", "ann", "--api-key", "bob")
+    running = start_server(tmp_path / "log", *options)
+    question = {"role": "user", "content": "How deep is the water at the eastern pier, and why?"}
+    body = {"model": "ramify-tiny", "max_tokens": 2}
+
+    def read(key: str) -> tuple[int, int]:
+        asked = [{"role": "system", "content": system}, question]
+        chat = running.openai(key).chat.completions.create(messages=asked, **body)
+        told = running.anthropic(key).messages.create(system=system, messages=[question], **body)
+        details = chat.usage.prompt_tokens_details
+        return details.cached_tokens, told.usage.cache_read_input_tokens
+
+    (first, again), (theirs, theirs_again) = read("ann"), read("bob")
+
+    assert first == theirs >= 16
+    assert again == theirs_again > first
+    assert running.stop() == 0
+    assert "Oslo" not in running.log
+
+
 def test_sigterm_lets_a_stream_end(tmp_path: Path) -> None:
     """New requests are refused meanwhile; the exit code is 0."""
     running = start_server(tmp_path / "log")
@@ -87,6 +112,7 @@ def until_logged(running: Running, words: str) -> None:
         ("--host", "0.0.0.0"),
         ("--api-key-file", "/nowhere/keys"),
         ("--warm", "/nowhere/prompts"),
+        ("--public", "/nowhere/prompts"),
         ("--record", "/nowhere/record"),
         ("--page-size", "0"),
     ],

@@ -299,7 +299,7 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
             def pin(core: EngineCore) -> None:
                 from ramify.cache import CacheKey
 
-                core.cache.pin(CacheKey(range(1, 24), core.namespace), "a test")
+                core.cache.pin(CacheKey(range(1, 24), core.places.base), "a test")
 
             await llm.run(pin)
             refused = await llm.generate(list(range(24, 48)), asked(20))

@@ -220,7 +220,7 @@ def test_a_recheck_shares_nothing_that_its_request_did_not() -> None:
         bench.core.step()
 
     assert bench.core.rechecks.num_checked == 1
-    known = CacheKey([*[1] * 16, 2, 3, 4, 5, 6], bench.core.namespace)
+    known = CacheKey([*[1] * 16, 2, 3, 4, 5, 6], bench.core.places.base)
     assert bench.core.cache.match(known).num_tokens == 8
 
 
@@ -242,7 +242,7 @@ def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budge
     assert report.read_tokens + report.shared_tokens == limit // 4 * 4
 
     context = [*prompt, *outputs[first].token_ids]
-    found = core.cache.match(CacheKey(context, core.namespace)).num_tokens
+    found = core.cache.match(CacheKey(context, core.places.base)).num_tokens
     assert found == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
     assert list(outputs[first].token_ids) == expected(prompt, 9, ends=())
     bench.assert_nothing_leaked()

@@ -93,7 +93,7 @@ def test_no_prefix_is_found_across_epochs() -> None:
         computed = bench.core.num_computed_tokens
         bench.run()
         assert bench.core.num_computed_tokens == computed + len(PROMPT)
-        old = bench.core.namespace
+        old = bench.core.places.base
         change_weights(bench.core, device.swap)
         assert bench.core.cache.match(CacheKey(array("i", PROMPT), old)).num_tokens == 8
 
@@ -111,7 +111,7 @@ def test_weights_that_cannot_be_put_in_change_nothing() -> None:
     bench.check()
 
     assert list(bench.run()[request].token_ids) == expected(PROMPT, 4, ends=())
-    assert bench.core.namespace == b""
+    assert bench.core.places.base == b""
 
 
 def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> None:

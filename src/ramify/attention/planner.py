@@ -353,9 +353,9 @@ class RadixAttentionPlanner:
         longer = []
         for i, one in enumerate(sequences):
             unlike = array("i", [2**31 - 1 - i]) * num_tokens  # no two share them, nor does a text
-            longer.append(
-                RadixSequence(one.tokens + unlike, one.namespace, one.reuse, media=one.media)
-            )
+            twin = one.twin()
+            twin.tokens.extend(unlike)
+            longer.append(twin)
         limits = [len(one.tokens) for one in longer]
         try:
             require_plannable(longer, limits, self.table)

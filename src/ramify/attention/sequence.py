@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ramify.cache.key import CacheKey
-from ramify.cache.marks import Media
+from ramify.cache.marks import Media, Salt
 from ramify.cache.values import Lease
 
 
@@ -15,10 +15,11 @@ from ramify.cache.values import Lease
 class RadixSequence:
     """One request as the planner sees it.
 
-    The caller owns `tokens` and may append to it between steps, and `num_draft` until `commit`; `namespace`, `reuse`, `media`
-    and `max_shared` are fixed. `reuse=False` reads nothing from the cache but publishes what it computes. The
-    tokens of a segment of `media` are known by its content, whatever ids stand there. The rest is
-    the planner's to write and everyone's to read.
+    The caller owns `tokens` and may append to it between steps, and `num_draft` until `commit`;
+    `namespace`, `reuse`, `media`, `salts` and `max_shared` are fixed. `reuse=False` reads nothing
+    from the cache but publishes what it computes. The tokens of a segment of `media` are known by
+    its content, whatever ids stand there. A salt may begin where no token is yet. The rest is the
+    planner's to write and everyone's to read.
     """
 
     tokens: array[int]
@@ -34,6 +35,7 @@ class RadixSequence:
     released: bool = False
     order: int = 0  # when it was planned; a leader comes before its followers
     media: Sequence[Media] = field(default=(), kw_only=True)
+    salts: Sequence[Salt] = field(default=(), kw_only=True)
     num_draft: int = 0  # of `tokens`, at the end: guesses, which nobody else may attach to
     max_shared: int | None = field(default=None, kw_only=True)  # tokens that others may attach to
 
@@ -54,6 +56,7 @@ class RadixSequence:
             self.namespace,
             self.reuse,
             media=self.media,
+            salts=self.salts,
             max_shared=self.max_shared,
         )
 
@@ -64,6 +67,8 @@ class RadixSequence:
 
     def key(self, num_tokens: int) -> CacheKey:
         """The cache key of the first `num_tokens` tokens; they may end inside a media segment."""
-        if not self.media:
+        if not self.media and not self.salts:
             return CacheKey(self.tokens[:num_tokens], self.namespace)
-        return CacheKey(self.tokens, self.namespace, media=self.media).prefix(num_tokens)
+        salts = [salt for salt in self.salts if salt.start < len(self.tokens)]
+        whole = CacheKey(self.tokens, self.namespace, media=self.media, salts=salts)
+        return whole.prefix(num_tokens)

@@ -27,7 +27,8 @@ class Explanation:
       cleared, predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` when, `idle_s` how long
       it had not been used by then; `pin_refused` is set if it was to be pinned;
     - "diverged": a cached prompt goes along up to token `diverged_at` and on differently:
-      `sibling` has its atoms from the end of the hit on, as packed int32;
+      `sibling` has its atoms from the end of the hit on, as packed int32. What lies behind a salt
+      that the key does not have is never told, nor that it is there;
     - "namespace": nothing here, but `other_namespace` has `other_tokens` of it;
     - "never_seen": nothing begins like this, or it was forgotten.
     """
@@ -89,7 +90,8 @@ def explain_key(
     if part and covered == tree.resident[part] < tree.length[part]:
         child, inside = part, covered  # the rest of this node was evicted
     elif part:
-        return _or_elsewhere(tree, root, usable, _diverged(tree, part, covered, key, hit), key)
+        here = _diverged(tree, part, covered, key, hit) or Explanation(total, hit, "never_seen")
+        return _or_elsewhere(tree, root, usable, here, key)
     else:
         child, inside = tree.index.find(node, atoms, position) if root else 0, 0
     if child:
@@ -114,31 +116,35 @@ def explain_key(
                 idle_s=max(0.0, ghosts.evicted_s[child] - tree.used_s[child]),
                 pin_refused=pin_refused,
             )
-        return _or_elsewhere(tree, root, usable, _diverged(tree, child, inside, key, hit), key)
+        here = _diverged(tree, child, inside, key, hit) or Explanation(total, hit, "never_seen")
+        return _or_elsewhere(tree, root, usable, here, key)
     near = _nearest(tree, node, key, hit) if root else None
     near = near or Explanation(total, hit, "never_seen")
     return _or_elsewhere(tree, root, usable, near, key)
 
 
-def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) -> Explanation:
+def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) -> Explanation | None:
+    """That a node goes on differently from one of its pages on; None if it does so in private."""
     edge = tree.edge(node)[page * tree.page_bytes :]
-    rest = memoryview(key.atoms)[hit * ATOM_BYTES :]
-    same = shared_pages(edge, 0, rest, ATOM_BYTES)
+    same = shared_pages(edge, 0, memoryview(key.atoms)[hit * ATOM_BYTES :], ATOM_BYTES)
+    for at, mark in tree.marks_from(node, page):
+        if at >= same and mark.salt is not None:  # not among the key's
+            edge = edge[: at * ATOM_BYTES]
+            break
+    if same * ATOM_BYTES == len(edge):
+        return None
     return Explanation(len(key), hit, "diverged", diverged_at=hit + same, sibling=edge)
 
 
 def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation | None:
     """Of the newest children of a node, the one whose first page goes along furthest."""
-    rest = memoryview(key.atoms)[hit * ATOM_BYTES :]
-    best, best_edge = -1, b""
+    best, furthest = None, hit - 1
     for child in islice(tree.children(node), MAX_SIBLINGS):
         if tree.resident[child] and not tree.holder[child]:
-            same = shared_pages(tree.edge(child), 0, rest, ATOM_BYTES)
-            if same > best:
-                best, best_edge = same, tree.edge(child)
-    if best < 0 or not (best or hit):
-        return None
-    return Explanation(len(key), hit, "diverged", diverged_at=hit + best, sibling=best_edge)
+            found = _diverged(tree, child, 0, key, hit)
+            if found is not None and (found.diverged_at or 0) > furthest:
+                best, furthest = found, found.diverged_at or 0
+    return best if furthest > 0 else None
 
 
 def _or_elsewhere(

@@ -64,13 +64,14 @@ class Salt:
 class Mark:
     """One (kind, digest) and the atom that stands for it in this process."""
 
-    __slots__ = ("__weakref__", "atom", "digest", "kind")
+    __slots__ = ("__weakref__", "atom", "digest", "kind", "salt")
 
-    def __init__(self, kind: bytes, digest: bytes, atom: int) -> None:
+    def __init__(self, kind: bytes, digest: bytes, atom: int, salt: bytes | None) -> None:
         self.kind, self.digest, self.atom = kind, digest, atom
+        self.salt = salt  # what begins to be private here; None at the content of a segment
 
     def __reduce__(self) -> tuple[object, ...]:
-        return mark_of, (self.kind, self.digest)
+        return mark_of, (self.kind, self.digest, self.salt)
 
 
 Marks = tuple[tuple[int, Mark], ...]  # positions of marked atoms, ascending
@@ -79,7 +80,7 @@ _marks: WeakValueDictionary[tuple[bytes, bytes], Mark] = WeakValueDictionary()
 _numbers = count(_FIRST)
 
 
-def mark_of(kind: bytes, digest: bytes) -> Mark:
+def mark_of(kind: bytes, digest: bytes, salt: bytes | None = None) -> Mark:
     """The mark of a digest: the same object for the same digest while anybody uses it."""
     mark = _marks.get((kind, digest))
     if mark is None:
@@ -89,7 +90,7 @@ def mark_of(kind: bytes, digest: bytes) -> Mark:
                 f"{number - _FIRST} different contents were used in this process, which is all "
                 "there are numbers for; restart it"
             )
-        mark = _marks[kind, digest] = Mark(kind, digest, -number)
+        mark = _marks[kind, digest] = Mark(kind, digest, -number, salt)
     return mark
 
 
@@ -145,7 +146,8 @@ def apply_marks(
         below = found[at].digest if at in found else atoms[at].to_bytes(4, "little", signed=True)
         named = hashlib.blake2b(below, digest_size=DIGEST_BYTES, person=b"ramify-salt")
         named.update(raw)  # `below` has one of two lengths, and the kind says which
-        found[at] = mark_of(b"salted media" if at in found else b"salted token", named.digest())
+        kind = b"salted media" if at in found else b"salted token"
+        found[at] = mark_of(kind, named.digest(), raw)
         atoms[at] = found[at].atom
     return atoms, tuple(sorted(found.items()))
 

@@ -34,6 +34,7 @@ class Branch:
     age_s: float  # since it was computed
     idle_s: float  # since it was used
     first_atoms: bytes  # packed int32, at most 32
+    salt: bytes | None  # the last one on the way to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ def survey(cache: PrefixCache, max_nodes: int) -> Survey:
                 age_s=now_s - tree.created_s[node],
                 idle_s=now_s - tree.used_s[node],
                 first_atoms=tree.edge(node)[: PREVIEW_ATOMS * ATOM_BYTES],
+                salt=tree.salt_of(node),
             )
             below.setdefault(found.parent, []).append(found)
         for child in islice(tree.children(node), MAX_SIBLINGS):

@@ -57,6 +57,7 @@ class Node:
     created: int
     used_s: float  # the cache's clock at the last access
     num_children: int  # those with pages
+    salt: bytes | None = None  # the last one on the way to its end, if there is any
 
     @property
     def is_pending(self) -> bool:
@@ -470,4 +471,14 @@ class RadixTree:
             created=self.created[node],
             used_s=self.used_s[node],
             num_children=self.resident_children[node],
+            salt=self.salt_of(node),
         )
+
+    def salt_of(self, node: int) -> bytes | None:
+        """The last salt on the way to the end of a node. Cost: of the way, if there are marks."""
+        while self.marks and node:
+            for _, mark in reversed(self.marks.get(node, ())):
+                if mark.salt is not None:
+                    return mark.salt
+            node = self.parent[node]
+        return None

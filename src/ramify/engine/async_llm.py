@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
-from ramify.engine.cache_view import AsyncCacheView, ids_of
+from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore
 from ramify.engine.loop import EngineLoop, Health
 from ramify.engine.prompts import Message, Prompt, encode, encode_talk
@@ -247,7 +247,7 @@ class AsyncLLM:
         room = asyncio.Semaphore(self.config.max_num_seqs)
 
         async def compute(one: WarmPrompt) -> RequestOutput | Exception:
-            make = partial(ids_of, one.prompt, self.tokenizer, add_generation_prompt=False)
+            make = partial(one.ids, self.tokenizer)
             options = {"priority": -1, "tenant": one.tenant, "salt": one.salt}
             async with room:
                 try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ramify.cache.explain import Explanation
-from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.key import CacheKey
 from ramify.cache.leases import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.survey import Branch, begins_with, count_pages, survey, used_before
@@ -20,15 +20,15 @@ from ramify.cache.tree import Node
 from ramify.cache.values import CacheStats
 from ramify.engine.core import EngineCore
 from ramify.engine.intake import checked_ids
-from ramify.engine.prompts import Message, Prompt, encode, encode_talk
-from ramify.engine.warm import Warmed, WarmPrompt, read_prompts
+from ramify.engine.places import whose
+from ramify.engine.prompts import Prefix, beginning_of, ids_of
+from ramify.engine.warm import Warmed, WarmPrompt, read_prompts, share
 from ramify.errors import ConfigError, InvalidParamsError, RamifyError
 from ramify.params import RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.tokenizer import Tokenizer
 
-Prefix = Prompt | Sequence[Message]  # a text, token ids, or the messages of a conversation
 PREVIEW_CHARS = 60
 T = TypeVar("T")
 
@@ -174,8 +174,8 @@ class CacheView:
                 if node.id not in under:
                     return False
             elif tenant is not None or salt is not None:
-                whose = _whose(node.namespace)
-                if tenant not in (None, whose[0]) or salt not in (None, whose[1]):
+                owner = whose(node)
+                if tenant not in (None, owner[0]) or salt not in (None, owner[1]):
                     return False
             return limit_s is None or node.used_s <= limit_s
 
@@ -193,15 +193,34 @@ class CacheView:
         Raises:
             ConfigError: the file cannot be used; nothing was computed.
         """
-        many = prompts if isinstance(prompts, list | tuple) else read_prompts(_path(prompts))
-        return Warmed.of(self._compute(many))
+        return Warmed.of(self._compute(_many(prompts)))
+
+    def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
+        """Compute prefixes, keep them, and let every tenant read them: what you declare public.
+
+        A prompt of a tenant that begins with all of one reads its whole pages; what follows stays
+        the tenant's own. Nothing else is ever shared between tenants. New weights end the pins.
+
+        Args:
+            prompts: a file, see `read_prompts`; or a list. A conversation is to end where all
+                others go on differently: with a system message, and with the tools of it.
+
+        Raises:
+            ConfigError: the file cannot be used, or a prefix has a tenant or salt, is shorter than
+                a page, or was refused.
+            PinError: they take more pages than may be pinned. Nothing is shared then.
+        """
+        many = _many(prompts)
+        told = Warmed.of(self._compute(many))
+        share(self._engine, self._tokenizer, many, told)
+        return told
 
     def _key(
         self, prefix: Prefix, tenant: str, salt: str, *, add_generation_prompt: bool = False
     ) -> CacheKey:
         ids = ids_of(prefix, self._tokenizer, add_generation_prompt=add_generation_prompt)
         checked = checked_ids(ids, self._engine.vocab_size)
-        return CacheKey(checked, self._engine.namespace_for(tenant, salt))
+        return self._engine.places.key(checked, tenant, salt)
 
     def _shown(self, one: Branch) -> TreeNode:
         ids = tuple(token for token in array("i", one.first_atoms) if token >= 0)
@@ -210,7 +229,7 @@ class CacheView:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             if len(text) > PREVIEW_CHARS:
                 text = text[: PREVIEW_CHARS - 1] + "…"
-        tenant, salt = _whose(one.namespace)
+        tenant, _ = whose(one)
         return TreeNode(
             id=one.id,
             parent=one.parent,
@@ -226,7 +245,7 @@ class CacheView:
             idle_s=one.idle_s,
             namespace=hashlib.blake2b(one.namespace, digest_size=4).hexdigest(),
             tenant=tenant,
-            is_stale=one.namespace != self._engine.namespace_for(tenant, salt),
+            is_stale=self._engine.places.is_stale(one),
             token_ids=ids,
             text=text,
         )
@@ -317,12 +336,14 @@ class AsyncCacheView:
 
     async def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
         """See `CacheView.warm`; requests of others go on meanwhile."""
-        many: Sequence[WarmPrompt]
-        if isinstance(prompts, list | tuple):
-            many = prompts
-        else:
-            many = await asyncio.to_thread(read_prompts, _path(prompts))
-        return Warmed.of(await self._compute(many))
+        return Warmed.of(await self._compute(await asyncio.to_thread(_many, prompts)))
+
+    async def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
+        """See `CacheView.share`; requests of others go on meanwhile."""
+        many = await asyncio.to_thread(_many, prompts)
+        told = Warmed.of(await self._compute(many))
+        await self._engine.run(lambda core: share(core, self._tokenizer, many, told))
+        return told
 
     async def _ids(self, prefix: Prefix, *, add_generation_prompt: bool = False) -> Sequence[int]:
         return await asyncio.to_thread(
@@ -335,36 +356,9 @@ class AsyncCacheView:
         )
 
 
-def ids_of(
-    prefix: Prefix, tokenizer: Tokenizer | None, *, add_generation_prompt: bool
-) -> Sequence[int]:
-    """The token ids of a prefix in any form.
-
-    Raises:
-        RequestError: it is empty or cannot be tokenised.
-    """
-    found: Any = prefix
-    if isinstance(found, list | tuple) and found and isinstance(found[0], Mapping):
-        return encode_talk(found, tokenizer, add_generation_prompt=add_generation_prompt)
-    return encode(found, tokenizer)
-
-
-def beginning_of(prefix: Prefix, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """The ids that a prompt begins with if it begins with `prefix`.
-
-    Not the last one of a text: with more text behind it, it could be another one.
-    """
-    ids = ids_of(prefix, tokenizer, add_generation_prompt=False)
-    return ids[:-1] if isinstance(prefix, str) and len(ids) > 1 else ids
-
-
-def _path(path: object) -> Path:
-    if not isinstance(path, str | Path):
-        raise InvalidParamsError("prompts", path, "a file, or a list of WarmPrompt")
-    return Path(path)
-
-
-def _whose(namespace: bytes) -> tuple[str, str]:
-    """Tenant and salt of a namespace that the engine made."""
-    parts = namespace_parts(namespace)
-    return str(parts.get("tenant", "")), str(parts.get("salt", ""))
+def _many(prompts: object) -> Sequence[WarmPrompt]:
+    if isinstance(prompts, list | tuple):
+        return prompts
+    if not isinstance(prompts, str | Path):
+        raise InvalidParamsError("prompts", prompts, "a file, or a list of WarmPrompt")
+    return read_prompts(Path(prompts))

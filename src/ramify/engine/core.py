@@ -13,12 +13,13 @@ from itertools import count
 from typing import Any
 
 from ramify.attention.planner import RadixAttentionPlanner
-from ramify.cache.key import namespace_of
+from ramify.cache import Salt
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.advance import TextDecoder, advance, finish_text, take_text
 from ramify.engine.faults import Faults
 from ramify.engine.intake import check_vocabulary, checked_ids, max_len
+from ramify.engine.places import Places
 from ramify.engine.plan import step_plan
 from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
@@ -92,7 +93,8 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.executor, self.vocab_size = config, executor, vocab_size
-        self.eos_token_ids, self.namespace = frozenset(eos_token_ids), namespace
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.places = Places(namespace, config.page_size)
         self.cache = PrefixCache(
             config.num_pages, config.page_size, policy=config.asked.cache.policy, clock=clock
         )
@@ -169,14 +171,12 @@ class EngineCore:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
         self.scheduler.require_place(self.max_waiting, self._clock())
         self.scheduler.require_tokens(len(ids), self._clock())
-        namespace = self.namespace_for(tenant, salt)
-        request = self._new_request(ids, params, namespace, longest)
+        place = self.places.of(ids, tenant, salt)
+        request = self._new_request(ids, params, place, longest)
         request.prompt, request.priority, request.tenant = prompt, priority, tenant
         request.recheck = self.sampled(self.rechecks.share)
         for index in range(1, params.n):
-            branch = self._new_request(
-                ids, replace(params, prompt_logprobs=None), namespace, longest
-            )
+            branch = self._new_request(ids, replace(params, prompt_logprobs=None), place, longest)
             branch.seed = request.seed + index
             branch.priority, branch.tenant = priority, tenant
             branch.index, branch.leader = index, request
@@ -216,14 +216,12 @@ class EngineCore:
         if params.structured is not None and self._formats is not None:
             self._formats(params.structured)
 
-    def namespace_for(self, tenant: str = "", salt: str = "") -> bytes:
-        """Where the prefixes of a tenant and salt are cached."""
-        if not tenant and not salt:
-            return self.namespace
-        return namespace_of(base=self.namespace, tenant=tenant, salt=salt)
-
     def _new_request(
-        self, ids: array[int], params: SamplingParams, namespace: bytes, longest: int
+        self,
+        ids: array[int],
+        params: SamplingParams,
+        place: tuple[bytes, tuple[Salt, ...]],
+        longest: int,
     ) -> Request:
         stop_ids = frozenset(params.stop_token_ids)
         return Request(
@@ -234,9 +232,10 @@ class EngineCore:
             max_len=longest,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
             seed=secrets.randbits(62) if params.seed is None else params.seed,
-            namespace=namespace,
+            namespace=place[0],
+            salts=place[1],
             arrival_s=self._clock(),
-            sequence=Request.new_sequence(ids[:], namespace, params),
+            sequence=Request.new_sequence(ids[:], *place, params),
         )
 
     def _shaper(self, request: Request) -> Shaper | None:
@@ -268,7 +267,7 @@ class EngineCore:
         hit = self.rechecks.pending.popleft()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
-        request = self._new_request(ids, params, hit.namespace, len(ids) + 1)
+        request = self._new_request(ids, params, (hit.namespace, ()), len(ids) + 1)
         request.sequence.max_shared = 0  # what the first one did not share is not shared by this
         self._requests[request.id] = request
         self.rechecks.running[request.id] = hit

@@ -15,7 +15,7 @@ from ramify.config import (
     SchedulerSection,
 )
 from ramify.engine.answers import Answers, Asked
-from ramify.engine.cache_view import CacheView, ids_of
+from ramify.engine.cache_view import CacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.prompts import (
     Message,
@@ -166,7 +166,7 @@ class LLM:
 
     def _warm(self, many: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
         def later(one: WarmPrompt) -> Callable[[], Sequence[int]]:
-            return lambda: ids_of(one.prompt, self.tokenizer, add_generation_prompt=False)
+            return lambda: one.ids(self.tokenizer)
 
         tenants, salts = [one.tenant for one in many], [one.salt for one in many]
         asked = Asked(WARM_PARAMS, 0, tenants, salts, None, None)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+Prefix = Prompt | Sequence[Message]  # a text, token ids, or the messages of a conversation
 T = TypeVar("T")
 
 
@@ -93,6 +94,36 @@ def encode_talk(
     if tokenizer is None:
         raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
     return tokenizer.encode_chat(messages, **template_options)
+
+
+def ids_of(
+    prefix: Prefix,
+    tokenizer: Tokenizer | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool,
+) -> Sequence[int]:
+    """The token ids of a prefix in any form.
+
+    Raises:
+        RequestError: it is empty or cannot be tokenised.
+    """
+    found: Any = prefix
+    if isinstance(found, list | tuple) and found and isinstance(found[0], Mapping):
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        return encode_talk(found, tokenizer, add_generation_prompt=add_generation_prompt, **options)
+    return encode(found, tokenizer)
+
+
+def beginning_of(
+    prefix: Prefix, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]] = ()
+) -> Sequence[int]:
+    """The ids that a prompt begins with if it begins with `prefix`.
+
+    Not the last one of a text: with more text behind it, it could be another one.
+    """
+    ids = ids_of(prefix, tokenizer, tools, add_generation_prompt=False)
+    return ids[:-1] if isinstance(prefix, str) and len(ids) > 1 else ids
 
 
 def refusal(prompt: object, error: RequestError) -> RequestOutput:

@@ -23,7 +23,7 @@ def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
     Returns:
         how many requests were live; each of several answers counts.
     """
-    core.namespace, old = swap(), core.namespace
+    core.places.base, old = swap(), core.places.base
     rechecks, scheduler = core.rechecks, core.scheduler
     rechecks.pending.clear()  # of answers that the old weights gave
     for request_id in list(rechecks.running):
@@ -38,7 +38,7 @@ def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
         scheduler.waiting.remove(one)
     for one in live:
         one.recheck = False
-        one.namespace = _moved(one.namespace, old, core.namespace)
+        one.namespace = _moved(one.namespace, old, core.places.base)
         one.restart()  # branches too, which are in no queue before their prompt is computed
     scheduler.send_back([*running, *waiting])
     return len(live)

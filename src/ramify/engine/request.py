@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ramify.attention.planner import RadixSequence
-from ramify.cache.key import CacheKey
+from ramify.cache import CacheKey, Salt
 from ramify.engine.speculative import Guessing
 from ramify.params import (
     CacheReport,
@@ -43,6 +43,7 @@ class Request:
     stop_ids: frozenset[int]
     seed: int
     namespace: bytes
+    salts: tuple[Salt, ...]  # from where on it is private there
     arrival_s: float
     sequence: RadixSequence
     decoder: TextDecoder | None = None  # None when the model has no tokenizer
@@ -87,12 +88,13 @@ class Request:
         cls,
         tokens: array[int],
         namespace: bytes,
+        salts: tuple[Salt, ...],
         params: SamplingParams,
         max_shared: int | None = None,
     ) -> RadixSequence:
         """A fresh planner state over `tokens`."""
         reuse = params.prompt_logprobs is None
-        return RadixSequence(tokens, namespace, reuse, max_shared=max_shared)
+        return RadixSequence(tokens, namespace, reuse, salts=salts, max_shared=max_shared)
 
     @property
     def group(self) -> Request:
@@ -129,7 +131,7 @@ class Request:
         tokens.extend(self.output_ids)
         self.draft = ()
         self.sequence = self.new_sequence(
-            tokens, self.namespace, self.params, self.sequence.max_shared
+            tokens, self.namespace, self.salts, self.params, self.sequence.max_shared
         )
         if self.params.prompt_logprobs is not None:
             done = len(self.prompt_logprobs) == len(self.prompt_ids) - 1

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.cache.key import CacheKey
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
 from ramify.engine.executors import LocalExecutor
@@ -131,7 +130,7 @@ class _Bench:
         self.recorder = _Recorder(_Listening(given, self.pool))
         vocab_size = llm.model_config.vocab_size
         self.core = EngineCore(
-            config, self.recorder, vocab_size=vocab_size, namespace=llm.core.namespace
+            config, self.recorder, vocab_size=vocab_size, namespace=llm.core.places.base
         )
 
     def answer(self, prompts: Sequence[Prompt], num_new: int) -> list[_Answer]:
@@ -150,7 +149,7 @@ class _Bench:
     def cached(self, tokens: Prompt) -> Iterator[tuple[int, str, Tensor]]:
         """(layer, plane, bits [tokens, bytes]) of the K/V of what is cached of some tokens."""
         cache, pool = self.core.cache, self.pool
-        lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespace))
+        lease = cache.acquire(self.core.places.key(array("i", tokens)))
         try:
             pages = torch.tensor(lease.pages, dtype=torch.int64)
             slots = pages.repeat_interleave(pool.page_size) * pool.page_size

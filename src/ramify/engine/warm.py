@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ramify.engine.prompts import Message, Prompt
-from ramify.errors import ConfigError
+from ramify.cache.leases import Pin
+from ramify.engine.core import EngineCore
+from ramify.engine.intake import checked_ids
+from ramify.engine.prompts import Message, Prompt, beginning_of, ids_of
+from ramify.errors import ConfigError, PinError
 from ramify.params import RequestOutput, SamplingParams
 
+if TYPE_CHECKING:
+    from ramify.engine.tokenizer import Tokenizer
+
+PUBLIC = "public"  # owner of the pins
 WARM_PARAMS = SamplingParams(max_tokens=1)  # the least that computes all of a prompt
 MAX_ERRORS = 16  # told; all are counted
 
@@ -22,6 +30,11 @@ class WarmPrompt:
     prompt: Prompt | Sequence[Message]
     tenant: str = ""
     salt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()  # of a conversation, as the chat template gets them
+
+    def ids(self, tokenizer: Tokenizer | None) -> Sequence[int]:
+        """Its token ids. Raises RequestError if it cannot be tokenised."""
+        return ids_of(self.prompt, tokenizer, self.tools, add_generation_prompt=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,8 @@ def read_prompts(path: Path) -> list[WarmPrompt]:
 
     Args:
         path: a text on each line; in a file that ends in .jsonl a JSON object on each line, with
-            "prompt" (a text), "token_ids" or "messages", and perhaps "tenant" and "salt".
+            "prompt" (a text), "token_ids" or "messages", and perhaps "tools" (of the messages),
+            "tenant" and "salt".
 
     Raises:
         ConfigError: the file cannot be read, or a line is not like that.
@@ -85,4 +99,40 @@ def _parsed(line: str, where: str) -> WarmPrompt:
     options = {name: found.get(name, "") for name in ("tenant", "salt")}
     if not all(isinstance(value, str) for value in options.values()):
         raise ConfigError(f'{where}: "tenant" and "salt" must be texts')
-    return WarmPrompt(found[names[0]], **options)
+    tools = found.get("tools", [])
+    if not isinstance(tools, list) or (tools and names != ["messages"]):
+        raise ConfigError(f'{where}: "tools" must be a list, beside "messages"')
+    return WarmPrompt(found[names[0]], tools=tools, **options)
+
+
+def share(
+    core: EngineCore, tokenizer: Tokenizer | None, prefixes: Sequence[WarmPrompt], told: Warmed
+) -> None:
+    """Pin prefixes that were computed, and let every tenant read them; all or none.
+
+    Raises:
+        ConfigError: one was refused, is shorter than a page, or has a tenant or salt.
+        PinError: they take more pages than may be pinned.
+    """
+    if told.num_failed:
+        raise ConfigError(f"{told.num_failed} public prefixes were refused: {told.errors}")
+    page_size = core.config.page_size
+    many = []
+    for one in prefixes:
+        ids = checked_ids(beginning_of(one.prompt, tokenizer, one.tools), core.vocab_size)
+        if one.tenant or one.salt or len(ids) < page_size:
+            raise ConfigError(
+                f"a public prefix of {len(ids)} tokens with tenant={one.tenant!r} and "
+                f"salt={one.salt!r}; it needs at least a page of {page_size}, and is nobody's"
+            )
+        many.append(ids)
+    pins: list[Pin] = []
+    try:
+        for ids in many:
+            pins.append(core.cache.pin(core.places.key(ids), PUBLIC))
+    except PinError:
+        for pin in pins:
+            core.cache.unpin(pin)
+        raise
+    for ids in many:
+        core.places.share(ids)

@@ -69,6 +69,10 @@ def serve(
         Path | None,
         typer.Option(help="Prompts to compute before the server is ready.", rich_help_panel=CACHE),
     ] = None,
+    public: Annotated[
+        Path | None,
+        typer.Option(help="Prefixes that all tenants may share.", rich_help_panel=CACHE),
+    ] = None,
     max_num_seqs: Annotated[
         int, typer.Option(help="Requests that run at once.", rich_help_panel=LOAD)
     ] = _SCHEDULER.max_num_seqs,
@@ -143,6 +147,7 @@ def serve(
         key_file=api_key_file,
         insecure=insecure,
         warm=warm,
+        public=public,
         record=record,
         record_tokens=record_tokens,
         log_json=log_format is LogForm.json,

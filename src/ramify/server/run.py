@@ -52,6 +52,7 @@ class ServeOptions:
     key_file: Path | None = None
     insecure: bool = False
     warm: Path | None = None
+    public: Path | None = None
     record: Path | None = None
     record_tokens: bool = False
     log_json: bool = False
@@ -154,6 +155,9 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
     )
     try:
         await _warm_up(llm)
+        if options.public is not None:
+            shared = await llm.cache.share(options.public)
+            logger.info("public: %s", shared)
         if options.warm is not None:
             told = await llm.cache.warm(options.warm)
             logger.info("warmed: %s", told)

@@ -24,6 +24,7 @@ from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.intake import checked_ids
 from ramify.engine.loop import Health
+from ramify.engine.places import whose
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.params import (
@@ -294,7 +295,7 @@ class Service:
         ids = checked_ids(prompt.ids, core.vocab_size)
         if not self.prefix_cache:
             return None
-        return core.cache.explain(CacheKey(ids, core.namespace_for(who.tenant, salt)))
+        return core.cache.explain(core.places.key(ids, who.tenant, salt))
 
     def _miss(self, found: Explanation | None, prompt: Prompt, who: Caller) -> Miss | None:
         if found is None:
@@ -407,9 +408,9 @@ class Service:
             return
 
         def drop(core: EngineCore) -> None:
-            namespace = core.namespace_for(generation.who.tenant, job.salt)
             for one in thoughts:
-                key = CacheKey(job.prompt.ids + array("i", one.token_ids), namespace)
+                ids = job.prompt.ids + array("i", one.token_ids)
+                key = core.places.key(ids, generation.who.tenant, job.salt)
                 drop_beyond(core.cache, key, job.prompt.stable_len)
 
         await self.engine.run(drop)
@@ -423,11 +424,14 @@ class Service:
         need = -(-len(job.prompt.ids) // size) - num_found // size - stats.free_pages
         if need <= 0:
             return
-        atoms, width = job.prompt.ids.tobytes(), size * ATOM_BYTES
+        atoms, width = (
+            core.places.key(job.prompt.ids, who.tenant, job.salt).atoms,
+            size * ATOM_BYTES,
+        )
         leaves: list[tuple[int, int]] = []
 
         def is_own(node: Node) -> bool:
-            return namespace_parts(node.namespace).get("tenant", "") == who.tenant
+            return whose(node)[0] == who.tenant
 
         def is_spare(node: Node) -> bool:  # what this prompt begins with is about to be read
             return is_own(node) and not atoms.startswith(node.atoms[:width], node.start * width)
@@ -450,11 +454,10 @@ class Service:
         """Keep what a request asked to keep; what is over the budget is only logged."""
 
         def keep(core: EngineCore) -> None:
-            namespace = core.namespace_for(who.tenant, job.salt)
             known = {pin.key for pin in core.cache.pins(who.tenant)}  # a hit has refreshed them
             for one in job.prompt.breakpoints:
                 whole = one.num_tokens // self.page_size * self.page_size
-                key = CacheKey(job.prompt.ids[:whole], namespace)
+                key = core.places.key(job.prompt.ids, who.tenant, job.salt).prefix(whole)
                 if not whole or key in known:
                     continue
                 try:

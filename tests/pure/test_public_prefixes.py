@@ -1,0 +1,308 @@
+"""Prefixes that an operator declares public: all tenants read them, and nothing of one another."""
+
+import asyncio
+import json
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.cache import CacheKey, Explanation, PrefixCache, Salt
+from ramify.cache.survey import count_pages
+from ramify.engine.llm import LLM
+from ramify.engine.reload import change_weights
+from ramify.engine.warm import WarmPrompt, read_prompts
+from ramify.errors import ConfigError, PinError
+from ramify.params import SamplingParams
+from ramify.server.tenants import Caller, Keys, Quota, hash_key
+from tests.pure.async_bench import AsyncBench
+from tests.pure.engine_bench import Bench, expected
+from tests.pure.server_bench import Answer, ServerBench, chat, run
+
+ONE = SamplingParams(max_tokens=1)
+STEM = list(range(1, 15))  # three pages of 4 and a half
+RULES = "You answer questions about the harbour of Oslo, and nothing else. " * 6
+SECRET = "zanzibar-quokka"
+KEYS = Keys.of("key-ann", "key-bob", admin="key-admin")
+
+
+def read(llm: LLM, prompt: list[int], tenant: str, salt: str = "") -> int:
+    """Tokens that a tenant's prompt found computed."""
+    (output,) = llm.generate(prompt, ONE, tenant=tenant, salt=salt)
+    assert output.error is None
+    return output.cache.read_tokens
+
+
+def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
+    """Computed once; what a tenant adds is found again by the same tenant and salt only."""
+    llm = LLM.over(Bench().core)
+    told = llm.cache.share([WarmPrompt(STEM)])
+    assert (told.computed_tokens, told.num_failed) == (14, 0)
+    prompt = [*STEM, *range(30, 45)]
+
+    assert [read(llm, prompt, tenant) for tenant in "abab"] == [12, 12, 28, 28]
+    assert [read(llm, prompt, "a", "s") for _ in range(2)] == [12, 28]
+    assert read(llm, prompt, "") == 12
+    assert read(llm, STEM[:12], "c") == 8  # its last page is computed anew, as in every prompt
+    assert read(llm, [*STEM[:11], 49, 5, 5], "c") == 0  # not all of the prefix: nobody's but c's
+    assert {node.tenant for node in llm.cache.tree().nodes} == {"", "a", "b", "c"}
+    assert not any(node.is_stale for node in llm.cache.tree().nodes)
+    llm.cache.check()
+
+
+def test_what_is_private_goes_with_its_tenant() -> None:
+    """`clear` by tenant and `pin` reach behind a public prefix, and leave it there."""
+    llm = LLM.over(Bench().core)
+    llm.cache.share([WarmPrompt(STEM)])
+    prompt = [*STEM, *range(30, 45)]
+    for tenant in "ab":
+        read(llm, prompt, tenant)
+
+    pin = llm.cache.pin(prompt, tenant="b")
+    assert llm.cache.clear(tenant="a").num_pages == 4
+    assert llm.cache.clear(prefix=prompt[:20], tenant="a").num_pages == 0
+    assert llm.cache.clear(tenant="b").num_kept == 4
+    llm.cache.unpin(pin)
+    assert llm.cache.clear(prefix=prompt[:20], tenant="b").num_pages == 4
+    assert [read(llm, prompt, tenant) for tenant in "ab"] == [12, 12]
+
+
+def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> None:
+    """Several answers, preemption and other weights: the same tokens, private where they were."""
+    alone = expected([*STEM, 7, 8, 9, 10, 11], 20, ends=())
+    bench = Bench(pool_tokens=96)
+    llm = LLM.over(bench.core)
+    llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
+    prompt = [*STEM, 7, 8, 9, 10, 11]
+    asked = [bench.add(prompt, tenant=one, max_tokens=20, ignore_eos=True, n=2) for one in "abcabc"]
+    while bench.core.has_unfinished:
+        bench.step()
+
+    for one in asked:
+        assert all(list(each.token_ids) == alone for each in bench.outputs[one].completions)
+    assert sum(bench.outputs[one].metrics.preemptions for one in asked)
+    assert all(bench.outputs[one].cache.read_tokens >= 12 for one in asked)
+    change_weights(bench.core, lambda: b"other weights")
+    assert {node.is_stale for node in llm.cache.tree().nodes} == {True}
+    assert [read(llm, [*STEM, 7, 8, 9], one) for one in "abb"] == [0, 12, 16]
+    llm.cache.check()
+
+
+TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
+
+
+@settings(deadline=None)
+@given(st.lists(TOKENS, max_size=2), st.lists(st.tuples(st.sampled_from("ab"), TOKENS), max_size=8))
+def test_a_tenant_reads_what_is_public_or_his_own(
+    public: list[list[int]], asked: list[tuple[str, list[int]]]
+) -> None:
+    """Against a set of prefixes: each tenant's, and of declared ones the first that fits whole."""
+    llm = LLM.over(Bench().core)
+    declared = [one[: len(one) // 4 * 4] for one in public if len(one) >= 4]
+    llm.cache.share([WarmPrompt(one) for one in declared])
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+
+    for tenant, prompt in asked:
+        common = max((len(one) for one in declared if prompt[: len(one)] == one), default=0)
+        whole = [at for at in range(0, len(prompt), 4) if at <= len(prompt) - 1]
+        shared = (f"{tenant} behind {common}") if common else tenant
+        known = [at for at in whole if at <= common or (shared, tuple(prompt[:at])) in seen]
+        assert read(llm, prompt, tenant) == max(known, default=0)
+        seen |= {(shared, tuple(prompt[:at])) for at in range(4, len(prompt) + 1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "problem"),
+    [
+        ([WarmPrompt(STEM, tenant="a")], "tenant='a'"),
+        ([WarmPrompt(STEM, salt="s")], "salt='s'"),
+        ([WarmPrompt([1, 2, 3])], "of 3 tokens"),
+        ([WarmPrompt(STEM), WarmPrompt([])], "1 public prefixes were refused"),
+    ],
+)
+def test_a_prefix_that_cannot_be_public_shares_none(
+    prefixes: list[WarmPrompt], problem: str
+) -> None:
+    """One clear error; the others of the call are not shared either."""
+    llm = LLM.over(Bench().core)
+
+    with pytest.raises(ConfigError, match=problem):
+        llm.cache.share(prefixes)
+
+    assert not llm.cache.pins()
+    assert [read(llm, [*STEM, 5], tenant) for tenant in "cd"] == [0, 0]
+
+
+def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
+    """The budget of pins is what a public prefix may take."""
+    llm = LLM.over(Bench(pool_tokens=64).core)
+    prefixes = [WarmPrompt([token] * 20) for token in (1, 2, 3)]
+
+    with pytest.raises(PinError, match="max_pinned_share"):
+        llm.cache.share(prefixes)
+
+    assert not llm.cache.pins()
+    assert [read(llm, [1] * 21, tenant) for tenant in "cd"] == [0, 0]
+
+
+def test_an_async_engine_and_a_file_share_too(tmp_path: Path) -> None:
+    """A line of the file may have the tools that the messages are rendered with."""
+    file = tmp_path / "public.jsonl"
+    file.write_text(json.dumps({"token_ids": STEM}))
+    made = AsyncBench()
+
+    async def main() -> list[int]:
+        async with made.llm as llm:
+            await llm.cache.share(file)
+            asked = [llm.generate([*STEM, 5], ONE, tenant=tenant) for tenant in "ab"]
+            return [one.cache.read_tokens for one in await asyncio.gather(*asked)]
+
+    assert run(main()) == [12, 12]
+    messages = [{"role": "system", "content": "x"}]
+    file.write_text(json.dumps({"messages": messages, "tools": [{"type": "function"}]}))
+    assert read_prompts(file)[0].tools == [{"type": "function"}]
+    for bad in ({"token_ids": STEM, "tools": [{}]}, {"messages": messages, "tools": "x"}):
+        file.write_text(json.dumps(bad))
+        with pytest.raises(ConfigError, match='"tools" must be a list'):
+            read_prompts(file)
+
+
+# -- over HTTP -------------------------------------------------------------------------------
+
+
+def talk(text: str, **others: Any) -> dict[str, Any]:
+    body = chat(text, **others)
+    body["messages"].insert(0, {"role": "system", "content": RULES})
+    return body
+
+
+def test_no_answer_tells_what_others_asked_behind_it() -> None:
+    """Cached tokens are those of the prefix; why no more: cold, whatever others have there."""
+    bench = ServerBench(keys=KEYS)
+    words = f"The password is {SECRET}, and the door is green. " * 3
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            system = [{"role": "system", "content": RULES}]
+            await bench.llm.cache.share([WarmPrompt(system)])
+            for path in ("/v1/chat/completions", "/v1/cache/explain"):
+                await bench.post(path, talk(words), "key-ann")
+            told = []
+            for text in (words, words.replace("green", "red"), "Hello."):
+                told.append(await bench.post("/v1/cache/explain", talk(text), "key-bob"))
+            await bench.call("DELETE", "/v1/cache?tenant=ann", key="key-admin")
+            told.append(await bench.post("/v1/chat/completions", talk(words), "key-bob"))
+            again = await bench.post("/v1/chat/completions", talk(words), "key-bob")
+            assert again.json["usage"]["ramify_cache"]["read"] > 200
+            changed = talk(words.replace("green", "red"))
+            mine = await bench.post("/v1/cache/explain", changed, "key-bob")
+            assert mine.json["miss"]["reason"] == "diverged"
+            assert "green" in mine.json["miss"]["had"]
+            return told
+
+    *explained, answered = run(main())
+
+    public = len(RULES) // 16 * 16  # the tiny model has a token for each byte, or nearly
+    for one in explained:
+        assert 0 < one.json["cached_tokens"] <= public + 32
+        assert one.json["miss"]["reason"] in ("cold", "page_tail"), one.json
+        assert not {"had", "got"} & set(one.json["miss"])
+        assert SECRET not in str(one.json)
+    assert len({one.json["cached_tokens"] for one in explained}) == 1
+    use = answered.json["usage"]["ramify_cache"]
+    assert use["read"] == explained[0].json["cached_tokens"]
+
+
+def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
+    """What lies behind a public prefix counts as its tenant's, and goes first when it is too much."""
+    keys = Keys(
+        {hash_key(one): Caller(one, quota=Quota(max_cached_share=0.5)) for one in ("ann", "bob")}
+    )
+    bench = ServerBench(keys=keys, pool_tokens=2048)
+    stem = [9] * 64
+
+    async def main() -> list[int]:
+        async with bench.running():
+            await bench.llm.cache.share([WarmPrompt(stem)])
+            kept = {"prompt": [stem + [10] * 200], "max_tokens": 3}
+            await bench.post("/v1/completions", kept, "ann")
+            flood = [{"prompt": [stem + [at + 20] * 300], "max_tokens": 3} for at in range(40)]
+            for body in flood:
+                assert (await bench.post("/v1/completions", body, "bob")).status == 200
+            told = [
+                await bench.post("/v1/completions", one, who)
+                for one, who in ((kept, "ann"), (flood[-1], "bob"))
+            ]
+            return [one.json["usage"]["ramify_cache"]["read"] for one in told]
+
+    assert run(main()) == [256, 352]
+
+
+# -- in the cache itself -----------------------------------------------------------------------
+
+
+def salted(text: str, at: int, salt: str) -> CacheKey:
+    return CacheKey(list(text.encode()), salts=[Salt(at, salt)] if salt else [])
+
+
+def serve(cache: PrefixCache, key: CacheKey) -> None:
+    begun = cache.acquire(key)
+    private = cache.reserve(-(-len(key) // cache.page_size) - len(begun.pages))
+    lease = cache.publish(begun, key, private)
+    cache.release(lease, private[len(lease.pages) - len(begun.pages) :])
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+@pytest.mark.parametrize(
+    "mine", ["abcdefghXYZ", "abcdefghijklXYZ", "abcdefghij", "abcdXYZ", "abXYZ"]
+)
+def test_explanations_stop_at_a_salt_that_the_key_does_not_have(mine: str, index: str) -> None:
+    """Nothing behind it is told, nor that anything is there."""
+    told: list[Explanation] = []
+    for others in ("abcdefghijklmnop", "abcdefgh"):
+        cache = PrefixCache(64, 4, index=index)
+        serve(cache, CacheKey(list(b"abcdefgh")))
+        serve(cache, salted(others, 8, "theirs") if len(others) > 8 else salted(others, 0, ""))
+        told.append(
+            cache.explain(salted(mine, 8, "mine") if len(mine) > 8 else salted(mine, 0, ""))
+        )
+
+    assert replace(told[0], sibling=b"") == replace(told[1], sibling=b"")
+    for one in told:
+        assert CacheKey(list(b"abcdefgh")).atoms.startswith(one.sibling)
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_a_node_tells_the_salt_above_its_end(index: str) -> None:
+    """The last one on its way; none where nothing is salted."""
+    cache = PrefixCache(64, 4, index=index)
+    serve(cache, CacheKey(list(b"abcdefgh")))
+    serve(cache, CacheKey(list(b"abcdefghijklmnopqrst"), salts=[Salt(8, "one"), Salt(13, b"two")]))
+    found: dict[int, set[bytes | None]] = {}
+
+    def look(node: Any) -> bool:
+        for depth in range(node.start, node.depth):
+            found.setdefault(depth, set()).add(node.salt)
+        return False
+
+    count_pages(cache, look)
+
+    if index == "hash":  # a page is a node
+        assert found == {0: {None}, 1: {None}, 2: {b"one"}, 3: {b"two"}, 4: {b"two"}}
+    else:
+        assert found == {0: {None}, 1: {None}, 2: {b"two"}, 3: {b"two"}, 4: {b"two"}}
+
+
+def test_a_key_ends_before_a_salt_that_begins_later() -> None:
+    """A prompt that is no longer than the public prefix is public whole."""
+    core = Bench().core
+    core.places.share(array("i", STEM))
+
+    assert core.places.key(array("i", STEM[:12]), "a") == core.places.key(array("i", STEM[:12]))
+    assert core.places.key(array("i", STEM), "a") != core.places.key(array("i", STEM))
+    assert core.places.share(array("i", STEM)) == 12  # once more changes nothing
+    assert core.places.share(array("i", [1, 2])) == 0
