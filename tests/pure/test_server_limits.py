@@ -141,6 +141,25 @@ def test_more_requests_than_may_wait_are_told_to_come_back() -> None:
     assert all(int(one.headers["retry-after"]) >= 1 for one in refused)
 
 
+def test_more_prompts_in_a_request_than_may_wait_are_the_clients_fault() -> None:
+    """400: however often it comes back, there would be no room."""
+    bench = ServerBench(max_waiting=2)
+
+    async def main() -> list[Answer]:
+        async with bench.running():
+            return [
+                await bench.post(COMPLETIONS, {"prompt": [[5, 6]] * count, "max_tokens": 2})
+                for count in (2, 3)
+            ]
+
+    taken, refused = run(main())
+
+    assert taken.status == 200
+    assert refused.status == 400
+    assert refused.json["error"]["param"] == "prompt"
+    assert "3 prompts" in refused.json["error"]["message"]
+
+
 @pytest.mark.parametrize("wrong", [{"regex": "(a|b" * 50}, {"grammar": "start: start start"}])
 def test_a_format_that_cannot_be_followed_is_the_clients_fault(wrong: dict[str, str]) -> None:
     """400, and the engine goes on."""

@@ -366,7 +366,19 @@ class Service:
                 self.meter.leave(who, num_tokens, 0)
 
     async def begin_all(self, jobs: Sequence[Job], who: Caller, *, prefix: str) -> list[Generation]:
-        """`begin` for several at once: all of them, or the first error and none."""
+        """`begin` for several at once: all of them, or the first error and none.
+
+        Raises:
+            ApiError: 400, there are more than may ever wait at once; else as `begin`.
+        """
+        limit = await self.engine.run(lambda core: core.max_waiting) if len(jobs) > 1 else None
+        if limit is not None and len(jobs) > limit:
+            raise ApiError(
+                400,
+                f"{len(jobs)} prompts in one request, but no more than {limit} requests may wait "
+                "here at once; send several requests",
+                param="prompt",
+            )
         tasks = [asyncio.ensure_future(self.begin(job, who, prefix=prefix)) for job in jobs]
         try:
             return list(await asyncio.gather(*tasks))
