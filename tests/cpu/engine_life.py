@@ -8,6 +8,7 @@ K/V that becomes NaN, in cached pages too; copies, decoders and observers of evi
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -367,6 +368,8 @@ class Life:
     def _add(self) -> None:
         rng = self.rng
         prompt, params = self.prompts.draw(rng), rng.choice(PARAMS)
+        if rng.random() < 0.04:  # in the middle of everything, a stem becomes public
+            self.core.places.share(array("i", rng.choice(self.prompts.stems)))
         request_id = self.core.add_request(
             prompt,
             params,
