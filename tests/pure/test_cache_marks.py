@@ -244,13 +244,29 @@ def test_marks_follow_their_atoms_through_splits_evictions_and_revivals(
         assert cache.match(key).num_pages <= (len(key) - 1) // page_size
 
 
+def test_a_number_is_given_again_when_nothing_uses_it() -> None:
+    """Not before: a key, or a cached page, keeps it."""
+    kept = prompt(1, salts={0: "kept"})
+    atoms = {prompt(1, salts={0: f"{at}"}).atoms for at in range(100)}
+
+    assert len(atoms) < 10
+    assert kept.atoms not in atoms
+    cache = PrefixCache(8, 1)
+    serve(cache, kept)
+    del kept
+    for at in range(100):
+        assert cache.match(prompt(1, 2, salts={0: f"{at}"})).num_tokens == 0
+    assert cache.match(prompt(1, 2, salts={0: "kept"})).num_tokens == 1
+
+
 def test_when_all_numbers_are_used_new_content_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in use already still has its own."""
     old = prompt(1, (b"o" * 32, 2))
     monkeypatch.setattr(marks, "_LAST", 2)
 
     assert prompt(1, (b"o" * 32, 2)) == old
-    with pytest.raises(InvalidKeyError, match="restart"):
+    monkeypatch.setattr(marks, "_given_back", [])
+    with pytest.raises(InvalidKeyError, match="in use"):
         prompt(1, (b"n" * 32, 2))
 
 

@@ -15,7 +15,7 @@ from ramify.cache import CacheKey, Explanation, PrefixCache, Salt
 from ramify.cache.survey import count_pages
 from ramify.engine.llm import LLM
 from ramify.engine.reload import change_weights
-from ramify.engine.warm import WarmPrompt, read_prompts
+from ramify.engine.warm import WarmPrompt, read_prompts, share
 from ramify.errors import ConfigError, PinError
 from ramify.params import SamplingParams
 from ramify.server.tenants import Caller, Keys, Quota, hash_key
@@ -54,25 +54,52 @@ def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
     llm.cache.check()
 
 
-def test_what_is_private_goes_with_its_tenant() -> None:
-    """`clear` by tenant and `pin` reach behind a public prefix, and leave it there."""
+@pytest.mark.parametrize("length", [1, 6, 12, 13, 14, 20])
+def test_what_is_private_goes_with_its_tenant(length: int) -> None:
+    """`clear` by tenant and `pin` reach behind a public prefix, and leave it and others there.
+
+    With a prefix that ends in the public one, at its end, or behind it.
+    """
     llm = LLM.over(Bench().core)
-    llm.cache.share([WarmPrompt(STEM)])
+    llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
     prompt = [*STEM, *range(30, 45)]
-    for tenant in "ab":
+    for tenant in "abc":
         read(llm, prompt, tenant)
+    early, late = [*STEM[:4], *range(20, 30)], [*STEM[:5], *range(20, 30)]
+    for one in (early, late):  # behind the shorter public prefix
+        read(llm, one, "a")
 
     pin = llm.cache.pin(prompt, tenant="b")
-    assert llm.cache.clear(tenant="a").num_pages == 4
-    assert llm.cache.clear(prefix=prompt[:20], tenant="a").num_pages == 0
-    assert llm.cache.clear(tenant="b").num_kept == 4
+    assert llm.cache.clear(prefix=prompt[:length], tenant="b").num_kept == 4
+    assert llm.cache.clear(prefix=prompt[:length]).num_pages == 0  # of no tenant: pinned, public
+    cleared = llm.cache.clear(prefix=prompt[:length], tenant="a").num_pages
+    assert cleared == 4 + 2 * (length <= 4) + 2 * (length <= 5)
     llm.cache.unpin(pin)
-    assert llm.cache.clear(prefix=prompt[:20], tenant="b").num_pages == 4
-    assert [read(llm, prompt, tenant) for tenant in "ab"] == [12, 12]
+    assert llm.cache.clear(tenant="b").num_pages == 4
+    assert [read(llm, prompt, tenant) for tenant in "abc"] == [12, 12, 28]
+
+
+def test_no_text_of_others_is_guessed() -> None:
+    """Speculation reads the tree behind a public prefix only where it is the tenant's own."""
+    stem = STEM[:12]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    bench = Bench(speculative="tree")
+    llm = LLM.over(bench.core)
+    llm.cache.share([WarmPrompt(stem)])
+    for prompt in (stem, [*stem, 7], [*stem, 7, 8, 9, 10, 11]):
+        drafted = []
+        for tenant in ("", "a", "b", "b"):
+            (output,) = llm.generate(prompt, params, tenant=tenant)
+            assert list(output.token_ids) == expected(prompt, 40, ends=())
+            drafted.append(output.metrics.num_drafted)
+        assert drafted[1] == drafted[2] == 0 < drafted[3], prompt
 
 
 def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> None:
-    """Several answers, preemption and other weights: the same tokens, private where they were."""
+    """Several answers, preemption and other weights: the same tokens, private where they were.
+
+    Nobody else finds what lies behind the prefix, and nothing had to be repaired.
+    """
     alone = expected([*STEM, 7, 8, 9, 10, 11], 20, ends=())
     bench = Bench(pool_tokens=96)
     llm = LLM.over(bench.core)
@@ -81,15 +108,27 @@ def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> No
     asked = [bench.add(prompt, tenant=one, max_tokens=20, ignore_eos=True, n=2) for one in "abcabc"]
     while bench.core.has_unfinished:
         bench.step()
+        assert_private(llm, 12)
+        if sum(one.preemptions for one in bench.core.live) and not bench.core.places.base:
+            change_weights(bench.core, lambda: b"other weights")
 
+    assert bench.core.places.base == b"other weights"
     for one in asked:
         assert all(list(each.token_ids) == alone for each in bench.outputs[one].completions)
     assert sum(bench.outputs[one].metrics.preemptions for one in asked)
-    assert all(bench.outputs[one].cache.read_tokens >= 12 for one in asked)
-    change_weights(bench.core, lambda: b"other weights")
+    assert bench.core.faults.counts.repairs == 0
+    llm.cache.clear(tenant="d")
+    assert [read(llm, [*prompt, 7], one) for one in "dd"] == [12, 16]
+    change_weights(bench.core, lambda: b"the third ones")
     assert {node.is_stale for node in llm.cache.tree().nodes} == {True}
     assert [read(llm, [*STEM, 7, 8, 9], one) for one in "abb"] == [0, 12, 16]
     llm.cache.check()
+
+
+def assert_private(llm: LLM, num_public: int) -> None:
+    """What lies behind a public prefix is somebody's."""
+    ends = [(one.start + one.num_tokens, one.tenant) for one in llm.cache.tree().nodes]
+    assert all(tenant for end, tenant in ends if end > num_public), ends
 
 
 TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
@@ -120,8 +159,9 @@ def test_a_tenant_reads_what_is_public_or_his_own(
     [
         ([WarmPrompt(STEM, tenant="a")], "tenant='a'"),
         ([WarmPrompt(STEM, salt="s")], "salt='s'"),
-        ([WarmPrompt([1, 2, 3])], "of 3 tokens"),
-        ([WarmPrompt(STEM), WarmPrompt([])], "1 public prefixes were refused"),
+        ([WarmPrompt([1, 2, 3])], "has 3 tokens"),
+        ([WarmPrompt(STEM), WarmPrompt([])], "public prefix 2 is no prompt"),
+        ([WarmPrompt(STEM), WarmPrompt([1] * 5000)], "1 public prefixes were refused"),
     ],
 )
 def test_a_prefix_that_cannot_be_public_shares_none(
@@ -147,6 +187,24 @@ def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
 
     assert not llm.cache.pins()
     assert [read(llm, [1] * 21, tenant) for tenant in "cd"] == [0, 0]
+
+
+def test_what_is_evicted_before_it_is_pinned_is_told() -> None:
+    """Nothing is shared then, nor pinned; a second call for the same is no second pin."""
+    core = Bench().core
+    llm = LLM.over(core)
+    told = llm.cache.warm([WarmPrompt(STEM)])
+    core.cache.evict_if(lambda node: node.depth > 2, 1)
+
+    with pytest.raises(ConfigError, match="only 8 of 12 tokens are still cached"):
+        share(core, [array("i", STEM[:12])], told)
+
+    assert not llm.cache.pins()
+    for _ in range(2):
+        llm.cache.share([WarmPrompt(STEM)] * 2)
+    assert [pin.num_pages for pin in llm.cache.pins()] == [3]
+    with pytest.raises(ConfigError, match="prefix_cache"):
+        LLM.over(Bench(prefix_cache=False).core).cache.share([WarmPrompt(STEM)])
 
 
 def test_an_async_engine_and_a_file_share_too(tmp_path: Path) -> None:
@@ -189,12 +247,16 @@ def test_no_answer_tells_what_others_asked_behind_it() -> None:
         async with bench.running():
             system = [{"role": "system", "content": RULES}]
             await bench.llm.cache.share([WarmPrompt(system)])
+            await bench.llm.cache.warm([WarmPrompt([*system, {"role": "user", "content": words}])])
             for path in ("/v1/chat/completions", "/v1/cache/explain"):
                 await bench.post(path, talk(words), "key-ann")
             told = []
             for text in (words, words.replace("green", "red"), "Hello."):
                 told.append(await bench.post("/v1/cache/explain", talk(text), "key-bob"))
-            await bench.call("DELETE", "/v1/cache?tenant=ann", key="key-admin")
+            ann = KEYS.caller("key-ann").tenant
+            gone = await bench.call("DELETE", f"/v1/cache?tenant={ann}", key="key-admin")
+            assert gone.json["pages"] > 0
+            told.append(await bench.post("/v1/cache/explain", talk(words), "key-bob"))
             told.append(await bench.post("/v1/chat/completions", talk(words), "key-bob"))
             again = await bench.post("/v1/chat/completions", talk(words), "key-bob")
             assert again.json["usage"]["ramify_cache"]["read"] > 200
@@ -213,6 +275,7 @@ def test_no_answer_tells_what_others_asked_behind_it() -> None:
         assert not {"had", "got"} & set(one.json["miss"])
         assert SECRET not in str(one.json)
     assert len({one.json["cached_tokens"] for one in explained}) == 1
+    assert explained[0].json["miss"] == explained[3].json["miss"]  # Ann's are gone
     use = answered.json["usage"]["ramify_cache"]
     assert use["read"] == explained[0].json["cached_tokens"]
 
@@ -246,7 +309,7 @@ def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
 
 
 def salted(text: str, at: int, salt: str) -> CacheKey:
-    return CacheKey(list(text.encode()), salts=[Salt(at, salt)] if salt else [])
+    return CacheKey(list(text.encode()), salts=[Salt(at, salt)] if salt and at < len(text) else [])
 
 
 def serve(cache: PrefixCache, key: CacheKey) -> None:
@@ -256,24 +319,49 @@ def serve(cache: PrefixCache, key: CacheKey) -> None:
     cache.release(lease, private[len(lease.pages) - len(begun.pages) :])
 
 
+MINE = ["abcdefghXYZ", "abcdefghijklXYZ", "abcdefghijklmnopX", "abcdefghij", "abcdXYZ", "abXYZ"]
+
+
 @pytest.mark.parametrize("index", ["radix", "hash"])
-@pytest.mark.parametrize(
-    "mine", ["abcdefghXYZ", "abcdefghijklXYZ", "abcdefghij", "abcdXYZ", "abXYZ"]
-)
-def test_explanations_stop_at_a_salt_that_the_key_does_not_have(mine: str, index: str) -> None:
-    """Nothing behind it is told, nor that anything is there."""
+@pytest.mark.parametrize("mine", MINE)
+@pytest.mark.parametrize("salts", [("mine", "theirs"), ("mine", ""), ("", "theirs")])
+@pytest.mark.parametrize("state", ["cached", "joint", "evicted", "pending"])
+def test_explanations_stop_where_only_one_has_a_salt(
+    state: str, salts: tuple[str, str], mine: str, index: str
+) -> None:
+    """Nothing behind it is told, nor that anything is there: as if only the beginning were."""
+    if len(mine) <= 8 and not salts[1]:
+        return  # none of both has a salt
     told: list[Explanation] = []
-    for others in ("abcdefghijklmnop", "abcdefgh"):
+    for others in ("abcdefghijklmnopqrst", "abcdefgh"):
         cache = PrefixCache(64, 4, index=index)
-        serve(cache, CacheKey(list(b"abcdefgh")))
-        serve(cache, salted(others, 8, "theirs") if len(others) > 8 else salted(others, 0, ""))
-        told.append(
-            cache.explain(salted(mine, 8, "mine") if len(mine) > 8 else salted(mine, 0, ""))
-        )
+        if state != "joint":  # else the salt is in the middle of a node
+            serve(cache, CacheKey(list(b"abcdefgh")))
+        theirs = salted(others, 8, salts[1])
+        if state == "pending" and len(others) > 8:
+            lease = cache.acquire(theirs)
+            cache.announce(lease, theirs, cache.reserve(3))
+        elif state != "pending":
+            serve(cache, theirs)
+        if state == "evicted":
+            cache.evict_if(lambda node: node.depth > 2)
+        told.append(cache.explain(salted(mine, 8, salts[0])))
 
     assert replace(told[0], sibling=b"") == replace(told[1], sibling=b"")
     for one in told:
-        assert CacheKey(list(b"abcdefgh")).atoms.startswith(one.sibling)
+        assert CacheKey(list(b"abcdefgh")).atoms[one.hit_tokens * 4 :].startswith(one.sibling)
+
+
+def test_private_siblings_hide_no_others() -> None:
+    """However many tenants go on behind a prefix, one's own text is what one is compared with."""
+    cache = PrefixCache(1024, 4)
+    serve(cache, salted("abcdefghijkl", 8, "mine"))
+    for at in range(300):
+        serve(cache, salted("abcdefghijkl", 8, f"theirs {at}"))
+
+    told = cache.explain(salted("abcdefghiXYZ...", 8, "mine"))
+
+    assert (told.reason, told.hit_tokens, told.diverged_at) == ("diverged", 8, 9)
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])

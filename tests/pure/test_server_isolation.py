@@ -126,6 +126,24 @@ def test_why_a_prompt_missed_tells_nothing_of_other_tenants() -> None:
         assert "evicted_ago_s" not in miss
 
 
+@pytest.mark.parametrize("guess", [PROMPT, PROMPT.replace("vault", "house"), PROMPT[:40], "No."])
+def test_explanations_are_the_same_whatever_others_have_asked(guess: str) -> None:
+    """Also where one's own prompt goes along for a while: a right guess looks like a wrong one."""
+
+    async def main(bench: ServerBench, *, asked: bool) -> list[Any]:
+        async with bench.running():
+            if asked:
+                await bench.post("/v1/chat/completions", chat(PROMPT), "key-ann")
+            await bench.post("/v1/chat/completions", chat(PROMPT[:30] + "xyz " * 20), "key-bob")
+            found = await bench.post("/v1/cache/explain", chat(guess), "key-bob")
+            told = await bench.post("/v1/chat/completions", chat(guess), "key-bob")
+            return [found.json, told.json["usage"]["ramify_cache"]]
+
+    quiet, other = (run(main(ServerBench(keys=KEYS), asked=asked)) for asked in (False, True))
+
+    assert quiet == other
+
+
 def test_a_salt_separates_and_the_tenant_is_told_so() -> None:
     """His own prefix with another salt is `other_namespace`; he may know, it is his."""
     bench = ServerBench(keys=KEYS)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ramify.cache.ghosts import REASONS, Ghosts
 from ramify.cache.key import CacheKey
+from ramify.cache.marks import between
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
 
 MAX_SIBLINGS = 64  # looked at for the one that goes along furthest
+MAX_CHILDREN = 1024  # gone through for siblings: most may be private
 MAX_NAMESPACES = 64  # looked at for the same prefix elsewhere
 
 
@@ -27,8 +30,8 @@ class Explanation:
       cleared, predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` when, `idle_s` how long
       it had not been used by then; `pin_refused` is set if it was to be pinned;
     - "diverged": a cached prompt goes along up to token `diverged_at` and on differently:
-      `sibling` has its atoms from the end of the hit on, as packed int32. What lies behind a salt
-      that the key does not have is never told, nor that it is there;
+      `sibling` has its atoms from the end of the hit on, as packed int32. Where only one of both
+      has a salt, nothing behind it is told, nor that anything is there;
     - "namespace": nothing here, but `other_namespace` has `other_tokens` of it;
     - "never_seen": nothing begins like this, or it was forgotten.
     """
@@ -70,12 +73,25 @@ class Explanation:
 
 
 def explain_key(
-    tree: RadixTree, ghosts: Ghosts, key: CacheKey, now_s: float, pin_refused: str = ""
+    tree: RadixTree,
+    ghosts: Ghosts,
+    key: CacheKey,
+    now_s: float,
+    pin_refused: str = "",
+    may_tell: Callable[[bytes], bool] | None = None,
 ) -> Explanation:
     """Follow a key through what is cached and what is remembered; changes nothing.
 
+    Args:
+        may_tell: of which other namespaces; what is in the others changes nothing.
+
     Cost: that of a match, and of a look at 64 siblings or namespaces at most.
     """
+
+    def or_elsewhere(here: Explanation | None) -> Explanation:
+        here = here or Explanation(total, hit, "never_seen")
+        return _or_elsewhere(tree, root, usable, here, key, may_tell)
+
     atoms, page_bytes, size = key.atoms, tree.page_bytes, tree.page_size
     total = len(key)
     usable = max(0, len(atoms) - 1) // page_bytes * page_bytes
@@ -90,8 +106,7 @@ def explain_key(
     if part and covered == tree.resident[part] < tree.length[part]:
         child, inside = part, covered  # the rest of this node was evicted
     elif part:
-        here = _diverged(tree, part, covered, key, hit) or Explanation(total, hit, "never_seen")
-        return _or_elsewhere(tree, root, usable, here, key)
+        return or_elsewhere(_diverged(tree, part, covered, key, hit))
     else:
         child, inside = tree.index.find(node, atoms, position) if root else 0, 0
     if child:
@@ -116,21 +131,18 @@ def explain_key(
                 idle_s=max(0.0, ghosts.evicted_s[child] - tree.used_s[child]),
                 pin_refused=pin_refused,
             )
-        here = _diverged(tree, child, inside, key, hit) or Explanation(total, hit, "never_seen")
-        return _or_elsewhere(tree, root, usable, here, key)
-    near = _nearest(tree, node, key, hit) if root else None
-    near = near or Explanation(total, hit, "never_seen")
-    return _or_elsewhere(tree, root, usable, near, key)
+        return or_elsewhere(_diverged(tree, child, inside, key, hit))
+    return or_elsewhere(_nearest(tree, node, key, hit) if root else None)
 
 
 def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) -> Explanation | None:
     """That a node goes on differently from one of its pages on; None if it does so in private."""
     edge = tree.edge(node)[page * tree.page_bytes :]
     same = shared_pages(edge, 0, memoryview(key.atoms)[hit * ATOM_BYTES :], ATOM_BYTES)
-    for at, mark in tree.marks_from(node, page):
-        if at >= same and mark.salt is not None:  # not among the key's
-            edge = edge[: at * ATOM_BYTES]
-            break
+    theirs, ours = tree.marks_from(node, page), between(key.marks, hit, len(key))
+    salts = [at for at, mark in (*theirs, *ours) if at >= same and mark.salt is not None]
+    if salts:  # one that both have lies before
+        edge = edge[: min(salts) * ATOM_BYTES]
     if same * ATOM_BYTES == len(edge):
         return None
     return Explanation(len(key), hit, "diverged", diverged_at=hit + same, sibling=edge)
@@ -138,27 +150,39 @@ def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) ->
 
 def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation | None:
     """Of the newest children of a node, the one whose first page goes along furthest."""
-    best, furthest = None, hit - 1
-    for child in islice(tree.children(node), MAX_SIBLINGS):
+    best, furthest, left = None, hit - 1, MAX_SIBLINGS
+    for child in islice(tree.children(node), MAX_CHILDREN):
         if tree.resident[child] and not tree.holder[child]:
             found = _diverged(tree, child, 0, key, hit)
-            if found is not None and (found.diverged_at or 0) > furthest:
+            if found is None:  # in private: as if it were not there
+                continue
+            if (found.diverged_at or 0) > furthest:
                 best, furthest = found, found.diverged_at or 0
+            left -= 1
+            if not left:
+                break
     return best if furthest > 0 else None
 
 
 def _or_elsewhere(
-    tree: RadixTree, own: int, usable: int, here: Explanation, key: CacheKey
+    tree: RadixTree,
+    own: int,
+    usable: int,
+    here: Explanation,
+    key: CacheKey,
+    may_tell: Callable[[bytes], bool] | None,
 ) -> Explanation:
     """That another namespace has more of a key than goes along here, if one has."""
     best, best_tokens = None, here.diverged_at or here.hit_tokens
-    for namespace, root in islice(tree.roots.items(), MAX_NAMESPACES):
-        if root != own:
-            tokens = (
-                tree.end_of(*tree.find(root, key.atoms, usable, pending=False)) * tree.page_size
-            )
-            if tokens > best_tokens:
-                best, best_tokens = namespace, tokens
+    others = (
+        (namespace, root)
+        for namespace, root in tree.roots.items()
+        if root != own and (may_tell is None or may_tell(namespace))
+    )
+    for namespace, root in islice(others, MAX_NAMESPACES):
+        tokens = tree.end_of(*tree.find(root, key.atoms, usable, pending=False)) * tree.page_size
+        if tokens > best_tokens:
+            best, best_tokens = namespace, tokens
     if best is None:
         return here
     return Explanation(

@@ -4,7 +4,8 @@ A prompt with media is a stream of atoms like any other, of which some stand for
 atom of a segment is a negative number that belongs to one (kind, 256-bit digest) in this process;
 the others are `CONTINUED`. Token ids are never negative, equal numbers mean equal digests exactly,
 and what follows the first atom of a segment lies behind it in the tree: no two contents and no
-text can be taken for each other. A number lives as long as a key or a cached page uses it.
+text can be taken for each other. A number lives as long as a key or a cached page uses it; then
+another content may get it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 from ramify.errors import InvalidKeyError
 
@@ -78,19 +79,21 @@ Marks = tuple[tuple[int, Mark], ...]  # positions of marked atoms, ascending
 
 _marks: WeakValueDictionary[tuple[bytes, bytes], Mark] = WeakValueDictionary()
 _numbers = count(_FIRST)
+_given_back: list[int] = []
 
 
 def mark_of(kind: bytes, digest: bytes, salt: bytes | None = None) -> Mark:
     """The mark of a digest: the same object for the same digest while anybody uses it."""
     mark = _marks.get((kind, digest))
     if mark is None:
-        number = next(_numbers)
+        number = _given_back.pop() if _given_back else next(_numbers)
         if number > _LAST:
             raise InvalidKeyError(
-                f"{number - _FIRST} different contents were used in this process, which is all "
-                "there are numbers for; restart it"
+                f"{number - _FIRST} different contents and salts are in use in this process, which "
+                "is all there are numbers for; end some requests or clear the cache"
             )
         mark = _marks[kind, digest] = Mark(kind, digest, -number, salt)
+        finalize(mark, _given_back.append, number).atexit = False
     return mark
 
 

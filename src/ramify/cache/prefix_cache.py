@@ -105,13 +105,12 @@ class PrefixCache:
         pages = tree.end_of(path, part, covered)
         return Match(pages * self.page_size, pages)
 
-    def explain(self, key: CacheKey) -> Explanation:
-        """Why a lookup of `key` finds what it finds, and no more; changes nothing.
-
-        Cost: that of `match` and a few lookups more; at most 64 siblings and 64 namespaces.
-        """
+    def explain(
+        self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
+    ) -> Explanation:
+        """Why a lookup finds no more; see `explain_key`. Changes nothing."""
         store, refused = self._store, self._pins.refusal(key)
-        return explain_key(self._tree, store.ghosts, key, store.now_s(), refused)
+        return explain_key(self._tree, store.ghosts, key, store.now_s(), refused, may_tell)
 
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
         """At most `limit` tokens that came after a lease's prefix and `tail` before; often none.

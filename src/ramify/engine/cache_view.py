@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.intake import checked_ids
 from ramify.engine.places import whose
 from ramify.engine.prompts import Prefix, beginning_of, ids_of
-from ramify.engine.warm import Warmed, WarmPrompt, read_prompts, share
+from ramify.engine.warm import Warmed, WarmPrompt, public_ids, read_prompts, share
 from ramify.errors import ConfigError, InvalidParamsError, RamifyError
 from ramify.params import RequestOutput
 
@@ -166,14 +167,16 @@ class CacheView:
         under: frozenset[int] | None = None
         if prefix is not None:
             ids = beginning_of(prefix, self._tokenizer)
-            under = begins_with(self.core, self._key(ids, tenant or "", salt or ""))
+            checked = checked_ids(ids, self._engine.vocab_size)
+            tenant, salt = tenant or "", salt or ""
+            ways = self._engine.places.ways(checked, tenant, salt)
+            under = frozenset[int]().union(*(begins_with(self.core, way) for way in ways))
         limit_s = None if older_than_s is None else used_before(self.core, older_than_s)
 
         def is_meant(node: Node) -> bool:
-            if under is not None:
-                if node.id not in under:
-                    return False
-            elif tenant is not None or salt is not None:
+            if under is not None and node.id not in under:
+                return False
+            if tenant is not None or salt is not None:
                 owner = whose(node)
                 if tenant not in (None, owner[0]) or salt not in (None, owner[1]):
                     return False
@@ -199,21 +202,35 @@ class CacheView:
         """Compute prefixes, keep them, and let every tenant read them: what you declare public.
 
         A prompt of a tenant that begins with all of one reads its whole pages; what follows stays
-        the tenant's own. Nothing else is ever shared between tenants. New weights end the pins.
+        the tenant's own. Nothing else is ever shared between tenants. A declaration holds as long
+        as the engine. The pin ends with new weights, or if a page is suspected of damage: then the
+        next request computes the prefix for all, and another `share` pins it again. Share before
+        tenants ask: what they have cached by then is not found any more.
 
         Args:
             prompts: a file, see `read_prompts`; or a list. A conversation is to end where all
-                others go on differently: with a system message, and with the tools of it.
+                others go on differently: with a system message, and with the tools of it. The last
+                token of a text is left out, as more text could change it.
 
         Raises:
-            ConfigError: the file cannot be used, or a prefix has a tenant or salt, is shorter than
-                a page, or was refused.
-            PinError: they take more pages than may be pinned. Nothing is shared then.
+            ConfigError: the file cannot be used, the prefix cache is off, or a prefix has a tenant
+                or salt, is shorter than a page, or cannot be served.
+            PinError: they take more than half of the pages. In all cases nothing is shared.
         """
         many = _many(prompts)
+        ids = self._public(many)
         told = Warmed.of(self._compute(many))
-        share(self._engine, self._tokenizer, many, told)
+        share(self._engine, ids, told)
         return told
+
+    def _public(self, many: Sequence[WarmPrompt]) -> list[array[int]]:
+        engine = self._engine
+        return public_ids(
+            many,
+            self._tokenizer,
+            vocab_size=engine.vocab_size,
+            page_size=engine.config.page_size,
+        )
 
     def _key(
         self, prefix: Prefix, tenant: str, salt: str, *, add_generation_prompt: bool = False
@@ -341,8 +358,11 @@ class AsyncCacheView:
     async def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> Warmed:
         """See `CacheView.share`; requests of others go on meanwhile."""
         many = await asyncio.to_thread(_many, prompts)
+        sizes = await self._engine.run(lambda core: (core.vocab_size, core.config.page_size))
+        make = partial(public_ids, many, self._tokenizer, vocab_size=sizes[0], page_size=sizes[1])
+        ids = await asyncio.to_thread(make)
         told = Warmed.of(await self._compute(many))
-        await self._engine.run(lambda core: share(core, self._tokenizer, many, told))
+        await self._engine.run(lambda core: share(core, ids, told))
         return told
 
     async def _ids(self, prefix: Prefix, *, add_generation_prompt: bool = False) -> Sequence[int]:

@@ -144,8 +144,9 @@ class EngineCore:
 
         Args:
             priority: requests with a larger one come first.
-            tenant: whose it is: tenants share the steps fairly, and never each other's prefixes.
-            salt: only requests with the same one share prefixes.
+            tenant: whose it is: tenants share the steps fairly, and no prefixes but public ones
+                (`places`).
+            salt: only requests with the same one share prefixes, but for public ones.
             max_shared: only so many of its first tokens are kept for others; by default all,
                 those of the answer included.
 

@@ -161,7 +161,7 @@ class LLM:
 
     @property
     def cache(self) -> CacheView:
-        """What is cached: `stats`, `tree`, `explain`, `pin`, `warm`, `clear`; see `CacheView`."""
+        """What is cached: `stats`, `tree`, `explain`, `pin`, `warm`, `share`, `clear`; see `CacheView`."""
         return CacheView(self.core, self.tokenizer, self._warm)
 
     def _warm(self, many: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
@@ -253,8 +253,8 @@ class LLM:
             prompts: a text, token ids, or a list of either.
             params: one for all, or one per prompt; None is `SamplingParams()`.
             priority: larger ones first; for all, or one per prompt.
-            tenant: whose the prompt is: tenants never share prefixes; for all, or one per prompt.
-            salt: only prompts with the same one share prefixes; for all, or one per prompt.
+            tenant: whose the prompt is: tenants share public prefixes only; for all, or one each.
+            salt: only prompts with the same one share others; for all, or one per prompt.
             progress: a bar on stderr; None: for two prompts or more, if stderr is a terminal.
             on_finished: called with each output as it ends.
 

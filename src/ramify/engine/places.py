@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from ramify.cache import CacheKey, Salt
@@ -26,7 +28,8 @@ class Places:
 
     A tenant has a namespace of his own. A prompt that begins with a prefix that is declared public
     lies in the namespace of no tenant, and behind that prefix a salt makes it private again: its
-    K/V is shared by all, what follows is nobody else's.
+    K/V is shared by all, what follows is nobody else's. A shorter prompt lies in its tenant's
+    namespace. What a tenant had cached when a prefix of it became public is not found any more.
 
     Args:
         base: the namespace of no tenant: what K/V depends on beside the tokens.
@@ -54,10 +57,26 @@ class Places:
                 return self.base, (Salt(len(one), namespace_of(tenant=tenant, salt=salt)),)
         return namespace_of(base=self.base, tenant=tenant, salt=salt), ()
 
-    def key(self, ids: array[int], tenant: str = "", salt: str = "") -> CacheKey:
-        """Under which a prompt is cached."""
+    def key(
+        self, ids: array[int], tenant: str = "", salt: str = "", *, answer: Sequence[int] = ()
+    ) -> CacheKey:
+        """Under which a prompt is cached, and what was answered to it."""
         namespace, salts = self.of(ids, tenant, salt)
-        return CacheKey(ids, namespace, salts=[one for one in salts if one.start < len(ids)])
+        whole = ids + array("i", answer) if answer else ids
+        return CacheKey(whole, namespace, salts=[one for one in salts if one.start < len(whole)])
+
+    def ways(self, ids: array[int], tenant: str, salt: str) -> list[CacheKey]:
+        """Keys below which everything lies that begins with `ids` and may be a tenant's."""
+        found = [CacheKey(ids, self.base)]
+        if tenant or salt:
+            own = namespace_of(tenant=tenant, salt=salt)
+            found += [
+                CacheKey(ids, self.base, salts=[Salt(len(one), own)])
+                for one in self._public
+                if len(one) < len(ids) and ids[: len(one)] == one
+            ]
+            found.append(CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt)))
+        return found
 
     def is_stale(self, node: Placed) -> bool:
         """Whether no request asks for it any more: its weights are gone."""
@@ -69,5 +88,11 @@ class Places:
 
 def whose(node: Placed) -> tuple[str, str]:
     """Tenant and salt of what is cached at the end of a node; empty: everybody's."""
-    parts = namespace_parts(node.namespace if node.salt is None else node.salt)
+    return owner_of(node.namespace if node.salt is None else node.salt)
+
+
+@lru_cache(4096)
+def owner_of(namespace: bytes) -> tuple[str, str]:
+    """Tenant and salt of a namespace, or of a salt behind a public prefix."""
+    parts = namespace_parts(namespace)
     return str(parts.get("tenant", "")), str(parts.get("salt", ""))

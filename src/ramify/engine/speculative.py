@@ -75,6 +75,8 @@ class TreeSource:
         """See `Source`."""
         lease = request.sequence.lease
         assert lease is not None
+        if any(salt.start >= lease.num_tokens for salt in request.sequence.salts):
+            return ()  # the lease ends where others go on too: none of their texts are guesses
         tail = request.sequence.tokens[lease.num_tokens :]
         return tuple(self._cache.continuation(lease, tail, limit))
 

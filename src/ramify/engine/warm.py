@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from ramify.cache.leases import Pin
 from ramify.engine.core import EngineCore
 from ramify.engine.intake import checked_ids
 from ramify.engine.prompts import Message, Prompt, beginning_of, ids_of
-from ramify.errors import ConfigError, PinError
+from ramify.errors import ConfigError, PinError, RamifyError, RequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -105,34 +106,68 @@ def _parsed(line: str, where: str) -> WarmPrompt:
     return WarmPrompt(found[names[0]], tools=tools, **options)
 
 
-def share(
-    core: EngineCore, tokenizer: Tokenizer | None, prefixes: Sequence[WarmPrompt], told: Warmed
-) -> None:
+def public_ids(
+    prefixes: Sequence[WarmPrompt],
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    page_size: int,
+) -> list[array[int]]:
+    """What prompts begin with that begin with each of these: whole pages.
+
+    Raises:
+        ConfigError: one has a tenant or salt, cannot be tokenised, or is shorter than a page.
+    """
+    found = []
+    for at, one in enumerate(prefixes, 1):
+        if one.tenant or one.salt:
+            raise ConfigError(
+                f"public prefix {at} has tenant={one.tenant!r} and salt={one.salt!r}; it is to be "
+                "everybody's: leave them out"
+            )
+        try:
+            ids = checked_ids(beginning_of(one.prompt, tokenizer, one.tools), vocab_size)
+        except RequestError as error:
+            raise ConfigError(f"public prefix {at} is no prompt: {error}") from error
+        if len(ids) < page_size:
+            raise ConfigError(
+                f"public prefix {at} has {len(ids)} tokens that do not depend on what follows; "
+                f"only whole pages of {page_size} can be shared"
+            )
+        found.append(ids[: len(ids) // page_size * page_size])
+    return found
+
+
+def share(core: EngineCore, prefixes: Sequence[array[int]], told: Warmed) -> None:
     """Pin prefixes that were computed, and let every tenant read them; all or none.
 
     Raises:
-        ConfigError: one was refused, is shorter than a page, or has a tenant or salt.
+        ConfigError: one was refused, or is not there any more.
         PinError: they take more pages than may be pinned.
     """
+    if not core.config.asked.cache.prefix_cache:
+        raise ConfigError("public prefixes need the prefix cache, which is off (prefix_cache)")
     if told.num_failed:
         raise ConfigError(f"{told.num_failed} public prefixes were refused: {told.errors}")
-    page_size = core.config.page_size
-    many = []
-    for one in prefixes:
-        ids = checked_ids(beginning_of(one.prompt, tokenizer, one.tools), core.vocab_size)
-        if one.tenant or one.salt or len(ids) < page_size:
-            raise ConfigError(
-                f"a public prefix of {len(ids)} tokens with tenant={one.tenant!r} and "
-                f"salt={one.salt!r}; it needs at least a page of {page_size}, and is nobody's"
-            )
-        many.append(ids)
+    known = {pin.key for pin in core.cache.pins(PUBLIC)}
     pins: list[Pin] = []
     try:
-        for ids in many:
-            pins.append(core.cache.pin(core.places.key(ids), PUBLIC))
-    except PinError:
+        for at, ids in enumerate(prefixes, 1):
+            if (key := core.places.key(ids)) in known:
+                continue
+            known.add(key)
+            pins.append(core.cache.pin(key, PUBLIC))
+            if (kept := len(pins[-1].key)) < len(ids):
+                raise ConfigError(
+                    f"of public prefix {at} only {kept} of {len(ids)} tokens are still cached: "
+                    "other requests took the pages; share it at a quieter time, or have a larger "
+                    "pool (kv_cache_tokens)"
+                )
+    except RamifyError as error:
         for pin in pins:
             core.cache.unpin(pin)
+        if isinstance(error, PinError):
+            raise PinError(f"{error}; a larger pool (kv_cache_tokens) helps, too") from error
         raise
-    for ids in many:
+    for ids in prefixes:
         core.places.share(ids)

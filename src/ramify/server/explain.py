@@ -52,21 +52,16 @@ def miss_of(
     found: Explanation,
     prompt: Prompt,
     decode: Callable[[Sequence[int]], str],
-    *,
-    own_namespaces: Callable[[bytes], bool],
 ) -> Miss | None:
     """What stopped a lookup; None if all that can be found was.
 
     Args:
-        found: of the prompt's key, in the caller's own namespace.
+        found: of the prompt's key, with nothing in it of other tenants.
         decode: token ids to text.
-        own_namespaces: whether a namespace is the caller's; what is cached in others is not told.
     """
     reason = REASONS[found.reason]
     if reason == "hit":
         return None
-    if found.other_namespace is not None and not own_namespaces(found.other_namespace):
-        reason = "cold"
     at = found.diverged_at if reason == "diverged" and found.diverged_at is not None else None
     at = found.hit_tokens if at is None else at
     had = None

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-from array import array
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ramify import __version__
 from ramify.cache.explain import Explanation
-from ramify.cache.key import CacheKey, namespace_parts
+from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.survey import count_pages
 from ramify.cache.tree import Node
@@ -24,7 +23,7 @@ from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.intake import checked_ids
 from ramify.engine.loop import Health
-from ramify.engine.places import whose
+from ramify.engine.places import owner_of, whose
 from ramify.engine.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.params import (
@@ -287,7 +286,7 @@ class Service:
     async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
         """How many tokens of a prompt are there now, and why no more; runs nothing."""
         found = await self.engine.run(lambda core: self._explanation(core, prompt, who, salt))
-        return 0 if found is None else found.hit_tokens, self._miss(found, prompt, who)
+        return 0 if found is None else found.hit_tokens, self._miss(found, prompt)
 
     def _explanation(
         self, core: EngineCore, prompt: Prompt, who: Caller, salt: str
@@ -295,16 +294,16 @@ class Service:
         ids = checked_ids(prompt.ids, core.vocab_size)
         if not self.prefix_cache:
             return None
-        return core.cache.explain(core.places.key(ids, who.tenant, salt))
-
-    def _miss(self, found: Explanation | None, prompt: Prompt, who: Caller) -> Miss | None:
-        if found is None:
-            return Miss("disabled", 0)
 
         def own(namespace: bytes) -> bool:
-            return namespace_parts(namespace).get("tenant", "") == who.tenant
+            return owner_of(namespace)[0] == who.tenant
 
-        return miss_of(found, prompt, self._decode, own_namespaces=own)
+        return core.cache.explain(core.places.key(ids, who.tenant, salt), may_tell=own)
+
+    def _miss(self, found: Explanation | None, prompt: Prompt) -> Miss | None:
+        if found is None:
+            return Miss("disabled", 0)
+        return miss_of(found, prompt, self._decode)
 
     @property
     def cache(self) -> AsyncCacheView:
@@ -331,7 +330,7 @@ class Service:
                 self._make_room(core, job, who, 0 if found is None else found.hit_tokens)
                 return found
 
-            miss = self._miss(await self.engine.run(prepare), job.prompt, who)
+            miss = self._miss(await self.engine.run(prepare), job.prompt)
             events = self.engine.stream(
                 job.prompt.ids,
                 job.params,
@@ -369,14 +368,14 @@ class Service:
         """`begin` for several at once: all of them, or the first error and none.
 
         Raises:
-            ApiError: 400, there are more than may ever wait at once; else as `begin`.
+            ApiError: 400, there are more than may wait at once; else as `begin`.
         """
         limit = await self.engine.run(lambda core: core.max_waiting) if len(jobs) > 1 else None
         if limit is not None and len(jobs) > limit:
             raise ApiError(
                 400,
-                f"{len(jobs)} prompts in one request, but no more than {limit} requests may wait "
-                "here at once; send several requests",
+                f"{len(jobs)} prompts in one request; the limit is {limit}, as many as may wait "
+                "here at once. Send several requests",
                 param="prompt",
             )
         tasks = [asyncio.ensure_future(self.begin(job, who, prefix=prefix)) for job in jobs]
@@ -421,8 +420,9 @@ class Service:
 
         def drop(core: EngineCore) -> None:
             for one in thoughts:
-                ids = job.prompt.ids + array("i", one.token_ids)
-                key = core.places.key(ids, generation.who.tenant, job.salt)
+                key = core.places.key(
+                    job.prompt.ids, generation.who.tenant, job.salt, answer=one.token_ids
+                )
                 drop_beyond(core.cache, key, job.prompt.stable_len)
 
         await self.engine.run(drop)
@@ -436,10 +436,8 @@ class Service:
         need = -(-len(job.prompt.ids) // size) - num_found // size - stats.free_pages
         if need <= 0:
             return
-        atoms, width = (
-            core.places.key(job.prompt.ids, who.tenant, job.salt).atoms,
-            size * ATOM_BYTES,
-        )
+        atoms = core.places.key(job.prompt.ids, who.tenant, job.salt).atoms
+        width = size * ATOM_BYTES
         leaves: list[tuple[int, int]] = []
 
         def is_own(node: Node) -> bool:
