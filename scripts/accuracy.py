@@ -9,8 +9,8 @@ nothing was read from the cache.
 
 ramify-tiny answers questions about documents of up to 1,000 tokens, so each prefix is a document
 with two answered questions about it; documents are held out by their seeds. GSM8K comes from a
-file, its own `{"question": ..., "answer": "... #### 18"}` per line: the first are the examples,
-and the number behind the last `####` (or else the last number) of an answer has to match.
+file, `{"question": ..., "answer": "... #### 18"}` per line, and is asked and judged by lm-eval:
+`--lm-eval` names an interpreter that has it, as this one need not.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import argparse
 import json
 import os
 import random
-import re
 import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gsm8k import Harness
 from load_server import Server
 from tiny_documents import make_document
 
 ROUNDS, THREADS = 3, 8
 SHOTS, NUM_FACTS = 2, 66  # of 1,000 tokens or less
-GSM8K_SHOTS = 8
 Message = dict[str, str]
 
 
@@ -53,6 +53,7 @@ class Round:
     seconds: float
     num_prompt: int
     num_cached: int
+    num_right: int
 
 
 def said(role: str, text: str) -> Message:
@@ -75,27 +76,6 @@ def tiny_questions(count: int) -> list[Question]:
     return found[:count]
 
 
-def gsm8k_questions(path: Path, count: int) -> list[Question]:
-    """One prefix of solved problems, and the problems after them."""
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    if len(lines) <= GSM8K_SHOTS:
-        sys.exit(f"{path} has {len(lines)} problems, more than {GSM8K_SHOTS} are needed")
-    prefix: list[Message] = []
-    for one in lines[:GSM8K_SHOTS]:
-        prefix += [said("user", one["question"]), said("assistant", one["answer"])]
-    asked = lines[GSM8K_SHOTS:][:count]
-    return [
-        Question([*prefix, said("user", one["question"])], number_of(one["answer"]))
-        for one in asked
-    ]
-
-
-def number_of(text: str) -> str:
-    """The result that a solution names."""
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text.rsplit("####", 1)[-1])
-    return str(found[-1]).replace(",", "") if found else ""
-
-
 def ask_all(server: Server, questions: list[Question], max_tokens: int) -> Round:
     """One round."""
     url = f"http://{server.host}:{server.port}/v1/chat/completions"
@@ -112,39 +92,44 @@ def ask_all(server: Server, questions: list[Question], max_tokens: int) -> Round
         told = list(pool.map(ask, questions))
     seconds = time.perf_counter() - start
     usages = [one["usage"] for one in told]
+    texts = [str(one["choices"][0]["message"]["content"]) for one in told]
     return Round(
-        [str(one["choices"][0]["message"]["content"]) for one in told],
+        texts,
         seconds,
         sum(one["prompt_tokens"] for one in usages),
         sum(one["prompt_tokens_details"]["cached_tokens"] for one in usages),
+        sum(text.strip() == one.answer for text, one in zip(texts, questions, strict=True)),
     )
+
+
+def ask_harness(harness: Harness, server: Server) -> Round:
+    """The same by lm-eval."""
+    told = harness.ask_all(f"http://{server.host}:{server.port}")
+    return Round(told.answers, told.seconds, told.num_prompt, told.num_cached, told.num_right)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds with both servers, one after the other."""
-    if args.gsm8k is None:
-        questions = tiny_questions(args.questions)
-    else:
-        questions = gsm8k_questions(args.gsm8k, args.questions)
     rounds: dict[str, list[Round]] = {}
+    if args.gsm8k is None:
+        ask = partial(ask_all, questions=tiny_questions(args.questions), max_tokens=args.max_tokens)
+    else:
+        harness = Harness(args.lm_eval, args.gsm8k, args.questions, args.max_tokens, THREADS)
+        ask = partial(ask_harness, harness)
     for name, options in (("off", ["--no-prefix-cache"]), ("on", [])):
         server = Server(*options, model=args.model)
         try:
-            rounds[name] = [ask_all(server, questions, args.max_tokens) for _ in range(ROUNDS)]
+            rounds[name] = [ask(server) for _ in range(ROUNDS)]
         finally:
             server.stop()
     every = [one for both in rounds.values() for one in both]
     texts = list(zip(*(one.answers for one in every), strict=True))
-    known = [one.answer for one in questions]
     best = {name: min(one.seconds for one in both) for name, both in rounds.items()}
     return {
         "model": args.model,
-        "questions": len(questions),
+        "questions": len(texts),
         "different": sum(len(set(one)) > 1 for one in texts),
-        "right": sum(
-            (one[0].strip() if args.gsm8k is None else number_of(one[0])) == answer
-            for one, answer in zip(texts, known, strict=True)
-        ),
+        "right": [one.num_right for one in every],
         "hit_rate": {
             name: [round(one.num_cached / one.num_prompt, 4) for one in both]
             for name, both in rounds.items()
@@ -164,6 +149,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=None)
     parser.add_argument("--gsm8k", type=Path, default=None, help="the test set, JSON lines")
+    parser.add_argument("--lm-eval", default=sys.executable, help="a Python that has lm-eval")
     args = parser.parse_args()
     args.max_tokens = args.max_tokens or (16 if args.gsm8k is None else 400)
     told = run(args)
