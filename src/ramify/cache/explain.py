@@ -139,29 +139,37 @@ def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) ->
     """That a node goes on differently from one of its pages on; None if it does so in private."""
     edge = tree.edge(node)[page * tree.page_bytes :]
     same = shared_pages(edge, 0, memoryview(key.atoms)[hit * ATOM_BYTES :], ATOM_BYTES)
-    theirs, ours = tree.marks_from(node, page), between(key.marks, hit, len(key))
-    salts = [at for at, mark in (*theirs, *ours) if at >= same and mark.salt is not None]
-    if salts:  # one that both have lies before
-        edge = edge[: min(salts) * ATOM_BYTES]
-    if same * ATOM_BYTES == len(edge):
-        return None
+    if key.marks or node in tree.marks:
+        theirs, ours = tree.marks_from(node, page), between(key.marks, hit, len(key))
+        salts = [at for at, mark in (*theirs, *ours) if at >= same and mark.salt is not None]
+        if salts:  # one that both have lies before
+            edge = edge[: min(salts) * ATOM_BYTES]
+            if same * ATOM_BYTES == len(edge):
+                return None
     return Explanation(len(key), hit, "diverged", diverged_at=hit + same, sibling=edge)
 
 
 def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation | None:
     """Of the newest children of a node, the one whose first page goes along furthest."""
-    best, furthest, left = None, hit - 1, MAX_SIBLINGS
+    begin = hit * ATOM_BYTES
+    rest, first = memoryview(key.atoms)[begin:], key.atoms[begin : begin + ATOM_BYTES]
+    best, furthest, left = 0, hit - 1, MAX_SIBLINGS
     for child in islice(tree.children(node), MAX_CHILDREN):
-        if tree.resident[child] and not tree.holder[child]:
+        near, is_there = -1, tree.resident[child] and not tree.holder[child]
+        if key.marks or child in tree.marks:
             found = _diverged(tree, child, 0, key, hit)
             if found is None:  # in private: as if it were not there
                 continue
-            if (found.diverged_at or 0) > furthest:
-                best, furthest = found, found.diverged_at or 0
-            left -= 1
-            if not left:
-                break
-    return best if furthest > 0 else None
+            near = found.diverged_at or 0
+        elif is_there:
+            edge = tree.edge(child)
+            near = hit + (shared_pages(edge, 0, rest, ATOM_BYTES) if edge.startswith(first) else 0)
+        if is_there and near > furthest:
+            best, furthest = child, near
+        left -= 1
+        if not left:
+            break
+    return _diverged(tree, best, 0, key, hit) if best and furthest > 0 else None
 
 
 def _or_elsewhere(
