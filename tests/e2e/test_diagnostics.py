@@ -217,11 +217,13 @@ def test_another_tenants_message_is_unknown_and_its_prefix_cold(
     start: Start, talker: str, ask: Ask
 ) -> None:
     """The same prompt with another key: nothing is read, and nothing is said of whose it was."""
-    server = start("--api-key", "ann", "--api-key", "bob", model=talker)
+    others = [one.__name__ for one in ASKS]  # each has asked nothing before
+    options = [word for key in ("ann", *others) for word in ("--api-key", key)]
+    server = start(*options, model=talker)
     talk = talk_of(ask, "tenants")
     mine, _, _ = ask(server, talk, None, "ann")
 
-    _, told, miss = ask(server, talk, mine, "bob")
+    _, told, miss = ask(server, talk, mine, ask.__name__)
 
     assert told is not None
     assert told["type"] in ("previous_message_not_found", "comparison_response_not_found")
