@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.cache import CacheKey, Explanation, PrefixCache, Salt
+from ramify.cache import CacheKey, Explanation, Media, PrefixCache, Salt
 from ramify.cache.survey import count_pages
 from ramify.engine.llm import LLM
 from ramify.engine.reload import change_weights
@@ -369,7 +369,8 @@ def test_a_node_tells_the_salt_above_its_end(index: str) -> None:
     """The last one on its way; none where nothing is salted."""
     cache = PrefixCache(64, 4, index=index)
     serve(cache, CacheKey(list(b"abcdefgh")))
-    serve(cache, CacheKey(list(b"abcdefghijklmnopqrst"), salts=[Salt(8, "one"), Salt(13, b"two")]))
+    image, salts = Media(Media.digest_of(b"an image"), 16, 2), [Salt(8, "one"), Salt(13, b"two")]
+    serve(cache, CacheKey(list(b"abcdefghijklmnopqrst"), media=[image], salts=salts))
     found: dict[int, set[bytes | None]] = {}
 
     def look(node: Any) -> bool:

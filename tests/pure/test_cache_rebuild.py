@@ -1,0 +1,85 @@
+"""A cache that cannot be trusted: a part of it is dropped, or all of it is built anew in place."""
+
+import pytest
+
+from ramify.cache import PrefixCache
+from ramify.cache.rebuild import condemn, rebuild
+from ramify.errors import LeaseError, PinError
+from tests.pure.test_prefix_cache import begin, key, serve
+
+INDICES = pytest.mark.parametrize("index", ["radix", "hash"])
+
+
+@INDICES
+def test_what_is_condemned_goes_with_all_behind_it_and_its_pins(index: str) -> None:
+    """Other prefixes stay, and so do other pins; what a lease holds goes at a second call."""
+    cache = PrefixCache(64, 2, index=index)
+    for text in ("abcdefgh", "abcdXYZW", "uvwx"):
+        serve(cache, text)
+    doomed, other = cache.pin(key("abcdef"), "one"), cache.pin(key("uvwx"), "two")
+    lease, private = begin(cache, "abcdXYZWx")
+
+    first = condemn(cache, key("abcd!"))
+    cache.release(lease, private)
+    second = condemn(cache, key("abcd!"))
+
+    assert [pin.id for pin in cache.pins()] == [other.id]
+    with pytest.raises(PinError):
+        cache.unpin(doomed)
+    assert (len(first), len(second)) == (2, 4)
+    assert all(cache.is_free(page) for page in (*first, *second))
+    assert cache.match(key("abcdefghi")).num_tokens == 0
+    assert cache.match(key("uvwxyz")).num_tokens == 4
+    cache.check()
+
+
+def test_what_nobody_has_cannot_be_condemned() -> None:
+    """Another text, another namespace, an empty key."""
+    cache = PrefixCache(8, 2)
+    serve(cache, "abcd")
+
+    for one in (key("xyz"), key("abcd", "elsewhere"), key("")):
+        assert condemn(cache, one) == []
+    assert cache.match(key("abcde")).num_tokens == 4
+
+
+@INDICES
+def test_a_cache_is_built_anew_in_place(index: str) -> None:
+    """All pages are free, leases and pins void; who listens is told, and goes on listening."""
+    cache = PrefixCache(16, 2, policy="lru", index=index)
+    subscription, gone = cache.subscribe(), []
+    cache.observe_evictions(lambda told: gone.append(told.reason))
+    serve(cache, "abcdef")
+    cache.pin(key("abcdef"), "one")
+    lease, private = begin(cache, "abcdxyz")
+    lookups = cache.stats().lookups
+    subscription.take()
+
+    assert rebuild(cache) == 1
+
+    assert cache.stats().free_pages == cache.num_pages == cache.num_available
+    assert (cache.policy, cache.index, cache.pins()) == ("lru", index, [])
+    assert cache.stats().lookups == lookups
+    with pytest.raises(LeaseError):
+        cache.release(lease, private)
+    serve(cache, "abcdef")
+    cache.evict(1)
+    kinds = [event.kind for event in subscription.take()]
+    assert kinds[0] == "cleared"
+    assert {"stored", "removed"} <= set(kinds)
+    assert gone == ["asked"]
+    cache.check()
+
+
+@INDICES
+def test_an_evicted_tail_comes_back_without_anybody_listening(index: str) -> None:
+    """The rest of a node that was evicted by page is filled again in place."""
+    cache = PrefixCache(16, 2, index=index)
+    serve(cache, "abcdefgh")
+    cache.evict(1)
+    assert cache.match(key("abcdefghi")).num_tokens == 6
+
+    serve(cache, "abcdefgh")
+
+    assert cache.match(key("abcdefghi")).num_tokens == 8
+    cache.check()
