@@ -86,7 +86,10 @@ def mark_of(kind: bytes, digest: bytes, salt: bytes | None = None) -> Mark:
     """The mark of a digest: the same object for the same digest while anybody uses it."""
     mark = _marks.get((kind, digest))
     if mark is None:
-        number = _given_back.pop() if _given_back else next(_numbers)
+        try:
+            number = _given_back.pop()
+        except IndexError:  # not looked at before: another thread may take the last one
+            number = next(_numbers)
         if number > _LAST:
             raise InvalidKeyError(
                 f"{number - _FIRST} different contents and salts are in use in this process, which "
