@@ -231,9 +231,10 @@ class AutoPolicy:
         now = self._now
         begins = {now - edge for edge in LATER}
         for number, alive in enumerate(self._alive):
-            at_risk = self._at_risk[number]
-            for slot in begins.intersection(alive):
-                at_risk[LATER[now - slot]] += self._gain * alive[slot]
+            if alive:
+                at_risk = self._at_risk[number]
+                for slot in begins & alive.keys():  # looks through the smaller one
+                    at_risk[LATER[now - slot]] += self._gain * alive[slot]
 
     # -- learning --------------------------------------------------------------------------
 

@@ -101,8 +101,9 @@ class PageLedger:
     """Moves pages between the free list, requests and the tree; every page is in exactly one.
 
     A page goes free → private (`take`) → tree (`adopt`) → free (`reclaim`), or private → free
-    (`give_back`). Each call checks all its pages before it moves the first. The page given back
-    last is handed out first, since its bytes are the likeliest to be in a hardware cache.
+    (`give_back`). Each call checks all its pages before it moves the first. The pages given back
+    last are handed out first, since their bytes are the likeliest to be in a hardware cache, and in
+    the order in which they came back: neighbours stay neighbours.
 
     Private pages are kept as the runs in which they were taken, found by the first page of each:
     to hand back or publish (a beginning of) a run costs one lookup and one memcmp, however long
@@ -116,7 +117,7 @@ class PageLedger:
         if not 1 <= num_pages < 2**31:
             raise ConfigError(f"num_pages={num_pages} but a ledger has 1 to {2**31 - 1} pages")
         self.num_pages = num_pages
-        self._free = array("i", range(num_pages - 1, -1, -1))
+        self._free = array("i", range(num_pages))
         self._runs: dict[bytes, bytes] = {}  # first page → the whole run, packed
         self._num_private = 0
         self._free_set: frozenset[int] | None = None  # made when it is asked for
@@ -161,16 +162,14 @@ class PageLedger:
         if keep < 0:
             raise OutOfPagesError(count, len(free), 0, self.num_pages)
         self._free_set = None
-        taken = free[keep:]
+        run = free[keep:].tobytes()
         del free[keep:]
-        taken.reverse()
-        run = taken.tobytes()
         self._runs[run[:ID_BYTES]] = run
         self._num_private += count
         return run
 
     def give_back(self, packed: bytes) -> None:
-        """Private pages become free, last first, so that a sequence's tail is reused first."""
+        """Private pages become free; a sequence's tail is reused first."""
         self.adopt(packed)
         self.reclaim(packed)
 
