@@ -50,7 +50,7 @@ BLOCK_KEYS = 256
 DIRECT_ROWS = 8  # up to so many rows of a task read a block where it lies; more have it laid out
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
 _DIRECT, _DIRECT_TILE, _AT_ONCE = DIRECT_ROWS, direct.TILES[-1], direct.KEYS
-_scores, _mix, _LINE = direct.scores, direct.mix, direct.LINE
+_scores, _mix, _LINE, _AHEAD = direct.scores, direct.mix, direct.LINE, direct.AHEAD
 _NOTHING = np.float32(-np.inf)
 
 
@@ -107,8 +107,6 @@ class Block(NamedTuple):
     source: int  # of the head in the first slot
     offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each
     factors: int  # of [BLOCK_KEYS] float32
-    next_source: int  # what to fetch meanwhile, or 0
-    next_offsets: int
     packed: int  # of them laid out, or 0: they are read where they lie
 
 
@@ -138,17 +136,17 @@ _jit = njit(nogil=True, error_model="numpy")
 
 
 @_jit
-def _fetch(part: Part, source: int, offsets: int, count: int) -> None:
-    """Begin to fetch some rows of a plane that will be wanted soon; source 0: nothing."""
-    for i in range(count if source else 0):
+def _fetch(part: Part, source: int, offsets: int, count: int, soon: bool) -> None:
+    """Begin to fetch some rows of a plane, into the first-level cache if they are wanted soon."""
+    for i in range(count):
         at = source + int_at(offsets + 8 * i)
         for line in range(0, part.width * stored_size(part), _LINE):
-            prefetch(at + line)
+            prefetch(at + line, 3) if soon else prefetch(at + line, 2)
 
 
 @_jit
 def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
-    """Columns of [tiles, depth, TILE_COLUMNS] float32 from `count` keys; fetch what comes next.
+    """Columns of [tiles, depth, TILE_COLUMNS] float32 from `count` keys.
 
     A tile of a product lies in one piece: lines a power of two apart would share few places of
     the first-level cache.
@@ -159,7 +157,7 @@ def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
     for j in range(0, count, 8):
         where, scale = keys.offsets + 8 * j, keys.factors + 4 * j
         to = into + 4 * (j // _COLUMNS * depth * _COLUMNS + j % _COLUMNS)
-        _fetch(part, keys.next_source, keys.next_offsets + 8 * j, min(8, count - j))
+        _fetch(part, source, where + 8 * _AHEAD, 8, True)
         transpose_keys(part, source, where, scale, to, _COLUMNS, whole)
     for d in range(whole, part.width):
         for j in range(count):
@@ -171,12 +169,11 @@ def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
 
 @_jit
 def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
-    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32; fetch what comes next."""
+    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32."""
     part = values.part
     for j in range(count):
         if j % 8 == 0:
-            following = values.next_offsets + 8 * j
-            _fetch(part, values.next_source, following, min(8, count - j))
+            _fetch(part, values.source, values.offsets + 8 * (j + _AHEAD), 8, True)
         row = values.source + int_at(values.offsets + 8 * j)
         factor = element_at(values.factors + 4 * j, 0)
         for d in range(0, stride, _COLUMNS):
@@ -355,8 +352,9 @@ def _attend_task(
 ) -> None:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
-    While a block is laid out, what comes next is fetched: K/V of the next head, or block. Few rows
-    read it where it lies, and `direct` fetches a little ahead.
+    Between tiles of rows K/V of the next head or block is fetched, a share at a time, and again a
+    little ahead while it is laid out (offsets of the next block follow those of this one). Few rows
+    read a block where it lies, and `direct` fetches a little ahead.
     """
     seq, first, count, head0, head1, group0, group1, block0, block1 = task
     depth, stride, num_heads = shape.key_dim, shape.value_stride, shape.num_heads
@@ -366,6 +364,7 @@ def _attend_task(
     tile_rows = _DIRECT_TILE if is_direct else _ROWS
     keys = scratch.ctypes.data
     values = keys + 4 * _BLOCK * depth
+    laid_keys, laid_values = (0, 0) if is_direct else (keys, values)
     scores = values + 4 * _BLOCK * stride
     partial = scores + 4 * _ROWS * _BLOCK
     at = _BLOCK * (depth + stride) + _ROWS * (_BLOCK + stride)
@@ -380,10 +379,14 @@ def _attend_task(
     ints = scratch[len(scratch) - 2 * (7 * _BLOCK + num_rows * (2 + head1 - head0)) :].view(
         np.int64
     )
-    slots, next_slots = ints[:_BLOCK], ints[_BLOCK : 2 * _BLOCK]
-    in_keys, next_keys = ints[2 * _BLOCK : 3 * _BLOCK], ints[3 * _BLOCK : 4 * _BLOCK]
-    in_values, next_values = ints[4 * _BLOCK : 5 * _BLOCK], ints[5 * _BLOCK : 6 * _BLOCK]
-    in_rope, ints = ints[6 * _BLOCK : 7 * _BLOCK], ints[7 * _BLOCK :]
+    in_rope, slots, next_slots = (
+        ints[:_BLOCK],
+        ints[_BLOCK : 2 * _BLOCK],
+        ints[2 * _BLOCK : 3 * _BLOCK],
+    )
+    in_keys, next_keys = ints[3 * _BLOCK : 4 * _BLOCK], ints[4 * _BLOCK : 5 * _BLOCK]
+    in_values, next_values = ints[5 * _BLOCK : 6 * _BLOCK], ints[6 * _BLOCK : 7 * _BLOCK]
+    ints = ints[7 * _BLOCK :]
     seen, row_positions, state_rows = ints[:num_rows], ints[num_rows:], ints[2 * num_rows :]
     keys_at, values_at = in_keys.ctypes.data, in_values.ctypes.data
     lowest, highest = positions[first], positions[first]
@@ -412,6 +415,7 @@ def _attend_task(
         padded = -(-num_keys // 8) * 8  # keys are packed by eight
         for j in range(padded):
             slots[j] = next_slots[j]
+        left = 0
         if block + 1 < block1:
             left = min(_BLOCK, highest + 1 - start - _BLOCK)
             _find_slots(table, seq, shape.page_size, start + _BLOCK, left, next_slots)
@@ -424,31 +428,35 @@ def _attend_task(
             seen[r] = row_positions[r] + 1 - start
         for h in range(head0, head1):
             at_key, at_value = latent.address + h * latent.head, value.address + h * value.head
-            ahead_key, ahead_value, soon_keys, soon_values = 0, 0, keys_at, values_at
-            if h + 1 < head1:
-                ahead_key, ahead_value = at_key + latent.head, at_value + value.head
-            elif block + 1 < block1 and head1 > head0 + 1:
-                ahead_key = latent.address + head0 * latent.head
-                ahead_value = value.address + head0 * value.head
-                soon_keys, soon_values = next_keys.ctypes.data, next_values.ctypes.data
+            next_key, next_value, num_next = at_key + latent.head, at_value + value.head, num_keys
+            next_keys_at, next_values_at = keys_at, values_at
+            if h + 1 == head1:
+                next_key = latent.address + head0 * latent.head
+                next_value = value.address + head0 * value.head
+                next_keys_at, next_values_at = next_keys.ctypes.data, next_values.ctypes.data
+                num_next = left
             _scale(latent, slots, padded, heads, h, key_factors)
             _scale(value, slots, padded, heads, h, value_factors)
-            of_keys = Block(latent, at_key, keys_at, key_factors.ctypes.data, ahead_key, soon_keys,
-                            0 if is_direct else keys)  # fmt: skip
-            of_values = Block(value, at_value, values_at, value_factors.ctypes.data, ahead_value,
-                              soon_values, 0 if is_direct else values)  # fmt: skip
-            if not is_direct:
+            of_keys = Block(latent, at_key, keys_at, key_factors.ctypes.data, laid_keys)
+            of_values = Block(value, at_value, values_at, value_factors.ctypes.data, laid_values)
+            if is_direct:
+                num_next = 0
+            else:
                 _pack_keys(of_keys, keys, depth, num_keys)
                 if rope.width:
                     _scale(rope, slots, padded, heads, h, rope_factors)
                     of_rope = Block(rope, rope.address + h * rope.head, in_rope.ctypes.data,
-                                    rope_factors.ctypes.data, 0, 0, 0)  # fmt: skip
+                                    rope_factors.ctypes.data, 0)  # fmt: skip
                     _pack_keys(of_rope, keys + 4 * _COLUMNS * latent.width, depth, num_keys)
                 _pack_values(of_values, values, stride, num_keys)
             mine = folded + 4 * depth * (h - head0) * num_rows
             for r in range(0, num_rows, tile_rows):
                 _attend_tile(shape, mine, min(tile_rows, num_rows - r), r, seen, of_keys, of_values,
                              partial, scores, tops, state, state_rows[(h - head0) * num_rows :])  # fmt: skip
+                begin = r * num_next // num_rows
+                share = min(r + tile_rows, num_rows) * num_next // num_rows - begin
+                _fetch(latent, next_key, next_keys_at + 8 * begin, share, False)
+                _fetch(value, next_value, next_values_at + 8 * begin, share, False)
     for t in range(count):
         if positions[first + t] < task[8] * _BLOCK:
             for h in range(head1 - head0):

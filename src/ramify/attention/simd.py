@@ -443,15 +443,15 @@ def _prefetch(builder: Any, address: Any, level: int) -> None:
     builder.call(fetch, [builder.inttoptr(address, pointer), read, _i32(level), data])
 
 
-@intrinsic
-def prefetch(_: Any, address: Any) -> Any:
-    """Begin to fetch the cache line of an address; any address will do."""
+@intrinsic(prefer_literal=True)
+def prefetch(_: Any, address: Any, level: Any) -> Any:
+    """Begin to fetch the cache line of an address; any address will do. `level`: a literal 2 or 3."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        _prefetch(builder, args[0], 2)
+        _prefetch(builder, args[0], level.literal_value)
         return context.get_dummy_value()
 
-    return types.void(_int), code
+    return types.void(_int, level), code
 
 
 @intrinsic
