@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit, prange
 
 from ramify.attention.compiled import compiled
-from ramify.attention.simd import F32, element_at, put_float, take_next
+from ramify.attention.simd import F32, element_at, prefetch, put_float, take_next
 from ramify.models import panel_tiles, row_tiles
 from ramify.models.panel_tiles import (
     GROUPS,
@@ -207,6 +207,13 @@ def _num_small(tile: int, rows: int) -> int:
 
 
 @_jit
+def _fetch(start: int, count: int) -> None:
+    """Begin to fetch some bytes into the second-level cache."""
+    for at in range(start, start + count, 64):
+        prefetch(at, 2)
+
+
+@_jit
 def _multiply_block(
     product: Product,
     tile: int,
@@ -226,6 +233,9 @@ def _multiply_block(
     large = num_large * tile_rows  # rows in large tiles
     padded = large + num_small * small_rows
     b_stride, c_stride = size * _PANEL * width, 4 * _PANEL * padded
+    num_tiles = num_large + num_small
+    # With fewer, what comes next is fetched faster than it is used, and the tile waits for its own.
+    is_fetched = num_tiles >= (4 if product.kind == F32 else 2)
     unit = 2 if product.mode == GATE else 1  # panels that make one of the result
     while panel < end:
         group = _GROUPS[tile]
@@ -239,11 +249,15 @@ def _multiply_block(
             weight, into = product.weight + b_stride * (panel + p), sums + c_stride * p
             for k in range(0, width, _STRIP):
                 depth, b = min(_STRIP, width - k), weight + size * _PANEL * k
+                after = b + size * _PANEL * depth  # what the next strip, or panel, will read
+                share = size * _PANEL * _STRIP // num_tiles if is_fetched else 0
                 for t in range(num_large):
+                    _fetch(after + share * t, share)
                     a = packed + 4 * tile_rows * (t * width + k)
                     c = into + 4 * _PANEL * tile_rows * t
                     _add_strip(product.kind, tile, group, a, b, b_stride, c, c_stride, depth)
                 for t in range(num_small):
+                    _fetch(after + share * (num_large + t), share)
                     row = large + t * small_rows
                     a, c = packed + 4 * (row * width + small_rows * k), into + 4 * _PANEL * row
                     _add_strip(product.kind, tile - 1, group, a, b, b_stride, c, c_stride, depth)
