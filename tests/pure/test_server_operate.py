@@ -331,8 +331,11 @@ def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
         LineFile(Path("/nowhere/record"))
 
 
-def test_tokens_that_come_together_are_evenly_spread() -> None:
+def test_tokens_that_come_together_are_evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tokens, one and then four at once: four gaps, each a quarter of the time."""
+    clock = iter((1.0, 2.0))
+    time = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("ramify.server.metrics.time", time)
     metrics, generation = Metrics("other"), cast("Generation", SimpleNamespace(id=1))
 
     metrics.note_event(generation, StepOutput(1, (7,)))
@@ -340,6 +343,7 @@ def test_tokens_that_come_together_are_evenly_spread() -> None:
 
     lines = metrics.text().decode().splitlines()
     assert "ramify_inter_token_latency_seconds_count 4.0" in lines
+    assert "ramify_inter_token_latency_seconds_sum 1.0" in lines
     assert "ramify_generation_tokens_total 5.0" in lines
 
 

@@ -22,6 +22,7 @@ from ramify.attention.simd import (
     F32,
     FP8,
     INT8,
+    LINE,
     TILE_COLUMNS,
     TILE_ROWS,
     copy_row,
@@ -50,7 +51,7 @@ BLOCK_KEYS = 256
 DIRECT_ROWS = 8  # up to so many rows of a task read a block where it lies; more have it laid out
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
 _DIRECT, _DIRECT_TILE, _AT_ONCE = DIRECT_ROWS, direct.TILES[-1], direct.KEYS
-_scores, _mix, _LINE, _AHEAD = direct.scores, direct.mix, direct.LINE, direct.AHEAD
+_scores, _mix, _LINE, _AHEAD = direct.scores, direct.mix, LINE, direct.AHEAD
 _NOTHING = np.float32(-np.inf)
 
 
@@ -105,7 +106,7 @@ class Block(NamedTuple):
 
     part: Part
     source: int  # of the head in the first slot
-    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each
+    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each; `direct.AHEAD` more behind them
     factors: int  # of [BLOCK_KEYS] float32
     packed: int  # of them laid out, or 0: they are read where they lie
 
@@ -353,7 +354,7 @@ def _attend_task(
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
     Between tiles of rows K/V of the next head or block is fetched, a share at a time, and again a
-    little ahead while it is laid out (offsets of the next block follow those of this one). Few rows
+    little ahead while it is laid out (the next block's keys and values follow this one's). Few rows
     read a block where it lies, and `direct` fetches a little ahead.
     """
     seq, first, count, head0, head1, group0, group1, block0, block1 = task
@@ -379,14 +380,11 @@ def _attend_task(
     ints = scratch[len(scratch) - 2 * (7 * _BLOCK + num_rows * (2 + head1 - head0)) :].view(
         np.int64
     )
-    in_rope, slots, next_slots = (
-        ints[:_BLOCK],
-        ints[_BLOCK : 2 * _BLOCK],
-        ints[2 * _BLOCK : 3 * _BLOCK],
-    )
-    in_keys, next_keys = ints[3 * _BLOCK : 4 * _BLOCK], ints[4 * _BLOCK : 5 * _BLOCK]
-    in_values, next_values = ints[5 * _BLOCK : 6 * _BLOCK], ints[6 * _BLOCK : 7 * _BLOCK]
-    ints = ints[7 * _BLOCK :]
+    # Offsets are read `AHEAD` past their end: something as long stands behind each.
+    in_rope, ints = ints[:_BLOCK], ints[_BLOCK:]
+    slots, next_slots, ints = ints[:_BLOCK], ints[_BLOCK : 2 * _BLOCK], ints[2 * _BLOCK :]
+    in_keys, next_keys, ints = ints[:_BLOCK], ints[_BLOCK : 2 * _BLOCK], ints[2 * _BLOCK :]
+    in_values, next_values, ints = ints[:_BLOCK], ints[_BLOCK : 2 * _BLOCK], ints[2 * _BLOCK :]
     seen, row_positions, state_rows = ints[:num_rows], ints[num_rows:], ints[2 * num_rows :]
     keys_at, values_at = in_keys.ctypes.data, in_values.ctypes.data
     lowest, highest = positions[first], positions[first]
@@ -456,7 +454,8 @@ def _attend_task(
                 begin = r * num_next // num_rows
                 share = min(r + tile_rows, num_rows) * num_next // num_rows - begin
                 _fetch(latent, next_key, next_keys_at + 8 * begin, share, False)
-                _fetch(value, next_value, next_values_at + 8 * begin, share, False)
+                if value.address != latent.address:  # latents are both
+                    _fetch(value, next_value, next_values_at + 8 * begin, share, False)
     for t in range(count):
         if positions[first + t] < task[8] * _BLOCK:
             for h in range(head1 - head0):

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from ramify.attention.simd import (
     INT8,
+    LINE,
     SIZES,
     _call,
     _const,
@@ -36,7 +37,6 @@ KEYS = 8  # whose scores are made at once
 # What is read so many keys later is fetched between the arithmetic: all at once, the processor would
 # stand still until the last is on its way.
 AHEAD = 16
-LINE = 64  # bytes of a cache line
 TILES = (1, 2, 4)  # query rows of a tile; where it has more rows than there are, the last repeats
 _VECTORS = {1: 4, 2: 4, 4: 2}  # of a result that a tile of so many rows makes at once
 _int = types.int64

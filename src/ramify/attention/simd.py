@@ -25,6 +25,7 @@ TILE_ROWS = (
 
 F32, BF16, F16, INT8, FP8 = range(5)  # what K/V is stored in
 SIZES = (4, 2, 2, 1, 1)  # bytes of each
+LINE = 64  # bytes of a cache line
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _STORED = (_f32, ir.IntType(16), ir.HalfType(), ir.IntType(8), ir.IntType(8))

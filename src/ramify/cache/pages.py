@@ -102,8 +102,8 @@ class PageLedger:
 
     A page goes free → private (`take`) → tree (`adopt`) → free (`reclaim`), or private → free
     (`give_back`). Each call checks all its pages before it moves the first. The pages given back
-    last are handed out first, since their bytes are the likeliest to be in a hardware cache, and in
-    the order in which they came back: neighbours stay neighbours.
+    last are handed out first, since their bytes are the likeliest to be in a hardware cache, and within
+    a call in the order in which they came back, so that neighbours stay neighbours.
 
     Private pages are kept as the runs in which they were taken, found by the first page of each:
     to hand back or publish (a beginning of) a run costs one lookup and one memcmp, however long

@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit, prange
 
 from ramify.attention.compiled import compiled
-from ramify.attention.simd import F32, element_at, prefetch, put_float, take_next
+from ramify.attention.simd import F32, LINE, element_at, prefetch, put_float, take_next
 from ramify.models import panel_tiles, row_tiles
 from ramify.models.panel_tiles import (
     GROUPS,
@@ -51,6 +51,7 @@ from ramify.models.row_tiles import scale_row, sum_squares
 BLOCK_ROWS = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
 STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (measured, AVX2)
 _PANEL, _STRIP, _GROUPS, _TILES = PANEL, STRIP, GROUPS, TILES  # globals are constants to Numba
+_LINE = LINE
 _ROUND = 8  # rows are packed so many elements at a time
 
 _LARGEST = len(TILES) - 1
@@ -209,7 +210,7 @@ def _num_small(tile: int, rows: int) -> int:
 @_jit
 def _fetch(start: int, count: int) -> None:
     """Begin to fetch some bytes into the second-level cache."""
-    for at in range(start, start + count, 64):
+    for at in range(start, start + count, _LINE):
         prefetch(at, 2)
 
 
