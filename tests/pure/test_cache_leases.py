@@ -436,7 +436,7 @@ def lose_a_pin(cache: PrefixCache) -> None:
 
 def lose_a_page(cache: PrefixCache) -> None:
     node = next(cache._tree.nodes())
-    cache._tree.pages[node][node] = b""
+    cache._tree.pages[node] = b""
 
 
 def miscount_evictable(cache: PrefixCache) -> None:

@@ -14,7 +14,7 @@ LONG = 1024  # tokens in a page: a single one is long enough for a view
 
 def views(tree: RadixTree) -> list[memoryview]:
     """The edges that are views."""
-    edges = (tree.edges[node % len(tree.edges)][node] for node in tree.nodes())
+    edges = (tree.edges[node] for node in tree.nodes())
     return [edge for edge in edges if isinstance(edge, memoryview)]
 
 

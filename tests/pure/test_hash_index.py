@@ -57,7 +57,7 @@ def found(cache: PrefixCache, text: str) -> int:
 def entries(index: HashIndex) -> tuple[int, int, int]:
     """How many nodes have a hash, how many hashes are known, and how many nodes share one."""
     return (
-        sum(map(len, index._hashes)),
+        sum(map(bool, index._hashes)),
         sum(map(len, index._nodes)),
         sum(map(len, index._collided.values())),
     )

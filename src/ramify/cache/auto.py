@@ -86,8 +86,8 @@ class AutoPolicy:
         self._tree = tree
         self._num_pages = num_pages
         self._slot_pages = max(1, num_pages // SLOTS)
-        self._state = tree.column("q", inherited=True)  # slot of the last use * 32 + 1 + class
-        self._count = tree.column("d", inherited=True)  # 1 + uses since the first one, fading
+        self._state = tree.column(0, inherited=True)  # slot of the last use * 32 + 1 + class
+        self._count = tree.column(0.0, inherited=True)  # 1 + uses since the first one, fading
         self._reuses = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]  # pages, by age
         self._at_risk = [
             [0.0] * NUM_BINS for _ in range(NUM_CLASSES)

@@ -62,10 +62,10 @@ class EvictionQueue:
         self._policy = policy
         self._lanes: dict[int, Lane] = {}
         self.changed = set[int]()  # lanes that came, went or changed, until a policy clears it
-        self.place = tree.column("q")  # 0: not here, -1: in a list, else the ticket in a heap
-        self._after = tree.column("i")
-        self._before = tree.column("i")
-        self._lane = tree.column("i")
+        self.place = tree.column(0)  # 0: not here, -1: in a list, else the ticket in a heap
+        self._after = tree.column(0)
+        self._before = tree.column(0)
+        self._lane = tree.column(0)
         self._tickets = count(1)
         self.num_queued = 0
 

@@ -27,11 +27,11 @@ class Ghosts:
         self._tree = tree
         self._forgotten = forgotten
         self.max_pages = max_pages
-        self.reason = tree.column("b")
-        self.evicted_s = tree.column("d")
-        self._after = tree.column("i")
-        self._before = tree.column("i")
-        self._listed = tree.column("b")
+        self.reason = tree.column(0)
+        self.evicted_s = tree.column(0.0)
+        self._after = tree.column(0)
+        self._before = tree.column(0)
+        self._listed = tree.column(0)
         self._head = self._tail = 0
 
     def add(self, node: int, reason: int, now_s: float) -> None:

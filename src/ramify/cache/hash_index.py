@@ -34,7 +34,7 @@ class HashIndex:
         self._tree = tree
         self._page_bytes = tree.page_bytes
         self._chain = chain
-        self._hashes: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]  # by node
+        self._hashes = tree.column(b"")
         self._roots: dict[int, tuple[bytes, bytes]] = {}  # root → namespace and its hash
         self._nodes: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]  # by hash
         self._missed = (0, b"", b"")
@@ -58,14 +58,14 @@ class HashIndex:
         missed_parent, missed_page, name = self._missed
         if parent != missed_parent or edge != missed_page:
             name = self._chain(self._hash_of(parent), edge, self._page_bytes)
-        self._hashes[node % SHARDS][node] = name
+        self._hashes[node] = name
         if self._nodes[name[0]].setdefault(name, node) != node:
             self._collided.setdefault(name, []).append(node)
 
     def remove(self, node: int) -> None:
         """Drop the hash of a page that is forgotten, so that its number can be used again."""
         self._missed = (0, b"", b"")  # the number may come to stand for another node
-        name = self._hashes[node % SHARDS].pop(node)
+        name, self._hashes[node] = self._hashes[node], b""
         others = self._collided.get(name, [])
         if node in others:
             others.remove(node)
@@ -77,8 +77,8 @@ class HashIndex:
             self._collided.pop(name, None)
 
     def _hash_of(self, node: int) -> bytes:
-        found = self._hashes[node % SHARDS].get(node)
-        if found is not None:
+        found = self._hashes[node]
+        if found:
             return found
         namespace = self._tree.namespaces[node]
         known, name = self._roots.get(node, (None, b""))
@@ -89,7 +89,7 @@ class HashIndex:
 
     def _is(self, node: int, parent: int, page: bytes) -> bool:
         tree = self._tree
-        return tree.parent[node] == parent and tree.edges[node % SHARDS][node] == page
+        return tree.parent[node] == parent and tree.edges[node] == page
 
 
 INDICES: dict[str, Callable[[RadixTree], ChildIndex]] = {"radix": PageIndex, "hash": HashIndex}

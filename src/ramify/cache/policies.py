@@ -65,7 +65,7 @@ class Scored:
         self._tree = tree
         self._num_pages = num_pages
         self._rescore = rescore
-        self._score = tree.column("d", inherited=True)
+        self._score = tree.column(0.0, inherited=True)
         self._clock = 0
         self._floor = 0.0
 
@@ -111,7 +111,7 @@ def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
 
     A lookup counts, too, if what it wanted had been evicted and is remembered.
     """
-    uses = tree.column("b", inherited=True)
+    uses = tree.column(0, inherited=True)
 
     def count(node: int) -> None:
         uses[node] = 1

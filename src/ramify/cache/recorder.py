@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from array import array
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +15,7 @@ GENERATION: Final = 512  # lookups; the recent hit rate is over the last one to 
 NUM_BUCKETS: Final = 24
 MISS: Final = NUM_BUCKETS  # the gap of a lookup that found nothing
 _PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further one at twice that
+_MAX_BITS: Final = sys.float_info.max_exp + 8  # of the longest time, in 256ths of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Recorder:
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
         self.lookups = self.tokens = self.hit_tokens = self.ideal_tokens = 0
-        self.evictions = array("q", [0]) * len(REASONS)  # pages, by reason
-        self._residency = array("q", [0]) * NUM_BUCKETS
-        self._idle = array("q", [0]) * NUM_BUCKETS
-        self._reuse_gap = array("q", [0]) * (NUM_BUCKETS + 1)  # and a place for misses
+        self.evictions = [0] * len(REASONS)  # pages, by reason
+        self._residency = [0] * (_MAX_BITS + 1)  # pages, by bits of the time
+        self._idle = [0] * (_MAX_BITS + 1)
+        self._reuse_gap = [0] * (NUM_BUCKETS + 1)  # and a place for misses
         self._marks = [(0, 0, 0)] * 3  # lookups, tokens, hit tokens where generations began
         self._next_mark = GENERATION
         self._logged = (0, 0, 0)
@@ -85,9 +85,8 @@ class Recorder:
     def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
         """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
         self.evictions[reason] += num_pages
-        age, idle = int(age_s * _PER_SECOND).bit_length(), int(idle_s * _PER_SECOND).bit_length()
-        self._residency[age if age < NUM_BUCKETS else NUM_BUCKETS - 1] += num_pages
-        self._idle[idle if idle < NUM_BUCKETS else NUM_BUCKETS - 1] += num_pages
+        self._residency[int(age_s * _PER_SECOND).bit_length()] += num_pages
+        self._idle[int(idle_s * _PER_SECOND).bit_length()] += num_pages
 
     @property
     def recent(self) -> tuple[int, int]:
@@ -100,8 +99,8 @@ class Recorder:
     def histograms(self) -> tuple[Histogram, Histogram, Histogram]:
         """Age at eviction and idle time at eviction, by page; gap before a hit, by lookup."""
         return (
-            Histogram(tuple(self._residency)),
-            Histogram(tuple(self._idle)),
+            Histogram(_bucketed(self._residency)),
+            Histogram(_bucketed(self._idle)),
             Histogram(tuple(self._reuse_gap[:NUM_BUCKETS])),
         )
 
@@ -129,6 +128,11 @@ class Recorder:
 
     def _now(self) -> tuple[int, int, int]:
         return self.lookups, self.tokens, self.hit_tokens
+
+
+def _bucketed(by_bits: list[int]) -> tuple[int, ...]:
+    last = NUM_BUCKETS - 1
+    return (*by_bits[:last], sum(by_bits[last:]))
 
 
 def bucket(seconds: float) -> int:

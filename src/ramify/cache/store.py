@@ -15,7 +15,7 @@ from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.recorder import MISS, Recorder, bucket
-from ramify.cache.tree import SHARDS, Node, RadixTree
+from ramify.cache.tree import Node, RadixTree
 from ramify.cache.values import CacheStats
 from ramify.errors import OutOfPagesError
 
@@ -238,7 +238,7 @@ class PageStore:
         while tree.resident[child] and not tree.holder[child]:
             if not parts:
                 self.ledger.require_private(packed)
-            edge = tree.edges[child % SHARDS][child]
+            edge = tree.edges[child]
             shared = min(shared_pages(atoms, position, edge, page_bytes), len(packed) // ID_BYTES)
             resident = tree.resident[child]
             self.ledger.give_back(packed[: min(shared, resident) * ID_BYTES])
@@ -249,7 +249,7 @@ class PageStore:
             if shared < tree.length[child]:
                 child = self.split(child, shared)
             self.pin(child)
-            parts.append(tree.pages[child % SHARDS][child])
+            parts.append(tree.pages[child])
             packed = packed[shared * ID_BYTES :]
             position += shared * page_bytes
             node = child
@@ -274,7 +274,7 @@ class PageStore:
         longest, clock, now_s = tree.index.max_pages, self.clock, self.now_s()
         while packed:
             if child:
-                edge = tree.edges[child % SHARDS][child]
+                edge = tree.edges[child]
                 shared = shared_pages(atoms, position, edge, page_bytes)
                 shared = min(shared, len(packed) // ID_BYTES)
                 tree.refill(child, packed[: shared * ID_BYTES])

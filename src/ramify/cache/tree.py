@@ -1,24 +1,23 @@
 """The radix tree over pages, in columns: structure and content, nothing about policy or owners.
 
-A node is an integer, its fields are entries of columns. The columns are `array`s and dicts from
-numbers to bytes, which the cyclic garbage collector does not traverse: at a million nodes a full
-collection passes over the tree in no time, where a million objects would stop it for 100 ms.
-Node 0 is no node.
+A node is an integer, its fields are entries of columns, which the cyclic garbage collector does not
+traverse: at a million nodes a full collection passes over the tree in no time, where a million
+objects would stop it for 100 ms. Node 0 is no node.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, overload
+from typing import Any, Final, Protocol
 
+from ramify.cache.columns import Value, column_of
 from ramify.cache.marks import Marks, between
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages
 from ramify.errors import ConfigError
 
-SHARDS: Final = 256  # of the dicts from node to bytes: each stays small enough to resize quickly
+SHARDS: Final = 256  # of the dict from names to nodes: each stays small enough to resize quickly
 MAX_GROWN_BYTES: Final = (
     1 << 16
 )  # a leaf longer than this gets a child instead of being copied to grow
@@ -94,7 +93,7 @@ class PageIndex:
     def add(self, node: int) -> None:
         """Name a node by its first page and its parent."""
         tree, end = self._tree, self._page_bytes
-        edge = tree.edges[node % SHARDS][node]
+        edge = tree.edges[node]
         shard = self._shards[edge[end - ATOM_BYTES]]
         name = bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
         assert name not in shard, "siblings share their first page"
@@ -103,7 +102,7 @@ class PageIndex:
     def remove(self, node: int) -> None:
         """Forget the name of a node."""
         tree, end = self._tree, self._page_bytes
-        edge = tree.edges[node % SHARDS][node]
+        edge = tree.edges[node]
         del self._shards[edge[end - ATOM_BYTES]][
             bytes(edge[:end]) + tree.parent[node].to_bytes(4, "little")
         ]
@@ -131,46 +130,40 @@ class RadixTree:
         self.num_nodes = 0  # with ghosts, without roots
         self.num_ghosts = 0  # nodes without a resident page
         self.num_ghost_pages = 0  # remembered pages, those of partly evicted nodes included
-        self._vacant = array("i")
-        self.edges: list[dict[int, bytes | memoryview]] = [{} for _ in range(SHARDS)]
-        self.pages: list[dict[int, bytes]] = [{} for _ in range(SHARDS)]
+        self._vacant: list[int] = column_of([])
         self.marks: dict[int, Marks] = {}
-        self._columns: list[array[Any]] = []
-        self._inherited: list[array[Any]] = []
-        self._cleared: list[array[Any]] = []  # of a number given back; `add` sets the others
+        self._columns: list[tuple[list[Any], Any]] = []  # and what is in them for a new node
+        self._inherited: list[list[Any]] = []
+        self._cleared: list[list[Any]] = []  # of a number given back; `add` sets the others
         self._capacity = 1  # entries in every column
-        self.root = self.column("i")
-        self.parent = self.column("i")
-        self.first_child = self.column("i")  # newest first
-        self.next_sibling = self.column("i")
-        self.prev_sibling = self.column("i")
-        self.length = self.column("i")  # pages in its edge
-        self.resident = self.column("i")  # of them with page ids, from the first on
-        self.resident_children = self.column("i")
-        self.start = self.column("i", inherited=True)  # pages above the node
-        self.pins = self.column("i", inherited=True)
-        self.holder = self.column("q", inherited=True)
-        self.created = self.column("q", inherited=True)
-        self.created_s = self.column("d", inherited=True)
-        self.used_s = self.column("d", inherited=True)
+        self.edges: list[bytes | memoryview] = self.column(b"")
+        self.pages: list[bytes] = self.column(b"")
+        self.root = self.column(0)
+        self.parent = self.column(0)
+        self.first_child = self.column(0)  # newest first
+        self.next_sibling = self.column(0)
+        self.prev_sibling = self.column(0)
+        self.length = self.column(0)  # pages in its edge
+        self.resident = self.column(0)  # of them with page ids, from the first on
+        self.resident_children = self.column(0)
+        self.start = self.column(0, inherited=True)  # pages above the node
+        self.pins = self.column(0, inherited=True)
+        self.holder = self.column(0, inherited=True)
+        self.created = self.column(0, inherited=True)
+        self.created_s = self.column(0.0, inherited=True)
+        self.used_s = self.column(0.0, inherited=True)
         self._cleared.clear()
-        self.hits = self.column("q", inherited=True)
-        self.priority = self.column("i", inherited=True)
-        self.last_access = self.column("q", inherited=True)
+        self.hits = self.column(0, inherited=True)
+        self.priority = self.column(0, inherited=True)
+        self.last_access = self.column(0, inherited=True)
 
-    @overload
-    def column(
-        self, typecode: Literal["b", "i", "q"], *, inherited: bool = False
-    ) -> array[int]: ...
-    @overload
-    def column(self, typecode: Literal["d"], *, inherited: bool = False) -> array[float]: ...
-    def column(self, typecode: Any, *, inherited: bool = False) -> Any:
-        """One more field of every node, 0 for new ones: for whoever keeps something by node.
+    def column(self, empty: Value, *, inherited: bool = False) -> list[Value]:
+        """One more field of every node, `empty` for new ones: for whoever keeps something by node.
 
         Both halves of a split have the value of what is `inherited`.
         """
-        column = array(typecode, [0]) * self._capacity
-        self._columns.append(column)
+        column = column_of([empty] * self._capacity)
+        self._columns.append((column, empty))
         if inherited:
             self._inherited.append(column)
             self._cleared.append(column)
@@ -198,7 +191,7 @@ class RadixTree:
             num_resident = resident[child]
             if not num_resident or (holder[child] and not pending):
                 break
-            edge = edges[child % SHARDS][child]
+            edge = edges[child]
             stop = position + len(edge)
             if stop <= end and num_resident == length[child] and atoms.startswith(edge, position):
                 path.append(child)
@@ -224,7 +217,7 @@ class RadixTree:
             node = self.index.find(node, atoms, position)
             if not node:
                 break
-            edge = self.edges[node % SHARDS][node]
+            edge = self.edges[node]
             shared = shared_pages(atoms, position, edge, self.page_bytes)
             shared = min(shared, (end - position) // self.page_bytes)
             found.append((node, shared))
@@ -252,8 +245,8 @@ class RadixTree:
     def _new(self) -> int:
         if not self._vacant:
             first, more = self._capacity, min(1024, self._capacity)
-            for column in self._columns:
-                column.frombytes(bytes(more * column.itemsize))
+            for column, empty in self._columns:
+                column.extend([empty] * more)
             self._capacity += more
             self._vacant.extend(range(first + more - 1, first - 1, -1))
         return self._vacant.pop()
@@ -267,9 +260,8 @@ class RadixTree:
     def add(self, parent: int, atoms: bytes | memoryview, packed: bytes, holder: int) -> int:
         """Hang a leaf below `parent`, which must have no child that begins with the same page."""
         node = self._vacant.pop() if self._vacant else self._new()
-        shard = node % SHARDS
-        self.edges[shard][node] = atoms
-        self.pages[shard][node] = packed
+        self.edges[node] = atoms
+        self.pages[node] = packed
         self.root[node] = self.root[parent]
         self.parent[node] = parent
         self.start[node] = self.start[parent] + self.length[parent]
@@ -291,17 +283,17 @@ class RadixTree:
         keep pins, hits, recency, priority and pending state.
         """
         assert 0 < num_pages < self.length[node]
-        upper, parent, shard = self._new(), self.parent[node], node % SHARDS
-        edge, packed = self.edges[shard][node], self.pages[shard][node]
+        upper, parent = self._new(), self.parent[node]
+        edge, packed = self.edges[node], self.pages[node]
         cut, resident = num_pages * self.page_bytes, self.resident[node]
         self.root[upper], self.parent[upper] = self.root[node], parent
         for column in self._inherited:
             column[upper] = column[node]
         self.index.remove(node)
-        self.edges[upper % SHARDS][upper] = piece(edge, 0, cut)
-        self.pages[upper % SHARDS][upper] = packed[: num_pages * ID_BYTES]
-        self.edges[shard][node] = piece(edge, cut, len(edge))
-        self.pages[shard][node] = packed[num_pages * ID_BYTES :]
+        self.edges[upper] = piece(edge, 0, cut)
+        self.pages[upper] = packed[: num_pages * ID_BYTES]
+        self.edges[node] = piece(edge, cut, len(edge))
+        self.pages[node] = packed[num_pages * ID_BYTES :]
         self.length[upper] = num_pages
         self.resident[upper] = min(resident, num_pages)
         self.start[node] += num_pages
@@ -331,9 +323,9 @@ class RadixTree:
 
     def grow(self, node: int, atoms: bytes | memoryview, packed: bytes) -> None:
         """Append pages to a leaf that is resident in full."""
-        shard, count = node % SHARDS, len(packed) // ID_BYTES
-        self.edges[shard][node] = b"".join((self.edges[shard][node], atoms))
-        self.pages[shard][node] += packed
+        count = len(packed) // ID_BYTES
+        self.edges[node] = b"".join((self.edges[node], atoms))
+        self.pages[node] += packed
         self.length[node] += count
         self.resident[node] += count
 
@@ -349,7 +341,7 @@ class RadixTree:
         """Give page ids to the first of a node's evicted pages, whose parent is resident."""
         was = self.resident[node]
         count = len(packed) // ID_BYTES
-        self.pages[node % SHARDS][node] += packed
+        self.pages[node] += packed
         self.resident[node] = was + count
         self.num_ghost_pages -= count
         if not was:
@@ -358,14 +350,13 @@ class RadixTree:
 
     def evict_tail(self, node: int, num_pages: int) -> bytes:
         """Take the last `num_pages` page ids off a leaf, which stays as a memory of them."""
-        keep, shard = self.resident[node] - num_pages, self.pages[node % SHARDS]
-        packed = shard[node]
+        keep, packed = self.resident[node] - num_pages, self.pages[node]
         self.resident[node] = keep
         self.num_ghost_pages += num_pages
         if keep:
-            shard[node] = packed[: keep * ID_BYTES]
+            self.pages[node] = packed[: keep * ID_BYTES]
             return packed[keep * ID_BYTES :]
-        shard[node] = b""
+        self.pages[node] = b""
         self.num_ghosts += 1
         self.resident_children[self.parent[node]] -= 1
         return packed
@@ -375,8 +366,7 @@ class RadixTree:
         keep = self.resident[node]
         self.num_ghost_pages -= self.length[node] - keep
         if keep:
-            shard = node % SHARDS
-            self.edges[shard][node] = piece(self.edges[shard][node], 0, keep * self.page_bytes)
+            self.edges[node] = piece(self.edges[node], 0, keep * self.page_bytes)
             self.length[node] = keep
             if node in self.marks:
                 self._mark(node, between(self.marks.pop(node), 0, keep * self.page_size))
@@ -392,8 +382,7 @@ class RadixTree:
         if after:
             self.prev_sibling[after] = before
             self.next_sibling[node] = 0
-        shard = node % SHARDS
-        del self.edges[shard][node], self.pages[shard][node]
+        self.edges[node] = self.pages[node] = b""
         if self.marks:
             self.marks.pop(node, None)
         self.num_nodes -= 1
@@ -443,15 +432,15 @@ class RadixTree:
 
     def edge(self, node: int) -> bytes:
         """The packed atoms of a node."""
-        return bytes(self.edges[node % SHARDS][node])
+        return bytes(self.edges[node])
 
     def packed_pages(self, node: int) -> bytes:
         """The packed ids of a node's resident pages."""
-        return self.pages[node % SHARDS][node]
+        return self.pages[node]
 
     def path_pages(self, path: list[int]) -> bytes:
         """The packed ids of the pages of several nodes."""
-        parts = [self.pages[node % SHARDS][node] for node in path]
+        parts = [self.pages[node] for node in path]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def node(self, node: int) -> Node:
