@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.batch import AttentionBatch, Extend, sharing_arrays
 from ramify.kv.block_table import PagedBlockTable
 
 
@@ -111,3 +111,48 @@ def test_arrays_are_those_of_a_plain_loop(
         assert getattr(batch, name).dtype == np.int32
     assert batch.slot_mapping.dtype == np.int64
     assert batch.total_kv == sum(one.kv_len for one in extends)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=9),
+    page_size=st.sampled_from([1, 2, 5, 16]),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_decodes_are_a_batch_like_any_other(
+    lengths: list[int], page_size: int, spare: int, seed: int
+) -> None:
+    """Both ways of building it give the same arrays, whatever pages rows have to spare."""
+    rng = np.random.default_rng(seed)
+    ids = iter(rng.permutation(1_000).tolist())
+    spares = rng.integers(0, spare + 1, len(lengths))
+    table = PagedBlockTable.of(
+        [
+            [next(ids) for _ in range(length // page_size + 1 + more)]
+            for length, more in zip(lengths, spares, strict=True)
+        ],
+        page_size,
+    )
+    rows = rng.permutation(len(lengths))
+    sharing = sharing_arrays([(-1, 0)] * len(lengths), len(lengths))
+    cached = [lengths[row] for row in rows]
+
+    batch = AttentionBatch.of_decodes(rows, cached, table, sharing)
+
+    ones = np.ones(len(lengths), np.int32)
+    other = AttentionBatch.of(rows, np.array(cached, np.int32), ones, table, sharing)
+    for field in dataclasses.fields(AttentionBatch):
+        ours, theirs = getattr(batch, field.name), getattr(other, field.name)
+        assert np.array_equal(ours, theirs), field.name
+        if isinstance(ours, np.ndarray):
+            assert ours.dtype == theirs.dtype and not ours.flags.writeable
+        else:
+            assert type(ours) is type(theirs)
+
+
+def test_a_decode_without_a_page_is_our_bug() -> None:
+    table = PagedBlockTable.of([[3, 4], [5]], page_size=2)
+    rows, sharing = np.array([0, 1]), sharing_arrays((), 2)
+
+    with pytest.raises(AssertionError, match="a new token has no page"):
+        AttentionBatch.of_decodes(rows, [3, 2], table, sharing)

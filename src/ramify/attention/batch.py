@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,13 +105,9 @@ class AttentionBatch:
         used = -(-kv // page_size)
         if count and (used.min() < width or pages.min() < 0):
             pages[np.arange(width, dtype=np.int32) >= used[:, None]] = -1
-        if total == count and int(new.max(initial=1)) == 1:  # a token each
-            positions = cached.copy()
-            page_of = pages[np.arange(count), positions // page_size].astype(np.int64)
-        else:
-            positions = np.arange(total, dtype=np.int32) - np.repeat(cu_q[:-1] - cached, new)
-            owner = np.repeat(np.arange(count), new)
-            page_of = pages[owner, positions // page_size].astype(np.int64)
+        positions = np.arange(total, dtype=np.int32) - np.repeat(cu_q[:-1] - cached, new)
+        owner = np.repeat(np.arange(count), new)
+        page_of = pages[owner, positions // page_size].astype(np.int64)
         assert total == 0 or page_of.min() >= 0, "a new token has no page"
         slots = page_of * page_size + positions % page_size
         arrays = (cu_q, kv, cached, pages, positions, slots, *sharing)
@@ -123,6 +120,48 @@ class AttentionBatch:
             max_kv_len=max_kv,
             total_kv=int(kv.sum()),
             has_cached=bool(cached.any()),
+        )
+
+    @classmethod
+    def of_decodes(
+        cls,
+        rows: NDArray[np.int64],
+        cached: Sequence[int],
+        table: BlockTable,
+        sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
+    ) -> AttentionBatch:
+        """What `of` makes of requests with a token each, one at least, in half the steps.
+
+        Between two forward passes every numpy function finds its code gone from the caches: few
+        different ones are called.
+        """
+        page_size, count, max_kv = table.page_size, len(rows), max(cached) + 1
+        cu_q = _counted(count)
+        positions = np.array(cached, np.int32)
+        kv, last = positions + 1, positions // page_size
+        width = -(-max_kv // page_size)
+        pages = table.array[rows, :width]
+        used = sum([at // page_size for at in cached]) + count
+        if np.count_nonzero(pages >= 0) != used:  # some row has pages to spare
+            pages[np.arange(width, dtype=np.int32) > last[:, None]] = -1
+        page_of = pages[cu_q[:-1], last]
+        assert np.count_nonzero(page_of >= 0) == count, "a new token has no page"
+        slots = (page_of - last).astype(np.int64) * page_size + positions
+        for array in (kv, pages, positions, slots):
+            array.flags.writeable = False
+        return cls(
+            cu_q,
+            kv,
+            positions,
+            pages,
+            positions,
+            slots,
+            *sharing,
+            page_size=page_size,
+            max_q_len=1,
+            max_kv_len=max_kv,
+            total_kv=sum(cached) + count,
+            has_cached=max_kv > 1,
         )
 
     def leaders(self, num_tokens: int) -> list[int]:
@@ -146,6 +185,14 @@ class AttentionBatch:
         slots: NDArray[np.int64] = pages[position // self.page_size] * self.page_size
         slots += position % self.page_size
         return slots
+
+
+@lru_cache(maxsize=256)
+def _counted(count: int) -> NDArray[np.int32]:
+    """0 .. count, read-only."""
+    numbers = np.arange(count + 1, dtype=np.int32)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def sharing_arrays(

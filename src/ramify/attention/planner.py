@@ -56,6 +56,7 @@ class RadixAttentionPlanner:
         self._holders: dict[int, RadixSequence] = {}  # lease id → its sequence
         self._deferred: list[RadixSequence] = []  # committed before their leader
         self._batched: list[RadixSequence] = []  # of the last plan, while they share what they did
+        self._rows = np.empty(0, np.int64)  # of those
         self._sharing = sharing_arrays((), 0)
 
     # -- plan ------------------------------------------------------------------------------
@@ -117,17 +118,17 @@ class RadixAttentionPlanner:
     def _batch(self, sequences: Sequence[RadixSequence], *, num_decodes: int) -> AttentionBatch:
         """The metadata of planned sequences; what they share is kept while it cannot change."""
         count = len(sequences)
-        if self._batched != list(sequences):
+        if not sequences or self._batched != list(sequences):
             leases = [one.lease for one in sequences if one.lease is not None]
             self._sharing = sharing_arrays(self.cache.sharing(leases), count)
+            self._rows = np.array([one.row for one in sequences], np.int64)
             self._batched = list(sequences)
-        rows = np.array([one.row for one in sequences], np.int64)
-        cached = np.array([one.num_computed for one in sequences], np.int32)
-        if num_decodes == count:
-            new = np.ones(count, np.int32)
-        else:
-            new = np.array([one.num_planned for one in sequences], np.int32)
-        return AttentionBatch.of(rows, cached, new, self.table, self._sharing)
+        cached = [one.num_computed for one in sequences]
+        if num_decodes == count > 0:
+            return AttentionBatch.of_decodes(self._rows, cached, self.table, self._sharing)
+        new = np.array([one.num_planned for one in sequences], np.int32)
+        past = np.array(cached, np.int32)
+        return AttentionBatch.of(self._rows, past, new, self.table, self._sharing)
 
     def _key(self, one: RadixSequence, limit: int) -> CacheKey | None:
         """What a sequence attaches by, announces and is compared by; None if it does none of that.
