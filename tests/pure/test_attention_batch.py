@@ -139,8 +139,7 @@ def test_decodes_are_a_batch_like_any_other(
 
     batch = AttentionBatch.of_decodes(rows, cached, table, sharing)
 
-    ones = np.ones(len(lengths), np.int32)
-    other = AttentionBatch.of(rows, np.array(cached, np.int32), ones, table, sharing)
+    other = AttentionBatch.of(rows, cached, [1] * len(lengths), table, sharing)
     for field in dataclasses.fields(AttentionBatch):
         ours, theirs = getattr(batch, field.name), getattr(other, field.name)
         assert np.array_equal(ours, theirs), field.name

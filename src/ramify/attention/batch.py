@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,51 +77,49 @@ class AttentionBatch:
             sharing: per request (an earlier one, tokens in common), as `PrefixCache.sharing`
                 tells; by default nothing is known to be shared.
         """
-        count = len(extends)
-        rows = np.fromiter((one.row for one in extends), np.int64, count)
-        cached = np.fromiter((one.num_cached for one in extends), np.int32, count)
-        new = np.fromiter((one.num_new for one in extends), np.int32, count)
-        return cls.of(rows, cached, new, table, sharing_arrays(sharing, count))
+        rows = np.array([one.row for one in extends], np.int64)
+        cached, new = [one.num_cached for one in extends], [one.num_new for one in extends]
+        return cls.of(rows, cached, new, table, sharing_arrays(sharing, len(extends)))
 
     @classmethod
     def of(
         cls,
         rows: NDArray[np.int64],
-        cached: NDArray[np.int32],
-        new: NDArray[np.int32],
+        cached: Sequence[int],
+        new: Sequence[int],
         table: BlockTable,
         sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> AttentionBatch:
-        """The same from arrays: rows of the table, tokens cached and new of each request, [B] each.
+        """The same from rows of the table, tokens cached and new of each request, B each.
+
+        Between two forward passes every numpy function finds its code gone from the caches: few
+        different ones are called, and no reductions.
 
         Args:
             sharing: as `sharing_arrays` makes it.
         """
         page_size, count = table.page_size, len(rows)
-        kv = cached + new
-        cu_q = np.zeros(count + 1, np.int32)
-        np.cumsum(new, out=cu_q[1:])
-        total, max_kv = int(cu_q[-1]), int(kv.max(initial=0))
-        width = -(-max_kv // page_size)
-        pages = table.array[rows, :width]
-        used = -(-kv // page_size)
-        if count and (used.min() < width or pages.min() < 0):
-            pages[np.arange(width, dtype=np.int32) >= used[:, None]] = -1
-        positions = np.arange(total, dtype=np.int32) - np.repeat(cu_q[:-1] - cached, new)
-        owner = np.repeat(np.arange(count), new)
-        page_of = pages[owner, positions // page_size].astype(np.int64)
-        assert total == 0 or page_of.min() >= 0, "a new token has no page"
-        slots = page_of * page_size + positions % page_size
-        arrays = (cu_q, kv, cached, pages, positions, slots, *sharing)
+        lengths = list(map(add, cached, new))
+        max_kv = max(lengths, default=0)
+        cu_q = np.array([0, *accumulate(new)], np.int32)
+        past, kv = np.array(cached, np.int32), np.array(lengths, np.int32)
+        pages = _pages(table, rows, lengths, kv)
+        owner = np.repeat(_counted(count)[:-1], new)
+        positions = np.arange(len(owner), dtype=np.int32) + (past - cu_q[:-1])[owner]
+        page_of = pages[owner, positions // page_size]
+        assert np.count_nonzero(page_of >= 0) == len(owner), "a new token has no page"
+        slots = page_of.astype(np.int64) * page_size + positions % page_size
+        arrays = (cu_q, kv, past, pages, positions, slots)
         for array in arrays:
             array.flags.writeable = False
         return cls(
             *arrays,
+            *sharing,
             page_size=page_size,
-            max_q_len=int(new.max(initial=0)),
+            max_q_len=max(new, default=0),
             max_kv_len=max_kv,
-            total_kv=int(kv.sum()),
-            has_cached=bool(cached.any()),
+            total_kv=sum(lengths),
+            has_cached=any(cached),
         )
 
     @classmethod
@@ -130,20 +130,12 @@ class AttentionBatch:
         table: BlockTable,
         sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> AttentionBatch:
-        """What `of` makes of requests with a token each, one at least, in half the steps.
-
-        Between two forward passes every numpy function finds its code gone from the caches: few
-        different ones are called.
-        """
-        page_size, count, max_kv = table.page_size, len(rows), max(cached) + 1
-        cu_q = _counted(count)
-        positions = np.array(cached, np.int32)
+        """What `of` makes of requests with a token each, in fewer steps."""
+        page_size, count = table.page_size, len(rows)
+        lengths = [at + 1 for at in cached]
+        cu_q, positions = _counted(count), np.array(cached, np.int32)
         kv, last = positions + 1, positions // page_size
-        width = -(-max_kv // page_size)
-        pages = table.array[rows, :width]
-        used = sum([at // page_size for at in cached]) + count
-        if np.count_nonzero(pages >= 0) != used:  # some row has pages to spare
-            pages[np.arange(width, dtype=np.int32) > last[:, None]] = -1
+        pages = _pages(table, rows, lengths, kv)
         page_of = pages[cu_q[:-1], last]
         assert np.count_nonzero(page_of >= 0) == count, "a new token has no page"
         slots = (page_of - last).astype(np.int64) * page_size + positions
@@ -158,10 +150,10 @@ class AttentionBatch:
             slots,
             *sharing,
             page_size=page_size,
-            max_q_len=1,
-            max_kv_len=max_kv,
-            total_kv=sum(cached) + count,
-            has_cached=max_kv > 1,
+            max_q_len=min(1, count),
+            max_kv_len=max(lengths, default=0),
+            total_kv=sum(lengths),
+            has_cached=any(cached),
         )
 
     def leaders(self, num_tokens: int) -> list[int]:
@@ -187,6 +179,33 @@ class AttentionBatch:
         return slots
 
 
+def sharing_arrays(
+    sharing: Sequence[tuple[int, int]], num_seqs: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What `PrefixCache.sharing` tells as `shared_with` and `shared_len`, [B] each, read-only.
+
+    If it tells nothing, nothing is known to be shared.
+    """
+    if not any(length for _, length in sharing):
+        return _unshared(num_seqs)
+    others, lengths = (np.array(column, np.int32) for column in zip(*sharing, strict=True))
+    others.flags.writeable = lengths.flags.writeable = False
+    return others, lengths
+
+
+def _pages(
+    table: BlockTable, rows: NDArray[np.int64], lengths: Sequence[int], kv: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """The pages of so many tokens of each row, -1 beyond the last: [B, most pages]."""
+    size = table.page_size
+    used = [-(-length // size) for length in lengths]
+    width = max(used, default=0)
+    pages = table.array[rows, :width]
+    if np.count_nonzero(pages >= 0) != sum(used):  # some row has pages to spare
+        pages[np.arange(width, dtype=np.int32) * size >= kv[:, None]] = -1
+    return pages
+
+
 @lru_cache(maxsize=256)
 def _counted(count: int) -> NDArray[np.int32]:
     """0 .. count, read-only."""
@@ -195,14 +214,8 @@ def _counted(count: int) -> NDArray[np.int32]:
     return numbers
 
 
-def sharing_arrays(
-    sharing: Sequence[tuple[int, int]], num_seqs: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """What `PrefixCache.sharing` tells as `shared_with` and `shared_len`, [B] each, read-only.
-
-    If it tells nothing, nothing is known to be shared.
-    """
-    common = np.array(sharing or [(-1, 0)] * num_seqs, np.int32).reshape(-1, 2)
-    others, lengths = np.ascontiguousarray(common.T)
+@lru_cache(maxsize=256)
+def _unshared(num_seqs: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    others, lengths = np.full(num_seqs, -1, np.int32), np.zeros(num_seqs, np.int32)
     others.flags.writeable = lengths.flags.writeable = False
     return others, lengths

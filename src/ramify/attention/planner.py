@@ -99,10 +99,15 @@ class RadixAttentionPlanner:
                 raise OutOfPagesError(
                     asked, stats.free_pages, stats.evictable_pages, stats.num_pages
                 )
+            announced = False
             for one, limit, key in zip(others, rest, keys, strict=True):
                 assert one.lease is not None
                 begun.append((one, one.lease.num_tokens, len(one.private)))
-                self._begin(one, limit, key, spare)
+                if announced and one.row is None:  # it may attach to what was announced meanwhile
+                    first = one.lease
+                    self._attach(one, key)
+                    spare.append(first)
+                announced |= self._begin(one, limit, key)
             self._grow(growing, begun)
             for one in decodes:
                 one.num_planned = 1
@@ -126,9 +131,8 @@ class RadixAttentionPlanner:
         cached = [one.num_computed for one in sequences]
         if num_decodes == count > 0:
             return AttentionBatch.of_decodes(self._rows, cached, self.table, self._sharing)
-        new = np.array([one.num_planned for one in sequences], np.int32)
-        past = np.array(cached, np.int32)
-        return AttentionBatch.of(self._rows, past, new, self.table, self._sharing)
+        new = [one.num_planned for one in sequences]
+        return AttentionBatch.of(self._rows, cached, new, self.table, self._sharing)
 
     def _key(self, one: RadixSequence, limit: int) -> CacheKey | None:
         """What a sequence attaches by, announces and is compared by; None if it does none of that.
@@ -169,24 +173,20 @@ class RadixAttentionPlanner:
         one.lease, one.row = None, None
         one.num_computed = one.num_read = one.num_shared = 0
 
-    def _begin(
-        self, one: RadixSequence, limit: int, key: CacheKey | None, spare: list[Lease]
-    ) -> None:
-        """Pages, row and announcement of one sequence; capacity is known to suffice."""
+    def _begin(self, one: RadixSequence, limit: int, key: CacheKey | None) -> bool:
+        """Pages, row and announcement of one sequence; capacity is known to suffice.
+
+        Returns whether it announced anything.
+        """
         one.order = next(self._order)
+        assert one.lease is not None
         if one.row is None:
             self._batched = []
-            first = one.lease
-            self._attach(one, key)  # again: earlier sequences of this batch have announced pages
-            assert first is not None
-            assert one.lease is not None
-            spare.append(first)
             self._holders[one.lease.id] = one
             one.num_shared = one.lease.num_pending * self.page_size
             one.num_read = one.num_computed - one.num_shared
             one.row = self.table.allocate()
             self.table.append(one.row, one.lease.pages)
-        assert one.lease is not None
         one.num_planned = min(limit, one.num_uncomputed)
         end = one.num_computed + one.num_planned
         held = len(one.lease.pages) + len(one.private)
@@ -194,8 +194,10 @@ class RadixAttentionPlanner:
         one.private.extend(pages)
         self.table.append(one.row, pages)
         known = one.shareable(end)
-        if key is not None and known - one.num_computed > 1:
-            self._move(one, self.cache.announce(one.lease, key.prefix(known), one.private))
+        if key is None or known - one.num_computed <= 1:
+            return False
+        self._move(one, self.cache.announce(one.lease, key.prefix(known), one.private))
+        return True
 
     def _take_back(
         self,
