@@ -95,6 +95,7 @@ class Cell:
             timed(core.scheduler, "schedule", spent, "schedule"),
             timed(planner, "plan", spent, "plan"),
             timed(AttentionBatch, "of", spent, "build"),
+            timed(AttentionBatch, "of_decodes", spent, "build"),
             timed(engine_core, "step_plan", spent, "step plan"),
             timed(core, "_step_done", spent, "update"),
             timed(planner, "commit", spent, "commit"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ramify.cache import CacheKey, PrefixCache
-from ramify.cache.columns import _untracker, column_of
+from ramify.cache.columns import _untracker, untracked
 
 
 def serve(cache: PrefixCache, first: int, pages: int = 2) -> None:
@@ -45,11 +45,38 @@ def test_a_cache_that_nobody_has_any_more_is_collected() -> None:
     assert gone() is None
 
 
-def test_other_pythons_keep_their_books(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "implementation", SimpleNamespace(name="other"))
+def test_a_number_that_is_used_again_has_an_empty_column() -> None:
+    """A policy's own field begins anew with every node, whatever its empty value is."""
+    cache = PrefixCache(4, 4, ghost_pages=0)
+    column = cache._store.tree.column(-1, inherited=True)
+    serve(cache, 1)
+    (node,) = cache._store.tree.nodes()
+    column[node] = 7
+    cache.clear()
+    assert not list(cache._store.tree.nodes())
+
+    serve(cache, 2)
+
+    assert [column[each] for each in cache._store.tree.nodes()] == [-1]
+
+
+@pytest.mark.parametrize("lacks", ["another Python", "ctypes", "the symbol"])
+def test_where_nothing_can_be_untracked_everything_works(
+    monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    if lacks == "another Python":
+        monkeypatch.setattr(sys, "implementation", SimpleNamespace(name="other"))
+    elif lacks == "ctypes":
+        monkeypatch.setitem(sys.modules, "ctypes", None)
+    else:
+        monkeypatch.setattr("ctypes.PYFUNCTYPE", missing)
     values = [0, 0.5, b"three"]
 
     _untracker()(values)
 
     assert gc.is_tracked(values)
-    assert column_of(values) is values
+    assert untracked(values) is values
+
+
+def missing(*_: object) -> None:
+    raise AttributeError("PyObject_GC_UnTrack")

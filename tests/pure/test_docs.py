@@ -283,10 +283,17 @@ def test_nodes_have_the_bytes_that_the_reference_says(index: str, num_pages: int
         cache.release(cache.publish(lease, key, cache.reserve(num_pages)))
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
+    for number in range(num_nodes):
+        tokens = array("i", [number]) * (page_size * num_pages)
+        cache.release(cache.acquire(CacheKey([*tokens, 0])))
+    gc.collect()
+    used_again = tracemalloc.get_traced_memory()[0] - before - grown
     tracemalloc.stop()
 
     assert cache.stats().num_nodes == num_nodes
-    tokens = 4 * page_size * (1 + num_pages if index == "radix" else 1)
+    atoms = 4 * page_size * (1 + num_pages if index == "radix" else 1)
     # No page ids: they were in the list of free pages before.
-    fixed = grown / num_nodes - tokens
+    fixed = grown / num_nodes - atoms
     assert 0.9 * int(told[1]) <= fixed <= 1.15 * int(told[2])
+    more = re.search(r"up to (\d+) more once it was used again", section("Cost"))
+    assert more and used_again / num_nodes <= 1.05 * int(more[1])

@@ -71,7 +71,7 @@ class AttentionBatch:
         table: BlockTable,
         sharing: Sequence[tuple[int, int]] = (),
     ) -> AttentionBatch:
-        """The metadata of a step, with one vectorised pass per array.
+        """The metadata of a step, without a step per token.
 
         Args:
             sharing: per request (an earlier one, tokens in common), as `PrefixCache.sharing`
@@ -100,7 +100,6 @@ class AttentionBatch:
         """
         page_size, count = table.page_size, len(rows)
         lengths = list(map(add, cached, new))
-        max_kv = max(lengths, default=0)
         cu_q = np.array([0, *accumulate(new)], np.int32)
         past, kv = np.array(cached, np.int32), np.array(lengths, np.int32)
         pages = _pages(table, rows, lengths, kv)
@@ -116,9 +115,9 @@ class AttentionBatch:
             *arrays,
             *sharing,
             page_size=page_size,
-            max_q_len=max(new, default=0),
-            max_kv_len=max_kv,
-            total_kv=sum(lengths),
+            max_q_len=int(max(new, default=0)),
+            max_kv_len=int(max(lengths, default=0)),
+            total_kv=int(sum(lengths)),
             has_cached=any(cached),
         )
 
@@ -201,7 +200,7 @@ def _pages(
     used = [-(-length // size) for length in lengths]
     width = max(used, default=0)
     pages = table.array[rows, :width]
-    if np.count_nonzero(pages >= 0) != sum(used):  # some row has pages to spare
+    if np.count_nonzero(pages >= 0) != sum(used):  # a row has some to spare; `of` sees if one lacks
         pages[np.arange(width, dtype=np.int32) * size >= kv[:, None]] = -1
     return pages
 

@@ -69,6 +69,8 @@ def check_tree(tree: RadixTree) -> None:
             require(not tree.holder[parent], "a ready node hangs below a pending one")
     known = [node for node, edge in enumerate(tree.edges) if edge]
     require(known == sorted(nodes), "an edge is kept without a node")
+    known = [node for node, packed in enumerate(tree.pages) if packed]
+    require(len(known) == len(nodes) - len(ghosts), "pages are kept without a node")
 
 
 def _check_leases(tree: RadixTree, leases: Collection[Lease], nodes: list[int]) -> None:

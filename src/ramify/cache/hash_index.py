@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ramify.cache.columns import untracked
 from ramify.cache.key import chain_hashes, namespace_hash
 from ramify.cache.tree import SHARDS, ChildIndex, PageIndex, RadixTree
 
@@ -36,7 +37,7 @@ class HashIndex:
         self._chain = chain
         self._hashes = tree.column(b"")
         self._roots: dict[int, tuple[bytes, bytes]] = {}  # root → namespace and its hash
-        self._nodes: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]  # by hash
+        self._nodes: list[dict[bytes, int]] = [untracked({}) for _ in range(SHARDS)]  # by hash
         self._missed = (0, b"", b"")
         self._collided: dict[bytes, list[int]] = {}  # further nodes with the same hash
 

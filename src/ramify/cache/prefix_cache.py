@@ -35,7 +35,7 @@ class PrefixCache:
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
         index: "radix" or "hash": how pages are found. The same results at another cost.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default four times `num_pages`, at 4 to 6 bytes a token and 400 a run; 0: none.
+            "auto"; by default four times `num_pages`, at 4 to 6 bytes a token and 500 a run; 0: none.
         max_pinned_share: share of the pages that `pin` may keep from eviction.
         log_every: lookups from one log line to the next, 0 for none.
         clock: seconds, never going back; for ages and times to live.
@@ -304,7 +304,7 @@ class PrefixCache:
         if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise ConfigError(f"priority={priority} but it must be an int32")
         lease = self._acquire(key, self._usable(key), pending=False, counted=False)
-        self._store.set_priority(lease.node, priority)
+        self._store.set_priority(lease.node, int(priority))
         self._drop(lease)
         return lease.num_tokens
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ramify.cache.columns import Value, column_of
+from ramify.cache.columns import Value, untracked
 from ramify.cache.marks import Marks, between
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages
@@ -82,7 +82,7 @@ class PageIndex:
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self._page_bytes = tree.page_bytes
-        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
+        self._shards: list[dict[bytes, int]] = [untracked({}) for _ in range(SHARDS)]
 
     def find(self, parent: int, atoms: bytes, position: int) -> int:
         """One dict lookup, however many children there are."""
@@ -130,11 +130,13 @@ class RadixTree:
         self.num_nodes = 0  # with ghosts, without roots
         self.num_ghosts = 0  # nodes without a resident page
         self.num_ghost_pages = 0  # remembered pages, those of partly evicted nodes included
-        self._vacant: list[int] = column_of([])
+        self._vacant: list[int] = untracked([])
         self.marks: dict[int, Marks] = {}
         self._columns: list[tuple[list[Any], Any]] = []  # and what is in them for a new node
         self._inherited: list[list[Any]] = []
-        self._cleared: list[list[Any]] = []  # of a number given back; `add` sets the others
+        self._cleared: list[
+            tuple[list[Any], Any]
+        ] = []  # of a number given back; `add` sets the others
         self._capacity = 1  # entries in every column
         self.edges: list[bytes | memoryview] = self.column(b"")
         self.pages: list[bytes] = self.column(b"")
@@ -158,15 +160,17 @@ class RadixTree:
         self.last_access = self.column(0, inherited=True)
 
     def column(self, empty: Value, *, inherited: bool = False) -> list[Value]:
-        """One more field of every node, `empty` for new ones: for whoever keeps something by node.
+        """One more field of every node, `empty` for now: for whoever keeps something by node.
 
-        Both halves of a split have the value of what is `inherited`.
+        What is `inherited` has the same value in both halves of a split, and is `empty` for every
+        new node. What is not keeps what the node's number had when it was used before. Numbers
+        and bytes alone: whatever refers to the cache would keep it for ever.
         """
-        column = column_of([empty] * self._capacity)
+        column = untracked([empty] * self._capacity)
         self._columns.append((column, empty))
         if inherited:
             self._inherited.append(column)
-            self._cleared.append(column)
+            self._cleared.append((column, empty))
         return column
 
     # -- finding ---------------------------------------------------------------------------
@@ -253,8 +257,8 @@ class RadixTree:
 
     def _vacate(self, node: int) -> None:
         """Give a number back, without pins, holder, children and siblings."""
-        for column in self._cleared:
-            column[node] = 0
+        for column, empty in self._cleared:
+            column[node] = empty
         self._vacant.append(node)
 
     def add(self, parent: int, atoms: bytes | memoryview, packed: bytes, holder: int) -> int:
