@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ramify.params import FinishReason
@@ -181,6 +181,27 @@ JOBS = st.tuples(
     fail_at=st.sets(st.integers(0, 25), max_size=1),
     hold=st.sampled_from([0, 0, 3]),
     drafting=st.booleans(),
+)
+@example(  # two prompts, each with room for one alone, took each other's place in every step
+    jobs=[
+        (9, 0, 3, 9, None, -1, "a", 1),
+        (3, 30, 3, 7, None, -1, "b", 1),
+        (12, 0, 1, 9, None, -1, "", 1),
+        (11, 0, 4, 1, None, -1, "b", 1),
+        (12, 0, 4, 1, None, 1, "", 1),
+        (0, 0, 4, 3, None, 0, "", 1),
+        (11, 30, 2, 4, None, -1, "", 1),
+        (0, 0, 5, 3, None, 1, "", 1),
+        (3, 30, 3, 7, None, -1, "b", 1),
+        (12, 30, 4, 7, 0, 0, "", 1),
+    ],
+    page_size=3,
+    spare_pages=3,
+    rows=8,
+    budget=1,
+    fail_at={12},
+    hold=3,
+    drafting=False,
 )
 def test_every_request_ends_once_with_its_own_answer(
     jobs: list[tuple[int, int, int, int, int | None, int, str, int]],

@@ -157,15 +157,20 @@ class Scheduler:
                 hold the pages; nothing changed, and it fits once they are released.
         """
         self._step += 1
-        work, admitted = self._suspect() or self._choose()
+        suspect = self._suspect()
+        work, admitted = suspect or self._choose()
         try:
-            return self._planned(work, admitted)
+            return self._planned(work, admitted, alone=suspect is not None)
         except BaseException:
             self._drop(admitted, len(admitted))
             raise
 
     def _planned(
-        self, work: list[tuple[Request, int]], admitted: list[tuple[Request, int]]
+        self,
+        work: list[tuple[Request, int]],
+        admitted: list[tuple[Request, int]],
+        *,
+        alone: bool,
     ) -> Scheduled | None:
         while work or admitted:
             chosen = work + admitted
@@ -182,23 +187,31 @@ class Scheduler:
                     self._drop(admitted, len(admitted) - (not work), missing)
                 elif len(self.running) + len(admitted) < 2:
                     raise  # somebody outside the engine holds leases; it can go on without them
-                elif admitted:  # a suspect is tried alone, and those that pause make room
+                elif admitted and alone:  # a suspect is tried alone; those that pause make room
                     self._preempt(work)
+                elif admitted:  # it came before those that run, but not in their place: in turn,
+                    # each would take the other's room, for ever
+                    self._drop(admitted, len(admitted))
+                    work = self._choose(admit=False)[0]
                 else:
                     work = self._preempt(work) or self._choose(admit=False)[0]
                 continue
-            step, counts = self._step, self.waiting.counts
-            for request, _ in admitted:
-                self.running.append(request)
-                self._returned.discard(request)
-            for request, _ in chosen:
-                request.last_step = step
-            if counts:  # admissions were charged when they were chosen
-                for request, num_new in work:
-                    self.waiting.charge(request, num_new)
+            self._begin(work, admitted)
             self.num_tokens += batch.num_tokens
             return Scheduled(tuple([one for one, _ in chosen]), batch)
         return None
+
+    def _begin(self, work: list[tuple[Request, int]], admitted: list[tuple[Request, int]]) -> None:
+        """Note who is in the step that was planned."""
+        step, counts = self._step, self.waiting.counts
+        for request, _ in admitted:
+            self.running.append(request)
+            self._returned.discard(request)
+        for request, _ in work + admitted:
+            request.last_step = step
+        if counts:  # admissions were charged when they were chosen
+            for request, num_new in work:
+                self.waiting.charge(request, num_new)
 
     def _plan(self, chosen: list[tuple[Request, int]]) -> AttentionBatch:
         """`plan` with everybody's drafts behind the tokens that are known."""
