@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Container = TypeVar("Container")
-Value = TypeVar("Value")
 
 
 def _untracker() -> Callable[[object], None]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
-from ramify.cache.columns import Value, untracked
+from ramify.cache.columns import untracked
 from ramify.cache.marks import Marks, between
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages
@@ -21,6 +21,8 @@ SHARDS: Final = 256  # of the dict from names to nodes: each stays small enough 
 MAX_GROWN_BYTES: Final = (
     1 << 16
 )  # a leaf longer than this gets a child instead of being copied to grow
+
+Value = TypeVar("Value")
 
 
 class ChildIndex(Protocol):
@@ -134,9 +136,8 @@ class RadixTree:
         self.marks: dict[int, Marks] = {}
         self._columns: list[tuple[list[Any], Any]] = []  # and what is in them for a new node
         self._inherited: list[list[Any]] = []
-        self._cleared: list[
-            tuple[list[Any], Any]
-        ] = []  # of a number given back; `add` sets the others
+        # Of a number that is given back; `add` sets the others.
+        self._cleared: list[tuple[list[Any], Any]] = []
         self._capacity = 1  # entries in every column
         self.edges: list[bytes | memoryview] = self.column(b"")
         self.pages: list[bytes] = self.column(b"")
