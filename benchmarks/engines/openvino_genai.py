@@ -24,13 +24,14 @@ class OpenVino:
         folder = write_graph(setup)
         core = self._openvino.Core()
         abilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        self.note = ""
-        if setup.dtype == "bfloat16" and "BF16" not in abilities:
-            self.note = "computes in float32: it sees no bfloat16 instructions on this CPU"
-        hint = HINTS[setup.dtype]
+        hint, self.note, cache_bytes = HINTS[setup.dtype], "", 2 * setup.kv_bytes
+        if hint == "bf16" and "BF16" not in abilities:
+            # Asked for bfloat16, it would give up on its own cache: attention there wants float32.
+            hint, cache_bytes = "f32", 2 * cache_bytes
+            self.note = "computes and caches in float32: it sees no bfloat16 instructions here"
         scheduler = self._genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
-        scheduler.cache_size = max(1, -(-2 * setup.kv_bytes // 2**30))
+        scheduler.cache_size = max(1, -(-cache_bytes // 2**30))
         scheduler.max_num_seqs = 64
         scheduler.max_num_batched_tokens = 2048
         scheduler.dynamic_split_fuse = True
