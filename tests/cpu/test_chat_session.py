@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ramify.engine.llm import LLM
 from ramify.engine.session import Session
 from ramify.engine.tokenizer import Detokenizer, Tokenizer
-from ramify.errors import ChatTemplateError, InvalidParamsError
+from ramify.errors import ChatTemplateError, InvalidParamsError, PromptTooLongError
 from ramify.params import SamplingParams
 from ramify.testing import TINY_CHAT_TEMPLATE, write_tiny_checkpoint
 from tests.pure.engine_bench import Bench
@@ -184,6 +184,59 @@ def test_forks_and_rollbacks_of_a_conversation(folder: Path) -> None:
         twin.append([1, 2])
     with pytest.raises(InvalidParamsError, match="3 messages"):
         twin.rollback(4)
+
+
+def test_what_was_said_is_told_up_to_the_last_answer_that_still_stands(folder: Path) -> None:
+    """Gone back, refused, or edited in a fork: `token_ids` and `messages` are each one's own."""
+    tokenizer = tokenizer_of(folder)
+    llm, say = talking(tokenizer)
+    session = llm.session(messages=[{"role": "user", "content": "x"}])
+    start = session.mark()
+    assert session.token_ids == ()
+    say([*tokenizer.encode("one", False), END])
+    first = session.generate()
+    known = (*first.prompt_token_ids, *first.token_ids)
+    assert session.token_ids == known
+    middle = session.mark()
+    session.append("the " * 5000)
+    with pytest.raises(PromptTooLongError):
+        session.generate()
+    assert session.token_ids == known
+    session.rollback(middle)
+    session.append("y")
+    say([*tokenizer.encode("two", False), END])
+    second = session.generate()
+    assert session.token_ids == (*second.prompt_token_ids, *second.token_ids)
+    [fork] = session.fork(1)
+    fork.messages[0]["content"] = session.messages[0]["content"] = "EDITED"
+    session.rollback(middle)
+    assert session.token_ids == known
+    session.rollback(start)
+    assert session.token_ids == ()
+    assert [one["content"] for one in fork.messages] == ["x", "one", "y", "two"]
+    assert fork.token_ids == (*second.prompt_token_ids, *second.token_ids)
+
+
+def test_special_tokens_in_options_are_text(folder: Path) -> None:
+    """In tools, in their names, in keys: a session asks what `chat` asks."""
+    template = "{{ tools | tojson }}" + TINY_CHAT_TEMPLATE
+    tokenizer = tokenizer_of(folder, template)
+    llm, say = talking(tokenizer)
+    [special] = tokenizer.decode([END], skip_special_tokens=False).split()
+    messages = [{"role": "user", "content": "x"}]
+    tools = [{"name": special, "parameters": {special: 1}, "description": special}]
+    say([END])
+    session = llm.session(messages=messages, tools=tools)
+    ids = session.generate().prompt_token_ids
+    say([END])
+    [output] = llm.chat([messages], tools=tools, progress=False)
+    plain = tokenizer.encode_chat(messages, tools=[])
+    assert ids == output.prompt_token_ids
+    assert list(ids).count(END) == list(plain).count(END)
+    assert special in tokenizer.decode(ids, skip_special_tokens=False)
+    for refused in ({"add_generation_prompt": True},):
+        with pytest.raises(InvalidParamsError, match="add_generation_prompt"):
+            llm.session(messages=messages, **refused)
 
 
 TEXTS = st.text("the on in wé<|>end\n", max_size=12)

@@ -190,6 +190,18 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     assert [one.prompt for one in read_prompts(file)] == ["one", '{"prompt": "two"}']
 
 
+@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0c", "\x0b", "\x1c"])
+def test_only_line_feeds_end_lines(tmp_path: Path, odd: str) -> None:
+    """What `json.dumps` leaves in a string, and a page break in a text, are parts of a line."""
+    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_bytes(f"a{odd}b\r\nc\n".encode())
+    quoted = "a b" if odd < " " else f"a{odd}b"  # control characters are escaped in JSON
+    lines.write_text(f'{{"prompt": "{quoted}"}}\n', "utf-8")
+
+    assert [one.prompt for one in read_prompts(text)] == [f"a{odd}b", "c"]
+    assert [one.prompt for one in read_prompts(lines)] == [quoted]
+
+
 def test_the_same_calls_while_an_async_engine_serves() -> None:
     """Each runs between two steps; a stream goes on meanwhile and is not disturbed."""
     made = AsyncBench()

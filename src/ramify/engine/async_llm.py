@@ -307,6 +307,7 @@ class AsyncLLM:
         Returns:
             whether all have finished.
         """
+        was_over = self._loop.ended.done()
         self._loop.drain()
         ended = asyncio.wrap_future(self._loop.ended)
         try:
@@ -315,7 +316,7 @@ class AsyncLLM:
             await self.aclose()
             return False
         await self.aclose()
-        return True
+        return was_over or not self._loop.has_cut
 
     async def aclose(self) -> None:
         """End the engine after the step that is being computed; live requests are aborted."""

@@ -81,6 +81,7 @@ class EngineLoop:
         self.ended: Future[None] = Future()  # done when the thread is over
         self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
         self.error: EngineStoppedError | None = None
+        self.has_cut = False  # requests were there when the thread ended
         self._state = EngineState.READY
         self._commands: deque[Command] = deque()
         self._taken: deque[Command] = deque()  # out of `_commands`, by the thread
@@ -108,9 +109,21 @@ class EngineLoop:
         return future
 
     def call_when_idle(self, call: Callable[[EngineCore], T]) -> Future[T]:
-        """Run `call(core)` when all requests of now have ended; later ones wait for it."""
+        """Run `call(core)` when all requests of now have ended; later ones wait for it.
+
+        If it is cancelled before, they wait no longer.
+        """
         command, future = self._command(call)
         self._post(Command(lambda: self._when_idle.append(command), command.fail))
+
+        def drop() -> None:
+            if command in self._when_idle:
+                self._when_idle.remove(command)
+                if not self._when_idle:
+                    held, self._held = self._held, []
+                    self._taken.extendleft(reversed(held))
+
+        future.add_done_callback(lambda done: self._quietly(drop) if done.cancelled() else None)
         return future
 
     def submit(
@@ -140,10 +153,7 @@ class EngineLoop:
             if inbox.request_id_of_core in self._inboxes:
                 self._abort(inbox.request_id_of_core)
 
-        with self._changed:
-            if self._thread is not None and not self.ended.done():
-                self._commands.append(Command(do, lambda error: None))
-                self._changed.notify()
+        self._quietly(do)
 
     def drain(self) -> None:
         """Take no requests from now on; the thread ends when those it has are done."""
@@ -180,6 +190,10 @@ class EngineLoop:
                 return
             try:
                 result = call(self.core)
+            except StopIteration as error:  # which no future can hold
+                wrapped = RuntimeError("the call raised StopIteration")
+                wrapped.__cause__ = error
+                future.set_exception(wrapped)
             except BaseException as error:  # noqa: BLE001 - the caller's, and told to it
                 future.set_exception(error)
             else:
@@ -200,6 +214,13 @@ class EngineLoop:
                 self._thread = threading.Thread(target=self._run, name="ramify", daemon=True)
                 self._thread.start()
             self._changed.notify()
+
+    def _quietly(self, do: Callable[[], None]) -> None:
+        """Have something done of which nobody hears; if the engine has ended, there is no need."""
+        with self._changed:
+            if self._thread is not None and not self.ended.done():
+                self._commands.append(Command(do, lambda error: None))
+                self._changed.notify()
 
     def _gone(self) -> EngineStoppedError:
         if self.error is not None:
@@ -313,11 +334,16 @@ class EngineLoop:
         except UnknownRequestError:  # a repair has ended it: the next step tells
             return
         inbox = self._inboxes.pop(request_id)
-        if not inbox.is_abandoned:
+        if inbox.is_abandoned:
+            return
+        ended = [one.finish_reason is not FinishReason.ABORT for one in output.completions]
+        *others, last = [index for index, has in enumerate(ended) if not has] or [0]
+        for index in others if not inbox.is_whole else ():
             self._tell(
-                inbox,
-                StepOutput(request_id, (), output, finish_reason=FinishReason.ABORT),
+                inbox, StepOutput(request_id, (), None, index, finish_reason=FinishReason.ABORT)
             )
+        told = StepOutput(request_id, (), output, last, finish_reason=FinishReason.ABORT)
+        self._tell(inbox, told)
 
     def abort_id(self, core: EngineCore, request_id: int) -> None:
         """End a request by its id; for `call`.
@@ -344,6 +370,7 @@ class EngineLoop:
 
     def _leave(self) -> None:
         """Nothing stays behind: live requests, and commands that nobody will carry out."""
+        self.has_cut = bool(self._inboxes or self._held)
         for request_id in list(self._inboxes) if self.error is None else ():
             self._abort(request_id)
         for inbox in self._inboxes.values():

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ramify.cache.leases import Pin
 from ramify.engine.core import StepOutput
 from ramify.engine.prompts import Message, Prompt
+from ramify.engine.stream import Stream
 from ramify.engine.transcript import Mark, Transcript
-from ramify.errors import InvalidParamsError, PinError
+from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
 from ramify.params import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ class SessionOptions:
     pin: bool = False
     ttl_s: float | None = None
 
+    def __post_init__(self) -> None:
+        """Before the first answer, not after it."""
+        ttl_s: Any = self.ttl_s
+        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+        if ttl_s is not None and not (is_number and ttl_s > 0):
+            raise InvalidParamsError("ttl_s", ttl_s, "None or more than 0 seconds")
+
 
 class _Turns:
     """What sessions of both kinds of engine have in common: what was said, and the pin."""
@@ -39,9 +47,12 @@ class _Turns:
         self.pinned: Pin | None = None
         self.pin_refused: str | None = None
         self.is_busy = False
+        self.num_closed = 0  # times: an answer that was begun before is not pinned
 
     def begin(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
-        chosen = params or SamplingParams()
+        chosen: Any = SamplingParams() if params is None else params
+        if not isinstance(chosen, SamplingParams):
+            raise InvalidParamsError("params", params, "SamplingParams or None")
         if chosen.n != 1:
             raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
         self.require_idle("generate")
@@ -211,26 +222,9 @@ class AsyncSession:
         assert found is not None
         return found
 
-    async def stream(self, params: SamplingParams | None = None) -> AsyncGenerator[StepOutput]:
+    def stream(self, params: SamplingParams | None = None) -> SessionStream:
         """The increments of the answer, which is remembered when the last one was taken."""
-        turns, options = self._turns, self._turns.options
-        ids, chosen = turns.begin(params)
-        turns.is_busy = True
-        try:
-            stream = self._llm.stream(
-                ids,
-                chosen,
-                priority=options.priority,
-                tenant=options.tenant,
-                salt=options.salt,
-            )
-            async with stream:
-                async for event in stream:
-                    if event.output is not None and turns.end(event.output):
-                        await self._pin()
-                    yield event
-        finally:
-            turns.is_busy = False
+        return SessionStream(self, params)
 
     def mark(self) -> Mark:
         """See `Session.mark`."""
@@ -250,8 +244,9 @@ class AsyncSession:
         ]
 
     async def aclose(self) -> None:
-        """See `Session.close`."""
+        """See `Session.close`; an answer that is being made will not be pinned."""
         turns = self._turns
+        turns.num_closed += 1
         if turns.pinned is not None:
             pin, turns.pinned = turns.pinned, None
             await self._unpin(pin)
@@ -262,29 +257,102 @@ class AsyncSession:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _pin(self) -> None:
+    async def _pin(self, num_closed: int) -> None:
         turns, options = self._turns, self._turns.options
         turns.pin_refused, before = None, turns.pinned
         try:
-            turns.pinned = await self._llm.cache.pin(
+            pin = await self._llm.cache.pin(
                 turns.transcript.token_ids,
                 owner="session",
                 ttl_s=options.ttl_s,
                 tenant=options.tenant,
                 salt=options.salt,
             )
-        except PinError as error:
+        except (PinError, EngineStoppedError) as error:  # the answer is there all the same
             turns.pin_refused = str(error)
             return
+        if num_closed != turns.num_closed:
+            before = pin
+        else:
+            turns.pinned = pin
         if before is not None:
             await self._unpin(before)
 
     async def _unpin(self, pin: Pin) -> None:
         async def end() -> None:
-            with suppress(PinError):  # its time was over
+            with suppress(PinError, EngineStoppedError):  # its time was over, or the cache's
                 await self._llm.cache.unpin(pin)
 
         await asyncio.shield(end())  # if the caller is cancelled, nobody else knows of the pin
+
+
+class SessionStream:
+    """The increments of a session's answer: `async for event in session.stream()`.
+
+    As with `Stream`, whoever leaves (`break`, `aclose`, a cancelled task, or no reference left)
+    ends the request, and the session is as before. It is taken up at the first `await`.
+    """
+
+    def __init__(self, session: AsyncSession, params: SamplingParams | None) -> None:
+        self._session, self._params = session, params
+        self._stream: Stream | None = None
+        self._num_closed, self._is_over = 0, False
+
+    def __aiter__(self) -> SessionStream:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            if self._stream is None:
+                self._stream = self._begin()
+            event = await anext(self._stream)
+            if event.output is not None:
+                await self._end(event.output)
+        except BaseException:
+            self._leave()
+            raise
+        return event
+
+    async def aclose(self) -> None:
+        """End the answer now, if it has not ended."""
+        self._leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _begin(self) -> Stream:
+        turns, options = self._session._turns, self._session._turns.options  # noqa: SLF001
+        ids, chosen = turns.begin(self._params)
+        stream = self._session._llm.stream(  # noqa: SLF001
+            ids, chosen, priority=options.priority, tenant=options.tenant, salt=options.salt
+        )
+        turns.is_busy, self._num_closed = True, turns.num_closed
+        return stream
+
+    async def _end(self, output: RequestOutput) -> None:
+        turns = self._session._turns  # noqa: SLF001
+        before = turns.transcript.mark()
+        if turns.end(output):
+            try:
+                await self._session._pin(self._num_closed)  # noqa: SLF001
+            except BaseException:  # cancelled: nobody gets the answer
+                turns.transcript.rollback(before)
+                raise
+        self._is_over, turns.is_busy = True, False
+
+    def _leave(self) -> None:
+        if self._stream is not None and not self._is_over:
+            self._session._turns.is_busy = False  # noqa: SLF001
+            self._stream._leave()  # noqa: SLF001
+        self._is_over = True
 
 
 def _unpin(llm: LLM, pin: Pin) -> None:
@@ -308,6 +376,11 @@ def open_transcript(
     """What a new session begins with: see `LLM.session`."""
     if system is not None:
         messages = [{"role": "system", "content": system}, *(messages or ())]
+    for name, value in template_options.items():
+        if messages is None:
+            raise InvalidParamsError(name, value, "left out without messages")
+        if name == "add_generation_prompt":
+            raise InvalidParamsError(name, value, "left out: a turn is an answer")
     if messages is not None and (not isinstance(begin, str) or begin):
         raise InvalidParamsError("begin", begin, "left out: a conversation begins with messages")
     return Transcript(

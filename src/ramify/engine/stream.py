@@ -43,10 +43,10 @@ class Outlet:
         with self._lock:
             self._ready += self._new
             self._new = []
+            loop = self._loop()
             if self._is_called:  # the loop is slow: it finds everything when it gets there
-                return True
+                return loop is not None and not loop.is_closed()
             self._is_called = True
-        loop = self._loop()
         try:
             if loop is not None:
                 loop.call_soon_threadsafe(self._deliver)

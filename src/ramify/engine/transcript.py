@@ -56,6 +56,8 @@ class Transcript:
         self._messages: list[Message] | None = None if messages is None else []
         self._ids = array("i")
         self._pieces: list[_Piece] = []
+        # messages up to each answer, and the pieces that had been computed then
+        self._answers: list[tuple[int, tuple[_Piece, ...]]] = []
         if messages is not None:
             if tokenizer is None or not tokenizer.has_chat_template:
                 raise ChatTemplateError(
@@ -73,14 +75,14 @@ class Transcript:
     @property
     def messages(self) -> list[Message]:
         """The messages of a conversation, answers included; none of a plain one."""
-        return list(self._messages or ())
+        return [dict(one) for one in self._messages or ()]
 
     @property
     def token_ids(self) -> array[int]:
         """All ids; of a conversation, those that were computed, up to the last answer."""
         if not self.is_chat:
             return self._ids[:]
-        return array("i", chain.from_iterable(piece.ids for piece in self._pieces))
+        return _joined(self._answers[-1][1] if self._answers else ())
 
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
         """Say something; see `Session.append`."""
@@ -108,7 +110,9 @@ class Transcript:
             return self._ids[:]
         assert self._tokenizer is not None
         text = self._tokenizer.apply_chat_template(
-            self._tokenizer.guarded(self._messages), add_generation_prompt=True, **self._options
+            self._tokenizer.guarded(self._messages),
+            add_generation_prompt=True,
+            **self._tokenizer.guarded(self._options),
         )
         kept, at = self._common(text)
         if at < len(text):
@@ -117,7 +121,7 @@ class Transcript:
             last = kept[-1].ids[-1] if kept else None
             kept.append(_Piece(text[at:], self._encode_after(last, text[at:]), False))
         self._pieces = kept
-        return self.token_ids
+        return _joined(kept)
 
     def take(self, output: RequestOutput) -> None:
         """Add the answer to what `prompt_ids` gave."""
@@ -129,6 +133,7 @@ class Transcript:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         self._pieces.append(_Piece(text, ids, True))
         self._messages.append({"role": "assistant", "content": output.text})
+        self._answers.append((len(self._messages), tuple(self._pieces)))
 
     def mark(self) -> Mark:
         """Where it is now."""
@@ -147,12 +152,15 @@ class Transcript:
             what = "messages" if self.is_chat else "tokens"
             raise InvalidParamsError("to", to, f"within the {len(have)} {what} that there are")
         del have[keep:]
+        while self.is_chat and self._answers and self._answers[-1][0] > keep:
+            self._answers.pop()
 
     def copy(self) -> Transcript:
         """Another one that goes on from here."""
         twin = Transcript(self._tokenizer, template_options=self._options)
-        twin._messages = None if self._messages is None else list(self._messages)
+        twin._messages = None if self._messages is None else self.messages
         twin._ids, twin._pieces = self._ids[:], list(self._pieces)
+        twin._answers = list(self._answers)
         return twin
 
     def _add_messages(self, messages: Sequence[Message]) -> None:
@@ -202,8 +210,14 @@ class Transcript:
         return self._tokenizer.encode_with_ends(text)[0]
 
 
+def _joined(pieces: Sequence[_Piece]) -> array[int]:
+    return array("i", chain.from_iterable(piece.ids for piece in pieces))
+
+
 def _integers(ids: Sequence[int]) -> array[int]:
     try:
+        if isinstance(ids, bytes | bytearray):  # which `array` would take as they are
+            raise TypeError("bytes")
         return array("i", ids)
     except (TypeError, OverflowError) as error:
         raise InvalidParamsError("prompt", ids, "text or a sequence of token ids") from error

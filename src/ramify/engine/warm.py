@@ -76,7 +76,7 @@ def read_prompts(path: Path) -> list[WarmPrompt]:
         ConfigError: the file cannot be read, or a line is not like that.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # U+2028 and the like are part of a line
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

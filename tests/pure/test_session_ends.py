@@ -1,0 +1,265 @@
+"""Sessions whose answer is left, cancelled, or overtaken by the end of the engine or of the session."""
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from ramify.engine.llm import LLM
+from ramify.errors import EngineStoppedError, InvalidParamsError
+from ramify.params import FinishReason, SamplingParams
+from tests.pure.async_bench import AsyncBench, expected, run, until_idle
+from tests.pure.engine_bench import Bench
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def asked(max_tokens: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+def test_a_drained_engine_gives_a_pinned_session_its_answer() -> None:
+    """The pin is refused, as the engine is gone; the answer is not."""
+    made = AsyncBench(closed=True, page_size=1)
+
+    async def main() -> None:
+        session = made.llm.session(PROMPT, pin=True)
+        task = asyncio.create_task(session.generate(asked(3)))
+        await made.gate.arrive()
+        drained = asyncio.create_task(made.llm.drain())
+        await asyncio.sleep(0)
+        made.gate.open()
+        output = await task
+        assert await drained
+        assert list(output.token_ids) == expected(PROMPT, 3, ends=())
+        assert list(session.token_ids) == [*PROMPT, *output.token_ids]
+        await session.aclose()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_session_may_be_closed_after_its_engine() -> None:
+    """Its pin ended with the cache."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            session = llm.session(PROMPT, pin=True)
+            await session.generate(asked(3))
+            assert session.pin_refused is None
+        await session.aclose()
+        with pytest.raises(EngineStoppedError):
+            await session.generate(asked(3))
+        session.append([1])
+
+    run(main())
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
+    """At once with the last reference, else when it is closed."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            session = llm.session(PROMPT)
+            kept = session.stream(asked(1500)) if keeps else None
+            async for event in kept or session.stream(asked(1500)):
+                assert event.new_token_ids
+                break
+            if kept is not None:
+                with pytest.raises(InvalidParamsError, match="being made"):
+                    session.append([1])
+                await kept.aclose()
+                with pytest.raises(StopAsyncIteration):
+                    await anext(kept)
+            gc.collect()
+            session.append([7])
+            await until_idle(llm)
+            assert list(session.token_ids) == [*PROMPT, 7]
+            other = session.stream(asked(2))
+            async with session.stream(asked(1500)) as stream:
+                await anext(stream)
+                with pytest.raises(InvalidParamsError, match="being made"):
+                    await anext(other)  # which must not end what the first one is making
+                with pytest.raises(InvalidParamsError, match="being made"):
+                    session.rollback(1)
+            tokens = [
+                token async for event in session.stream(asked(2)) for token in event.new_token_ids
+            ]
+            assert list(session.token_ids) == [*PROMPT, 7, *tokens]
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_an_answer_that_is_cancelled_is_not_remembered_whenever_that_is() -> None:
+    """While it is pinned, too: nobody has got it."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            for turns in range(60):
+                session = llm.session([turns, *PROMPT], pin=True)
+                task = asyncio.create_task(session.generate(asked(3)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                [done] = await asyncio.gather(task, return_exceptions=True)
+                given = () if isinstance(done, BaseException) else done.token_ids
+                assert list(session.token_ids) == [turns, *PROMPT, *given]
+                session.append([1])
+                await session.aclose()
+            assert not await llm.cache.pins()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_session_that_is_closed_in_the_middle_of_an_answer_pins_nothing() -> None:
+    """The next answer is pinned again."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            session = llm.session(PROMPT, pin=True)
+            async with session:
+                stream = session.stream(asked(5))
+                await anext(stream)
+            async for _ in stream:
+                pass
+            assert len(session.token_ids) == 15
+            assert not await llm.cache.pins()
+            await session.generate(asked(2))
+            assert len(await llm.cache.pins()) == 1
+            await session.aclose()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1.0, "1", True, float("nan")])
+def test_a_time_to_live_is_checked_before_the_first_answer(ttl_s: Any) -> None:
+    """And so is whatever else could not be served."""
+    llm = LLM.over(Bench().core)
+    with pytest.raises(InvalidParamsError, match="ttl_s"):
+        llm.session(PROMPT, pin=True, ttl_s=ttl_s)
+    with pytest.raises(InvalidParamsError, match="ttl_s"):
+        AsyncBench().llm.session(PROMPT, ttl_s=ttl_s)
+
+
+def test_what_looks_like_a_session_option_is_none_is_refused() -> None:
+    """A mistyped tenant would be no tenant at all; bytes would be read as they lie in memory."""
+    llm = LLM.over(Bench().core)
+    with pytest.raises(InvalidParamsError, match="tennant"):
+        llm.session(PROMPT, tennant="a")
+    session = llm.session(PROMPT)
+    for more in (b"abcd", bytearray(b"abc"), b""):
+        with pytest.raises(InvalidParamsError, match="token ids"):
+            session.append(more)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match="SamplingParams"):
+        session.generate({"max_tokens": 5})  # type: ignore[arg-type]
+    assert list(session.token_ids) == PROMPT
+
+
+def test_who_gives_up_waiting_for_an_idle_engine_holds_up_nobody() -> None:
+    """New requests waited for it, and for those before it; now they need not."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            before = llm.stream(PROMPT, asked(1500))
+            await before.accepted()
+            ran: list[int] = []
+            waiting = asyncio.wrap_future(llm._loop.call_when_idle(lambda core: ran.append(1)))
+            held = asyncio.create_task(llm.generate(PROMPT[::-1], asked(2)))
+            await made.gate.arrive()
+            await asyncio.sleep(0)
+            waiting.cancel()
+            made.gate.open()
+            assert len((await held).token_ids) == 2
+            assert llm._loop._inboxes  # the long one goes on
+            assert not ran
+            await before.aclose()
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_draining_tells_when_somebody_else_has_ended_it() -> None:
+    """Closed meanwhile: not all have finished."""
+    made = AsyncBench(closed=True)
+
+    async def main() -> None:
+        llm = made.llm
+        task = asyncio.create_task(llm.generate(PROMPT, asked(1500)))
+        await made.gate.arrive()
+        drained = asyncio.create_task(llm.drain())
+        await asyncio.sleep(0)
+        closed = asyncio.create_task(llm.aclose())
+        await asyncio.sleep(0)
+        made.gate.open()
+        await closed
+        assert (await task).finish_reason is FinishReason.ABORT
+        assert not await drained
+        assert await llm.drain()  # nothing was there any more
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_call_may_raise_what_no_future_holds() -> None:
+    """`next` of nothing, say."""
+    made = AsyncBench()
+
+    async def main() -> None:
+        async with made.llm as llm:
+            nothing: list[int] = []
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await llm.run(lambda core: next(iter(nothing)))
+
+    run(main())
+
+
+def test_an_abort_tells_the_end_of_every_answer() -> None:
+    """Once each, and with the last of them everything."""
+    made = AsyncBench()
+
+    async def main() -> None:
+        async with made.llm as llm:
+            stream = llm.stream(PROMPT, asked(1500, n=3))
+            request_id = await stream.accepted()
+            ends = []
+            async for event in stream:
+                if not ends and event.index == 2:
+                    await llm.abort(request_id)
+                    ends.append((-1, False))
+                if event.finish_reason is not None:
+                    assert event.finish_reason is FinishReason.ABORT
+                    ends.append((event.index, event.output is not None))
+            assert ends == [(-1, False), (0, False), (1, False), (2, True)]
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_an_event_loop_that_is_closed_before_it_looks_holds_nothing() -> None:
+    """Something was on its way to it: the engine notices all the same."""
+    made = AsyncBench()
+    loop = asyncio.new_event_loop()
+    stream = made.llm.stream(PROMPT, asked(1500))
+    loop.run_until_complete(stream.accepted())
+    core = made.bench.core
+    while core.num_computed_tokens < 40:  # nobody turns the loop
+        pass
+    loop.close()
+
+    async def main() -> None:
+        await until_idle(made.llm)
+        assert core.num_computed_tokens < 1000
+        await made.llm.aclose()
+
+    run(main())
+    made.assert_nothing_left()
