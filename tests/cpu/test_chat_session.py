@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -208,7 +209,8 @@ def test_what_was_said_is_told_up_to_the_last_answer_that_still_stands(folder: P
     second = session.generate()
     assert session.token_ids == (*second.prompt_token_ids, *second.token_ids)
     [fork] = session.fork(1)
-    fork.messages[0]["content"] = session.messages[0]["content"] = "EDITED"
+    for one in (fork, session):
+        cast("dict[str, str]", one.messages[0])["content"] = "EDITED"
     session.rollback(middle)
     assert session.token_ids == known
     session.rollback(start)
@@ -234,9 +236,8 @@ def test_special_tokens_in_options_are_text(folder: Path) -> None:
     assert ids == output.prompt_token_ids
     assert list(ids).count(END) == list(plain).count(END)
     assert special in tokenizer.decode(ids, skip_special_tokens=False)
-    for refused in ({"add_generation_prompt": True},):
-        with pytest.raises(InvalidParamsError, match="add_generation_prompt"):
-            llm.session(messages=messages, **refused)
+    with pytest.raises(InvalidParamsError, match="add_generation_prompt"):
+        llm.session(messages=messages, add_generation_prompt=True)
 
 
 TEXTS = st.text("the on in wé<|>end\n", max_size=12)

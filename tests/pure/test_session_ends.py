@@ -158,7 +158,7 @@ def test_what_looks_like_a_session_option_is_none_is_refused() -> None:
     session = llm.session(PROMPT)
     for more in (b"abcd", bytearray(b"abc"), b""):
         with pytest.raises(InvalidParamsError, match="token ids"):
-            session.append(more)  # type: ignore[arg-type]
+            session.append(more)
     with pytest.raises(InvalidParamsError, match="SamplingParams"):
         session.generate({"max_tokens": 5})  # type: ignore[arg-type]
     assert list(session.token_ids) == PROMPT
@@ -231,7 +231,7 @@ def test_an_abort_tells_the_end_of_every_answer() -> None:
         async with made.llm as llm:
             stream = llm.stream(PROMPT, asked(1500, n=3))
             request_id = await stream.accepted()
-            ends = []
+            ends: list[tuple[int, bool]] = []
             async for event in stream:
                 if not ends and event.index == 2:
                     await llm.abort(request_id)

@@ -25,7 +25,7 @@ from ramify.engine.recheck import Rechecks
 from ramify.engine.request import Request
 from ramify.engine.scheduler import Scheduled, Scheduler
 from ramify.engine.shaping import Matcher, Shaper
-from ramify.engine.speculative import Drafter, drafter_of
+from ramify.engine.speculative import Drafter, drafter_of, guess
 from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.engine.watchdog import Watchdog
 from ramify.errors import CacheError, InvalidParamsError, UnknownRequestError
@@ -348,8 +348,7 @@ class EngineCore:
     def _planned(self) -> tuple[Scheduled, StepPlan] | None:
         """The next step, if there is anything to do."""
         if self.drafter is not None:
-            for request, draft in self.drafter.propose(self.scheduler.running):
-                request.draft = draft
+            guess(self.drafter, self.scheduler.running)
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return None

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
 MAX_REPAIRS = 8  # during one token of a request: whoever needs more may be what they are for
 MAX_INTERRUPTS = 100  # of one repair
-RECOVERY_STEPS = 16  # good ones, before a step may be twice as large again
+RECOVERY_STEPS = 16  # good ones, before a step may be twice as large again; each time that was too
+# much, twice as many, so that whoever loses his work with a failed step gets through in between
 
 
 @dataclass(slots=True)
@@ -59,7 +60,10 @@ class Faults:
         self.involved: Sequence[Request] = ()  # in what the engine does now; none: in scheduling
         self._contained: BaseException | None = None  # is on its way to the caller
         self._broken_at = -1  # the count of steps at the last repair that nobody was blamed for
-        self._good_steps = 0  # since a step was too large
+        self._good_steps = 0  # since a step was too large, or the limit was raised
+        self._wanted_steps = 0  # good ones, to raise the limit; none once it is forgotten
+        self._has_grown = False  # since a step was too large
+        self._num_apart = 0
 
     def describe(self) -> str:
         """What the engine is at, for whoever looks from another thread."""
@@ -110,11 +114,14 @@ class Faults:
         """Steps may slowly get larger again after one was too large."""
         self.involved = ()
         scheduler, most = self._core.scheduler, self._core.config.max_batch_tokens
-        if scheduler.max_batch_tokens < most:
-            self._good_steps += 1
-            if self._good_steps >= RECOVERY_STEPS:
-                self._good_steps = 0
+        self._good_steps += 1
+        if self._wanted_steps and self._good_steps >= self._wanted_steps:
+            self._good_steps = 0
+            if scheduler.max_batch_tokens < most:
                 scheduler.max_batch_tokens = min(2 * scheduler.max_batch_tokens, most)
+                self._has_grown = True
+            else:  # as many good steps as the last doubling took
+                self._wanted_steps = 0
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """Nothing of a step counts for these: its pages are erased, they wait again."""
@@ -145,7 +152,9 @@ class Faults:
         if num_tokens == 1:
             return False
         self.counts.out_of_memory += 1
-        self._good_steps = 0
+        if self._has_grown or not self._wanted_steps:
+            self._wanted_steps = max(RECOVERY_STEPS, 2 * self._wanted_steps)
+        self._good_steps, self._has_grown = 0, False
         scheduler = self._core.scheduler
         scheduler.max_batch_tokens = min(scheduler.max_batch_tokens, num_tokens // 2)
         logger.warning("steps have at most %d tokens for now", scheduler.max_batch_tokens)
@@ -154,6 +163,7 @@ class Faults:
     def _blame(self, request: Request, error: Exception, *, excused: bool = False) -> None:
         """Count a failure; a request that failed too often ends, its waiting branches too."""
         request.failures += 1
+        self._core.scheduler.set_aside(request)
         if request.failures >= MAX_FAILURES and not excused:
             self._give_up(
                 request,
@@ -175,8 +185,7 @@ class Faults:
 
         For whoever cannot wait until leases outside the engine are released.
         """
-        scheduler = self._core.scheduler
-        first = scheduler.running[0] if scheduler.running else scheduler.waiting.first()
+        first = self._core.scheduler.blocked()
         assert first is not None, "nobody asked for pages"
         for one in (first.group, *first.group.branches):
             if not one.is_finished:
@@ -201,9 +210,12 @@ class Faults:
         if not read:
             return False
         request.suspect = sequence.key(read)
+        self._num_apart += 1  # what it reads there may be damaged, too
         known = namespace_parts(request.namespace)
         parts = known if "base" in known else {"base": request.namespace}
-        request.namespace = namespace_of(**{**parts, "apart": request.id})  # and still its tenant's
+        request.namespace = namespace_of(
+            **{**parts, "apart": self._num_apart}
+        )  # still its tenant's
         return True
 
     def acquit(self, request: Request) -> None:
@@ -238,17 +250,24 @@ class Faults:
         involved, self.involved = self.involved, ()
         if isinstance(error, OutOfPagesError) and not involved and self._is_sound():
             raise error
+        core = self._core
+        tried, running = core.scheduler.suspect(), list(core.scheduler.running)
         self.repair(error)
         if not isinstance(error, Exception):
             raise error
-        core = self._core
-        live = [one for one in core.live if not one.is_finished]
         if not involved:
-            suspects = [one for one in live if one.failures]
-            if suspects:  # they are tried one by one, the oldest running one first
-                involved = suspects[:1]
+            for one in running:
+                one.repairs += 1
+            if tried is not None:
+                involved = [tried]
             elif self._broken_at == core.num_steps:
-                involved = [one for one in live if one not in one.group.waiting_branches]
+                involved = [
+                    one
+                    for one in core.live
+                    if not one.is_finished and one not in one.group.waiting_branches
+                ]
+            else:  # a step went well in between, as it may again and again
+                involved = [one for one in running if one.repairs >= MAX_REPAIRS]
             self._broken_at = core.num_steps
         for request in involved:
             if not request.is_finished:
@@ -321,6 +340,7 @@ class Faults:
         core.start_over()
         core.scheduler.max_batch_tokens = old.max_batch_tokens
         core.scheduler.num_preemptions = old.num_preemptions
+        core.scheduler.num_tokens = old.num_tokens  # the clock: a branch keeps its leader's time
         with suppress(Exception):  # nobody reads what is there before it is written anyway
             core.executor.erase_pages(range(core.cache.num_pages))
         interrupts = list[BaseException]()

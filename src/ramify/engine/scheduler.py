@@ -157,8 +157,8 @@ class Scheduler:
                 hold the pages; nothing changed, and it fits once they are released.
         """
         self._step += 1
-        suspect = self._suspect()
-        work, admitted = suspect or self._choose()
+        suspect = self.suspect()
+        work, admitted = self._choose() if suspect is None else self._alone(suspect)
         try:
             return self._planned(work, admitted, alone=suspect is not None)
         except BaseException:
@@ -231,22 +231,38 @@ class Scheduler:
 
     # -- choosing ----------------------------------------------------------------------------
 
-    def _suspect(self) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]] | None:
-        """Work and admissions when a step has failed: its oldest request, alone, until it has a
-        new token, then the next. So a request that always fails takes nobody with it.
+    def suspect(self) -> Request | None:
+        """When a step has failed: its oldest request, which is tried alone until it has a new
+        token, then the next. So a request that always fails takes nobody with it.
         """  # noqa: D205
-        for queue, admits in ((self.running, False), (self._returned, True)):
+        for queue in (self.running, self._returned):
             one = min((one for one in queue if one.failures), key=lambda one: one.id, default=None)
             if one is not None:
-                alone = [(one, min(one.sequence.num_uncomputed, self.max_batch_tokens))]
-                if not admits:
-                    return alone, []
-                if len(self.running) >= self.max_num_seqs:  # branches took the last row
-                    self._preempt([])
-                self.waiting.admit(one)
-                self.waiting.charge(one, alone[0][1])
-                return [], alone
+                return one
         return None
+
+    def set_aside(self, request: Request) -> None:
+        """A request has failed: if it waits, it is tried alone."""
+        if request in self.waiting:
+            self._returned.add(request)
+
+    def blocked(self) -> Request | None:
+        """Whom `schedule` found no pages for when it raised that."""
+        first = self.running[0] if self.running else self.waiting.first()
+        return self.suspect() or first
+
+    def _alone(
+        self, suspect: Request
+    ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
+        """Work and admissions of a step in which one request is tried alone."""
+        alone = [(suspect, min(suspect.sequence.num_uncomputed, self.max_batch_tokens))]
+        if suspect in self.running:
+            return alone, []
+        if len(self.running) >= self.max_num_seqs:  # branches took the last row
+            self._preempt([])
+        self.waiting.admit(suspect)
+        self.waiting.charge(suspect, alone[0][1])
+        return [], alone
 
     def _choose(
         self, *, admit: bool = True

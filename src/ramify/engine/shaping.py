@@ -193,6 +193,9 @@ class Shaper:
             masks = tuple(self._masks(self._matcher, output_ids, draft))
             if self._allowed is not None:
                 masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
+                # behind a guess that leads to a dead end nothing is drawn: `follow` finds it there
+                ends = (at for at, mask in enumerate(masks) if at and not mask.any())
+                masks = masks[: next(ends, len(masks))]
         elif self._allowed is not None:
             masks = (self._allowed,) * (len(draft) + 1)
         return Shaping(

@@ -7,6 +7,7 @@ the row's share in the cost of the step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,8 @@ from ramify.engine.repeats import Repeats
 if TYPE_CHECKING:
     from ramify.config import ResolvedConfig
     from ramify.engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 FREE_ROWS = 8  # cost as much as the step itself: 0.35 B in float32, 1 core: 0.5 s for 8, 1.0 for 16
 LEAST_RATE = 0.1  # below it a guess is not worth the look at it, however few rows there are
@@ -45,6 +48,15 @@ class Source(Protocol):
     def guess(self, request: Request, limit: int) -> tuple[int, ...]:
         """At most `limit` guesses for the tokens after those that are known; often none."""
         ...
+
+
+def guess(drafter: Drafter, running: Sequence[Request]) -> None:
+    """Give running requests their drafts; what a drafter that raises had not guessed, is not."""
+    try:
+        for request, draft in drafter.propose(running):
+            request.draft = draft
+    except Exception as error:  # noqa: BLE001 - no request needs guesses
+        logger.warning("no guesses in this step: %s: %s", type(error).__name__, error)
 
 
 def takes_guesses(request: Request) -> bool:

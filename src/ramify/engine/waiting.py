@@ -155,9 +155,12 @@ class WaitingQueue:
             if not one.in_line and one.served > self._served_last
         ]
         kept = {name for _, _, name in nlargest(SPARE_TENANTS, others)}
-        self._tenants = {
-            name: one for name, one in self._tenants.items() if one.in_line or name in kept
-        }
+        everyone, self._tenants = self._tenants, {}
+        for name, one in everyone.items():
+            if one.in_line or name in kept:
+                self._tenants[name] = one
+            else:  # as a newcomer it would begin before those who were served more, for ever
+                self._served_last = max(self._served_last, one.served)
 
     # -- tenants -----------------------------------------------------------------------------
 
