@@ -461,3 +461,15 @@ def test_check_finds_the_fault(fault: Callable[[PrefixCache], None]) -> None:
 
     with pytest.raises(InvariantError):
         cache.check()
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_pages_that_are_not_private_are_refused_behind_pending_ones_too(index: str) -> None:
+    """Nothing would be taken of them; whoever names them is wrong all the same."""
+    cache = PrefixCache(8, 2, index=index)
+    leader, private = begin(cache, "abcd")
+    other, _ = begin(cache, "abcd")
+    cache.announce(leader, key("abcd"), private)
+    with pytest.raises(PageOwnershipError):
+        cache.publish(other, key("abcd"), [private[0], private[0]])
+    cache.check()

@@ -92,6 +92,22 @@ def test_an_observer_that_raises_leaves_a_whole_cache(
     assert drained(cache)
 
 
+def test_each_call_stops_its_own_observer_once() -> None:
+    """One may observe twice, and stop once."""
+    cache = PrefixCache(8, 2)
+    told: list[Evicted] = []
+    first, second = (cache.observe_evictions(told.append) for _ in range(2))
+    first()
+    first()
+    serve(cache, "abcd")
+    cache.evict(2)
+    assert len(told) == 1
+    second()
+    serve(cache, "abcd")
+    cache.evict(2)
+    assert len(told) == 1
+
+
 def test_every_observer_is_told_though_one_raises() -> None:
     """Of every run; the exception comes out afterwards."""
     cache = PrefixCache(8, 2)

@@ -34,13 +34,31 @@ def test_what_is_condemned_goes_with_all_behind_it_and_its_pins(index: str) -> N
 
 
 def test_what_nobody_has_cannot_be_condemned() -> None:
-    """Another text, another namespace, an empty key."""
+    """Another text, another namespace, an empty key, less than a page."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
 
-    for one in (key("xyz"), key("abcd", "elsewhere"), key("")):
+    for one in (key("xyz"), key("abcd", "elsewhere"), key(""), key("a")):
         assert condemn(cache, one) == []
     assert cache.match(key("abcde")).num_tokens == 4
+
+
+def test_a_pin_may_expire_while_it_is_condemned() -> None:
+    """Time goes on with every look at the clock."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1
+        return now[0]
+
+    for early in range(1, 5):
+        cache = PrefixCache(8, 2, clock=clock)
+        serve(cache, "abcd")
+        pin = cache.pin(key("abcd"), "me", 100.0)
+        now[0] = pin.expires_s - early
+        assert len(condemn(cache, key("abcd"))) == 2
+        assert not cache.pins()
+        cache.check()
 
 
 @INDICES

@@ -42,6 +42,22 @@ def test_rates_are_tokens_found_over_tokens_asked_for() -> None:
     assert stats.ideal_hit_rate == 12 / 22
 
 
+@pytest.mark.parametrize("before", range(6))
+def test_cancelled_lookups_never_count_lately_either(before: int) -> None:
+    """Not even if a generation began while they counted."""
+    cache = PrefixCache(64, 2)
+    serve(cache, "abcd")
+    look_up(cache, "abcde", GENERATION - 5 + before)
+    cancelled = [cache.acquire(CacheKey(range(100 * n, 100 * n + 90))) for n in range(1, 4)]
+    for lease in cancelled:
+        cache.cancel(lease)
+    look_up(cache, "abcde", GENERATION + 10)
+    stats = cache.stats()
+
+    assert stats.recent_hit_tokens * 5 == stats.recent_tokens * 4
+    assert stats.recent_hit_rate == 0.8
+
+
 def test_the_recent_rate_forgets() -> None:
     """It is over the last 512 to 1,024 lookups, whatever came before."""
     cache = PrefixCache(8, 2, log_every=0)

@@ -50,6 +50,47 @@ def test_commit_may_come_in_any_order(order: list[int], together: bool) -> None:
     bench.assert_nothing_leaked()
 
 
+def test_a_commit_of_the_leader_leaves_what_a_followers_next_step_reads() -> None:
+    """It was planned again before its leader's commit: the batch that is under way names its pages."""
+    bench = Bench(num_pages=24, page_size=4)
+    leader, *followers = sequence([1, 2, 3, 4, 9, 9]), sequence(range(1, 6)), sequence(range(1, 6))
+    batch = [leader, *followers]
+    bench.execute(bench.plan(*batch), *batch)
+    for token in (6, 7, 8):
+        bench.planner.commit(followers)
+        for one in followers:
+            one.tokens.append(token)
+        bench.execute(bench.plan(*followers), *followers)
+    bench.planner.commit(followers)
+    late = followers[1]
+    late.tokens.append(11)
+    plan = bench.plan(late)
+    read = plan.block_table[0].tolist()[:3]
+
+    bench.planner.commit([leader])
+
+    assert not any(bench.cache.is_free(page) for page in read)
+    assert pages_of(bench, late)[:3] == read
+    bench.execute(plan, late)
+    bench.planner.commit([late])
+    bench.planner.release(batch)
+    bench.assert_nothing_leaked()
+
+
+def test_leases_of_others_on_announced_pages_are_theirs_to_end() -> None:
+    """An engine may attach by itself: the planner takes back its own, and says nothing of those."""
+    bench = Bench(num_pages=12, page_size=2)
+    one = sequence(range(7))
+    bench.plan(one)
+    lease = bench.cache.attach(CacheKey(range(6)))
+
+    bench.planner.release([one])
+
+    assert bench.cache.is_withdrawn(lease)
+    bench.cache.release(lease)
+    bench.assert_nothing_leaked()
+
+
 def test_a_follower_committed_early_is_not_matched_early() -> None:
     """Its pages hang behind pages that are not published: nobody finds them before the leader."""
     bench = Bench(num_pages=32, page_size=2)

@@ -324,8 +324,8 @@ class RadixAttentionPlanner:
         """Publish what is computed; False when its leader has to come first."""
         if one.lease is None or not self.share:
             return True
-        if self.cache.is_blocked(one.lease) or one.lease.num_tokens > one.num_computed:
-            return False  # the latter: planned again already, its own commit will publish
+        if one.num_planned or self.cache.is_blocked(one.lease):
+            return False  # planned again already: that reads its pages, and its commit publishes
         end = max(one.shareable(one.num_computed), one.lease.num_tokens)
         if end >= one.lease.num_tokens + self.page_size or one.lease.num_pending:
             key = one.key(end)
@@ -441,8 +441,9 @@ class RadixAttentionPlanner:
             assert one.lease is not None
             if not self.cache.is_withdrawn(one.lease):
                 for lease in self.cache.withdraw(one.lease):
-                    dependent = self._holders[lease.id]
-                    back[id(dependent)] = dependent
+                    dependent = self._holders.get(lease.id)
+                    if dependent is not None:  # else its owner is to find out
+                        back[id(dependent)] = dependent
         for one in back.values():
             self._let_go(one)
         return list(back.values())

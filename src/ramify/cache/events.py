@@ -208,9 +208,16 @@ class EventLog:
 
     def observe(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
         """Have an observer called from now on; returns how to stop that."""
-        observers = self.observers
+        observers, is_on = self.observers, True
         observers.append(observer)
-        return lambda: observers.remove(observer) if observer in observers else None
+
+        def stop() -> None:
+            nonlocal is_on
+            if is_on:
+                is_on = False
+                observers.remove(observer)
+
+        return stop
 
     def tell_observers(self) -> None:
         """Call the observers of what was evicted, now that the cache is consistent again."""

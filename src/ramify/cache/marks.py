@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from threading import Lock
 from weakref import WeakValueDictionary, finalize
 
 from ramify.errors import InvalidKeyError
@@ -80,12 +81,20 @@ Marks = tuple[tuple[int, Mark], ...]  # positions of marked atoms, ascending
 _marks: WeakValueDictionary[tuple[bytes, bytes], Mark] = WeakValueDictionary()
 _numbers = count(_FIRST)
 _given_back: list[int] = []
+_making = Lock()
 
 
 def mark_of(kind: bytes, digest: bytes, salt: bytes | None = None) -> Mark:
     """The mark of a digest: the same object for the same digest while anybody uses it."""
     mark = _marks.get((kind, digest))
-    if mark is None:
+    return mark if mark is not None else _made(kind, digest, salt)
+
+
+def _made(kind: bytes, digest: bytes, salt: bytes | None) -> Mark:
+    with _making:  # keys are made in any thread
+        mark = _marks.get((kind, digest))
+        if mark is not None:
+            return mark
         try:
             number = _given_back.pop()
         except IndexError:  # not looked at before: another thread may take the last one

@@ -229,7 +229,8 @@ class PrefixCache:
         Args:
             key: what to keep; whole pages count.
             owner: who is to be named in the list of pins.
-            ttl: seconds; begins again with each hit on the whole prefix. None: until `unpin`.
+            ttl: seconds; begins again with each lookup that finds the whole prefix, also one that
+                is cancelled. None: until `unpin`.
 
         Raises:
             ConfigError: `ttl` is not positive.

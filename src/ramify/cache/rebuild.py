@@ -20,13 +20,17 @@ def condemn(cache: PrefixCache, key: CacheKey) -> list[int]:
     """
     tree = cache._tree
     root = tree.roots.get(key.namespace)
-    top = tree.index.find(root, key.atoms, 0) if root is not None and len(key) else 0
+    top = (
+        tree.index.find(root, key.atoms, 0)
+        if root is not None and len(key) >= tree.page_size
+        else 0
+    )
     if not top:
         return []
     doomed = set(tree.nodes(top))
-    for pin in cache.pins():
+    for pin in cache.pins():  # none of them expires in between: that would be asked again
         if cache._book._live[pin.id].node in doomed:
-            cache.unpin(pin)
+            cache._pins.remove(pin)
     found = list[int]()
     stop = cache.observe_evictions(lambda told: found.extend(told.pages))
     try:

@@ -58,7 +58,9 @@ class Recorder:
         self._residency = [0] * (_MAX_BITS + 1)  # pages, by bits of the time
         self._idle = [0] * (_MAX_BITS + 1)
         self._reuse_gap = [0] * (NUM_BUCKETS + 1)  # and a place for misses
-        self._marks = [(0, 0, 0)] * 3  # lookups, tokens, hit tokens where generations began
+        # where generations began: lookups ever, lookups that count, tokens, hit tokens
+        self._marks = [(0, 0, 0, 0)] * 3
+        self._num_cancelled = 0
         self._next_mark = GENERATION
         self._logged = (0, 0, 0)
         self.next_log = log_every or sys.maxsize  # lookups at which a line is due
@@ -66,7 +68,7 @@ class Recorder:
     def lookup(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
         """Count a lookup; `gap` is the `bucket` of seconds since the last use, or MISS."""
         if self.lookups >= self._next_mark:
-            self._marks = [*self._marks[1:], self._now()]
+            self._marks = [*self._marks[1:], (self.lookups + self._num_cancelled, *self._now())]
             self._next_mark = self.lookups + GENERATION
         self.lookups += 1
         self.tokens += tokens
@@ -74,8 +76,16 @@ class Recorder:
         self.ideal_tokens += ideal_tokens
         self._reuse_gap[gap] += 1
 
-    def cancel(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
-        """Take a lookup off that led to nothing."""
+    def cancel(
+        self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int, number: int
+    ) -> None:
+        """Take the `number`-th lookup off, which led to nothing."""
+        self._num_cancelled += 1
+        self._marks = [
+            (ever, lookups - 1, all_tokens - tokens, hits - hit_tokens) if number <= ever else mark
+            for mark in self._marks
+            for ever, lookups, all_tokens, hits in (mark,)
+        ]
         self.lookups -= 1
         self.tokens -= tokens
         self.hit_tokens -= hit_tokens
@@ -91,8 +101,8 @@ class Recorder:
     @property
     def recent(self) -> tuple[int, int]:
         """Tokens asked for and found in the last one to two generations of lookups."""
-        begun = self.lookups > self._marks[2][0]  # else the lookup that began it was cancelled
-        _, tokens, hits = self._marks[1 if begun else 0]
+        begun = self.lookups > self._marks[2][1]  # else the lookup that began it was cancelled
+        _, _, tokens, hits = self._marks[1 if begun else 0]
         return max(0, self.tokens - tokens), max(0, self.hit_tokens - hits)
 
     @property

@@ -157,7 +157,7 @@ class PageStore:
 
     def cancel_lookup(self, node: int, counted: tuple[int, int, int, int, int]) -> None:
         """Undo the count of a lookup that ended at `node`."""
-        self.recorder.cancel(*counted[:4])
+        self.recorder.cancel(*counted)
         for at in self.tree.path(node):
             self.tree.hits[at] -= 1
 
@@ -235,9 +235,8 @@ class PageStore:
     ) -> tuple[int, bytes]:
         """The same where somebody else has published some of it."""
         tree, atoms, page_bytes, parts = self.tree, key.atoms, self._page_bytes, list[bytes]()
+        self.ledger.require_private(packed)
         while tree.resident[child] and not tree.holder[child]:
-            if not parts:
-                self.ledger.require_private(packed)
             edge = tree.edges[child]
             shared = min(shared_pages(atoms, position, edge, page_bytes), len(packed) // ID_BYTES)
             resident = tree.resident[child]
