@@ -370,6 +370,10 @@ class LLM:
         A `StepOutput` unpacks to (request id, new token ids, finished), and knows more: the index
         of the answer when there are several, text, log probabilities, why an answer ended. The
         last one of a request has its `output`.
+
+        Raises:
+            OutOfPagesError: pins, or leases outside the engine, hold what the next request needs;
+                nothing changed. It fits once they are released; or abort it.
         """
         return self._answers.step()
 
