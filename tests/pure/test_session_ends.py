@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ramify.engine.llm import LLM
 from ramify.errors import EngineStoppedError, InvalidParamsError
 from ramify.params import FinishReason, SamplingParams
-from tests.pure.async_bench import AsyncBench, expected, run, until_idle
+from tests.pure.async_bench import LIMIT_S, AsyncBench, expected, run, until_idle
 from tests.pure.engine_bench import Bench
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -252,8 +253,9 @@ def test_an_event_loop_that_is_closed_before_it_looks_holds_nothing() -> None:
     stream = made.llm.stream(PROMPT, asked(1500))
     loop.run_until_complete(stream.accepted())
     core = made.bench.core
+    limit_s = time.monotonic() + LIMIT_S
     while core.num_computed_tokens < 40:  # nobody turns the loop
-        pass
+        assert time.monotonic() < limit_s
     loop.close()
 
     async def main() -> None:
@@ -263,3 +265,67 @@ def test_an_event_loop_that_is_closed_before_it_looks_holds_nothing() -> None:
 
     run(main())
     made.assert_nothing_left()
+
+
+def test_a_stream_that_another_task_closes_lets_its_reader_go() -> None:
+    """While it waits, and before it was queued; the session is free again."""
+    made = AsyncBench(closed=True, page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            session = llm.session(PROMPT)
+            for stream in (session.stream(asked(1500)), llm.stream(PROMPT[::-1], asked(1500))):
+                reader = asyncio.create_task(anext(stream, None))
+                await made.gate.arrive()
+                await stream.aclose()
+                assert await asyncio.wait_for(reader, LIMIT_S) is None
+                made.gate.allowed.release()
+            session.append([1])
+            early = llm.stream(PROMPT, asked(1500))
+            reader = asyncio.create_task(anext(early, None))
+            await asyncio.sleep(0)
+            await early.aclose()
+            assert await asyncio.wait_for(reader, LIMIT_S) is None
+            made.gate.open()
+            await until_idle(llm)
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
+    """Whoever closes the stream meanwhile ends nothing; cancelled, it takes back its own alone."""
+    made = AsyncBench(page_size=1)
+
+    async def main() -> None:
+        async with made.llm as llm:
+            begun, go = asyncio.Event(), asyncio.Event()
+            session = llm.session(PROMPT, pin=True)
+
+            async def slow(num_closed: int) -> None:
+                begun.set()
+                await go.wait()
+
+            session._pin = slow  # type: ignore[method-assign]
+            for cancels in (False, True):
+                begun.clear()
+                go.clear()
+                before = session.token_ids
+                stream = session.stream(asked(1))
+                reader = asyncio.create_task(anext(stream))
+                await begun.wait()
+                await stream.aclose()
+                with pytest.raises(InvalidParamsError, match="being made"):
+                    session.append([1])
+                if cancels:
+                    reader.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await reader
+                    assert session.token_ids == before
+                else:
+                    go.set()
+                    event = await reader
+                    assert session.token_ids == (*before, *event.new_token_ids)
+                session.append([1])
+
+    run(main())

@@ -442,7 +442,7 @@ class RadixAttentionPlanner:
             if not self.cache.is_withdrawn(one.lease):
                 for lease in self.cache.withdraw(one.lease):
                     dependent = self._holders.get(lease.id)
-                    if dependent is not None:  # else its owner is to find out
+                    if dependent is not None:  # else it was taken outside the planner
                         back[id(dependent)] = dependent
         for one in back.values():
             self._let_go(one)

@@ -28,7 +28,7 @@ def condemn(cache: PrefixCache, key: CacheKey) -> list[int]:
     if not top:
         return []
     doomed = set(tree.nodes(top))
-    for pin in cache.pins():  # none of them expires in between: that would be asked again
+    for pin in cache.pins():  # not by `unpin`, which looks at the clock again
         if cache._book._live[pin.id].node in doomed:
             cache._pins.remove(pin)
     found = list[int]()

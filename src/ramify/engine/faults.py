@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
 MAX_REPAIRS = 8  # during one token of a request: whoever needs more may be what they are for
 MAX_INTERRUPTS = 100  # of one repair
-RECOVERY_STEPS = 16  # good ones, before a step may be twice as large again; each time that was too
-# much, twice as many, so that whoever loses his work with a failed step gets through in between
+# Good steps, before one may be twice as large again; each time that was too much, twice as many,
+# so that whoever loses his work with a failed step gets through in between.
+RECOVERY_STEPS = 16
 
 
 @dataclass(slots=True)
@@ -251,7 +252,9 @@ class Faults:
         if isinstance(error, OutOfPagesError) and not involved and self._is_sound():
             raise error
         core = self._core
-        tried, running = core.scheduler.suspect(), list(core.scheduler.running)
+        running, tried = list(core.scheduler.running), None
+        with suppress(Exception):  # what is damaged may raise anything
+            tried = core.scheduler.suspect()
         self.repair(error)
         if not isinstance(error, Exception):
             raise error

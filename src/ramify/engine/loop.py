@@ -111,7 +111,7 @@ class EngineLoop:
     def call_when_idle(self, call: Callable[[EngineCore], T]) -> Future[T]:
         """Run `call(core)` when all requests of now have ended; later ones wait for it.
 
-        If it is cancelled before, they wait no longer.
+        If it is cancelled before, they do not wait for it any longer.
         """
         command, future = self._command(call)
         self._post(Command(lambda: self._when_idle.append(command), command.fail))
@@ -336,14 +336,14 @@ class EngineLoop:
         inbox = self._inboxes.pop(request_id)
         if inbox.is_abandoned:
             return
-        ended = [one.finish_reason is not FinishReason.ABORT for one in output.completions]
-        *others, last = [index for index, has in enumerate(ended) if not has] or [0]
-        for index in others if not inbox.is_whole else ():
-            self._tell(
-                inbox, StepOutput(request_id, (), None, index, finish_reason=FinishReason.ABORT)
-            )
-        told = StepOutput(request_id, (), output, last, finish_reason=FinishReason.ABORT)
-        self._tell(inbox, told)
+        reasons = [one.finish_reason for one in output.completions]
+        told = [index for index, reason in enumerate(reasons) if reason is FinishReason.ABORT] or [
+            0
+        ]
+        for index in told[:-1] if not inbox.is_whole else ():
+            self._tell(inbox, StepOutput(request_id, (), None, index, finish_reason=reasons[index]))
+        last = told[-1]
+        self._tell(inbox, StepOutput(request_id, (), output, last, finish_reason=reasons[last]))
 
     def abort_id(self, core: EngineCore, request_id: int) -> None:
         """End a request by its id; for `call`.
@@ -370,7 +370,8 @@ class EngineLoop:
 
     def _leave(self) -> None:
         """Nothing stays behind: live requests, and commands that nobody will carry out."""
-        self.has_cut = bool(self._inboxes or self._held)
+        waiting = any(not one.is_abandoned for one in self._inboxes.values())
+        self.has_cut = waiting or bool(self._held)
         for request_id in list(self._inboxes) if self.error is None else ():
             self._abort(request_id)
         for inbox in self._inboxes.values():

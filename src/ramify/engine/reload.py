@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from ramify.cache.key import namespace_of, namespace_parts
 from ramify.engine.core import EngineCore
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, PinError
 
 
 def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
@@ -30,7 +31,8 @@ def change_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
         del rechecks.running[request_id]
         core.abort(request_id)
     for pin in core.cache.pins():  # they would keep what nobody can hit
-        core.cache.unpin(pin)
+        with suppress(PinError):  # its time was over
+            core.cache.unpin(pin)
     live = [one for one in core.live if not one.is_finished]
     waiting, running = list(scheduler.waiting), list(scheduler.running)
     core.planner.release([one.sequence for one in running])

@@ -340,13 +340,15 @@ class SessionStream:
     async def _end(self, output: RequestOutput) -> None:
         turns = self._session._turns  # noqa: SLF001
         before = turns.transcript.mark()
-        if turns.end(output):
-            try:
+        self._is_over = True  # there is nothing to leave any more
+        try:
+            if turns.end(output):
                 await self._session._pin(self._num_closed)  # noqa: SLF001
-            except BaseException:  # cancelled: nobody gets the answer
-                turns.transcript.rollback(before)
-                raise
-        self._is_over, turns.is_busy = True, False
+        except BaseException:  # cancelled: nobody gets the answer
+            turns.transcript.rollback(before)
+            raise
+        finally:
+            turns.is_busy = False
 
     def _leave(self) -> None:
         if self._stream is not None and not self._is_over:

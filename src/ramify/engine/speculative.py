@@ -8,6 +8,7 @@ the row's share in the cost of the step.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ramify.engine.request import Request
 
 logger = logging.getLogger(__name__)
+_TOLD: deque[str] = deque(maxlen=64)  # what drafters raised last
 
 FREE_ROWS = 8  # cost as much as the step itself: 0.35 B in float32, 1 core: 0.5 s for 8, 1.0 for 16
 LEAST_RATE = 0.1  # below it a guess is not worth the look at it, however few rows there are
@@ -56,7 +58,10 @@ def guess(drafter: Drafter, running: Sequence[Request]) -> None:
         for request, draft in drafter.propose(running):
             request.draft = draft
     except Exception as error:  # noqa: BLE001 - no request needs guesses
-        logger.warning("no guesses in this step: %s: %s", type(error).__name__, error)
+        told = f"{type(error).__name__}: {error}"
+        if told not in _TOLD:  # once, not with every token
+            _TOLD.append(told)
+            logger.warning("a step without guesses, and perhaps more: %s", told)
 
 
 def takes_guesses(request: Request) -> bool:

@@ -172,6 +172,8 @@ class Stream:
         try:
             inbox = await self._begin()
             while inbox.request_id is None and inbox.error is None:
+                if self._is_over:
+                    raise RuntimeError("this stream was left by another task")
                 await inbox.wait()
         except BaseException:
             self._leave()
@@ -191,6 +193,8 @@ class Stream:
         try:
             inbox = await self._begin()
             while (event := inbox.take()) is None and inbox.error is None:
+                if self._is_over:  # another task has left it
+                    raise StopAsyncIteration
                 await inbox.wait()
         except BaseException:
             self._leave()
@@ -230,11 +234,16 @@ class Stream:
 
     async def _begin(self) -> Inbox:
         if self._inbox is None:
-            self._inbox = await self._submit(self._is_whole)
+            self._inbox = inbox = await self._submit(self._is_whole)
+            if self._is_over:  # it was left meanwhile
+                self._is_over = False
+                self._leave()
+            return inbox
         return self._inbox
 
     def _leave(self) -> None:
         if self._inbox is not None and not self._is_over and not self._inbox.is_abandoned:
             self._inbox.is_abandoned = True
+            self._inbox.wake()
             self._abort(self._inbox)
         self._is_over = True

@@ -153,7 +153,10 @@ class Tokenizer:
             text = value.replace(GUARD, "")
             return self._special.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
         if isinstance(value, Mapping):
-            return {self.guarded(name): self.guarded(one) for name, one in value.items()}
+            return {
+                self.guarded(name) if isinstance(name, str) else name: self.guarded(one)
+                for name, one in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.guarded(one) for one in value]
         return value

@@ -317,7 +317,7 @@ def lines_of(llm: LLM, path: Path) -> list[Prompt]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts: {error}") from None
-    found = [tuple(llm.tokenizer.encode(line)) for line in text.splitlines() if line.strip()]
+    found = [tuple(llm.tokenizer.encode(line)) for line in text.split("\n") if line.strip()]
     if not found:
         raise ConfigError(f"{path} has no prompt; write one on each line")
     return found

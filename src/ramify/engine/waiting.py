@@ -15,7 +15,8 @@ Between tenants the one that was served the fewest tokens is first, as in VTC (S
 "Fairness in Serving Large Language Models", OSDI 2024): whoever begins to wait is lifted to the
 count of the tenant that was served last, so that nobody saves up. A tenant's first request
 therefore waits, once there is a row and room, for at most one admission of each other tenant,
-however many of their requests wait. Priorities order the requests of one tenant only: they are the
+however many of their requests wait (where there are more tenants than are remembered, newcomers are
+lifted to the most that a forgotten one was served, and wait longer). Priorities order the requests of one tenant only: they are the
 tenant's own to give.
 """
 
@@ -155,12 +156,16 @@ class WaitingQueue:
             if not one.in_line and one.served > self._served_last
         ]
         kept = {name for _, _, name in nlargest(SPARE_TENANTS, others)}
-        everyone, self._tenants = self._tenants, {}
-        for name, one in everyone.items():
-            if one.in_line or name in kept:
-                self._tenants[name] = one
-            else:  # as a newcomer it would begin before those who were served more, for ever
-                self._served_last = max(self._served_last, one.served)
+        gone = [
+            one.served
+            for name, one in self._tenants.items()
+            if not one.in_line and name not in kept
+        ]
+        self._tenants = {
+            name: one for name, one in self._tenants.items() if one.in_line or name in kept
+        }
+        # As newcomers they would begin before those who were served more, again and again.
+        self._served_last = max(self._served_last, *gone) if gone else self._served_last
 
     # -- tenants -----------------------------------------------------------------------------
 
