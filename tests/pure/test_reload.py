@@ -9,6 +9,7 @@ import pytest
 from ramify.cache import CacheKey
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
+from ramify.engine.llm import LLM
 from ramify.engine.reload import change_weights
 from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import OverloadedError
@@ -168,3 +169,24 @@ def test_whoever_waits_for_other_weights_waits_in_the_queue() -> None:
 
     run(main(made.llm))
     made.assert_nothing_left()
+
+
+def test_a_pin_may_expire_while_the_weights_change() -> None:
+    """Time goes on with every look at the clock: the reload is done all the same."""
+    for early in range(1, 5):
+        bench = Bench()
+        llm, core = LLM.over(bench.core), bench.core
+        prompt = list(range(1, 13))
+        llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+        now = [0.0]
+
+        def clock(now: list[float] = now) -> float:
+            now[0] += 1
+            return now[0]
+
+        core.cache._pins._now_s = clock
+        pin = llm.cache.pin(prompt, ttl_s=100.0)
+        now[0] = pin.expires_s - early
+        assert change_weights(core, lambda: b"other weights") == 0
+        assert not core.cache.pins()
+        core.cache.check()

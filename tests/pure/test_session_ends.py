@@ -50,6 +50,8 @@ def test_a_session_may_be_closed_after_its_engine() -> None:
             session = llm.session(PROMPT, pin=True)
             await session.generate(asked(3))
             assert session.pin_refused is None
+        await session._pin(0)  # as after an answer with which a drained engine has ended
+        assert "closed" in str(session.pin_refused)
         await session.aclose()
         with pytest.raises(EngineStoppedError):
             await session.generate(asked(3))

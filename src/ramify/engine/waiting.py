@@ -15,9 +15,9 @@ Between tenants the one that was served the fewest tokens is first, as in VTC (S
 "Fairness in Serving Large Language Models", OSDI 2024): whoever begins to wait is lifted to the
 count of the tenant that was served last, so that nobody saves up. A tenant's first request
 therefore waits, once there is a row and room, for at most one admission of each other tenant,
-however many of their requests wait (where there are more tenants than are remembered, newcomers are
-lifted to the most that a forgotten one was served, and wait longer). Priorities order the requests of one tenant only: they are the
-tenant's own to give.
+however many of their requests wait. (Where there are more tenants than are remembered, newcomers
+are lifted to the most that a forgotten one was served, and wait longer.) Priorities order the
+requests of one tenant only: they are the tenant's own to give.
 """
 
 from __future__ import annotations
