@@ -118,8 +118,8 @@ def load_native(folder: Path) -> Loaded:
 
 
 def load_lru(_: Path) -> Loaded:
-    """The radix tree with the policy that all peers have: like for like where pages are evicted."""
-    return Loaded(partial(RamifyCore, policy="lru"), ramify.__version__)
+    """The radix tree as the peers have it, like for like: `lru`, nothing remembered of evictions."""
+    return Loaded(partial(RamifyCore, policy="lru", ghost_pages=0), ramify.__version__)
 
 
 def _require_option(name: str) -> None:

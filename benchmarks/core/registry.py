@@ -59,7 +59,7 @@ ENTRIES = {
         Entry(OURS, "**Ramify**, radix tree", load_radix),
         Entry("ramify-subscribed", "Ramify, radix, with an event subscriber", load_subscribed),
         Entry("ramify-forgetful", "Ramify, radix, nothing remembered of evictions", load_forgetful),
-        Entry("ramify-lru", "Ramify, radix, policy lru as the peers", load_lru),
+        Entry("ramify-lru", "Ramify, radix, as the peers: lru, nothing remembered", load_lru),
         Entry(NATIVE, "Ramify, radix, compiled (make native)", load_native, NATIVE),
         Entry("ramify-hash", "Ramify, hash index", load_hash),
         Entry("phyai", "phyai (C++)", load_phyai),
