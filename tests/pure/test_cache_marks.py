@@ -270,6 +270,22 @@ def test_when_all_numbers_are_used_new_content_is_refused(monkeypatch: pytest.Mo
         prompt(1, (b"n" * 32, 2))
 
 
+def test_threads_that_make_the_same_mark_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes second through the lock finds what the first has made."""
+    kind, digest, theirs, lock = b"media\0", b"t" * 32, list[marks.Mark](), marks._making
+
+    class Overtaken:
+        def __enter__(self) -> None:
+            monkeypatch.setattr(marks, "_making", lock)
+            theirs.append(marks.mark_of(kind, digest))
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(marks, "_making", Overtaken())
+
+    assert marks.mark_of(kind, digest) is theirs[0]
+
+
 def test_a_page_is_spelled_the_same_on_big_endian_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
