@@ -107,7 +107,6 @@ class LifeMachine(CacheMachine):
         request.lease, request.private = lease, [*pages, *request.private]
         for prefix in gone:
             del self.pending[prefix]
-        self.withdrawn.update(gone)
         self.remember(gone)
 
     # -- pins ------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class CacheModel:
         self.pending: dict[Prefix, tuple[int, Request]] = {}  # page and leader
         self.memory: dict[int, Prefix] = {}  # page → what was written to it since it was reserved
         self.ghosts: set[Prefix] = set()  # evicted or withdrawn, and remembered
-        self.withdrawn: set[Prefix] = set()  # was to be computed last time, and was not
+        self.uncomputed: set[Prefix] = set()  # were announced, and never computed since known
         self.lookups, self.asked, self.hit, self.ideal, self.evicted = 0, 0, 0, 0, 0
 
     # -- what is known ---------------------------------------------------------------------
@@ -81,7 +81,7 @@ class CacheModel:
 
     def find_ideal(self, namespace: str, tokens: bytes, found: int) -> int:
         """The length of a hit of `found` tokens if nothing computed had been evicted."""
-        computed = self.ghosts - self.withdrawn
+        computed = self.ghosts - self.uncomputed
         for end in range(found + self.size, len(tokens), self.size):
             if (namespace, tokens[:end]) not in computed:
                 break
@@ -144,7 +144,6 @@ class CacheModel:
         for prefix in gone:
             del self.ready[prefix]
         self.evicted += expected
-        self.withdrawn.difference_update(gone)
         self.remember(gone)
 
     def remember(self, gone: Iterable[Prefix]) -> None:
@@ -201,6 +200,7 @@ class CacheModel:
             assert lease is request.lease
             return
         self.pending.update({at: (request.table[start + i], request) for i, at in enumerate(new)})
+        self.uncomputed.update(at for at in new if at not in self.ghosts)
         self.ghosts.difference_update(new)
         self.replace(request, lease, request.table[:whole])
 
@@ -226,12 +226,14 @@ class CacheModel:
             return
         for prefix in self.unpublished(request, own=True):
             self.ready[prefix] = self.pending.pop(prefix)[0]
+            self.uncomputed.discard(prefix)
         pages = list(request.lease.pages)
         for prefix in self.path(request, whole)[len(pages) :]:
             if prefix in self.pending:
                 break  # somebody else is computing it: ours stay private
             pages.append(self.ready.setdefault(prefix, request.table[len(pages)]))
             self.ghosts.discard(prefix)
+            self.uncomputed.discard(prefix)
         self.replace(request, self.cache.publish(request.lease, key, request.private), pages)
 
     def replace(self, request: Request, lease: Lease, pages: list[int]) -> None:
@@ -265,7 +267,6 @@ class CacheModel:
         below = [at for at in self.pending if at[0] == own[0][0] and at[1].startswith(own[0][1])]
         for prefix in below:
             del self.pending[prefix]
-        self.withdrawn.update(below)
         self.remember(below)
         for each in lost:
             each.kept = kept
@@ -282,7 +283,6 @@ class CacheModel:
         self.cache.give_back(request.private[:cut])
         for prefix in own:
             del self.pending[prefix]
-        self.withdrawn.update(own)
         self.remember(own)
         self.end(request)
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from ramify.cache import CacheKey, Lease, PageLedger, PrefixCache, RadixTree
 from ramify.cache.eviction import EvictionQueue
-from ramify.cache.ghosts import WITHDRAWN
 from ramify.cache.hash_index import HashIndex
 from ramify.cache.key import chain_hashes
 from ramify.cache.pages import ID_BYTES, pack_pages
@@ -231,7 +230,7 @@ class _LeakingStore(PageStore):
         for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
             tree.pins[node] = tree.holder[node] = 0
             tree.evict_tail(node, tree.resident[node])
-            self.ghosts.add(node, WITHDRAWN, self.now_s())
+            self.ghosts.add(node, self.ghosts.reason[node], self.now_s())
         self.ghosts.trim()
 
 

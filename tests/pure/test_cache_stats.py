@@ -292,6 +292,26 @@ def test_what_was_never_computed_is_no_ideal_hit() -> None:
     assert cache.stats().ideal_hit_tokens == 0
 
 
+@INDICES
+def test_what_was_computed_once_stays_an_ideal_hit(index: str) -> None:
+    """Also when it was evicted, announced again in part, and that was withdrawn."""
+    cache = PrefixCache(16, 2, index=index)
+    serve(cache, "abcdefgh")
+    cache.clear()
+    lease, private = begin(cache, "abcdxy")
+    leader = cache.announce(lease, key("abcdxy"), private)
+    cache.withdraw(leader)
+    cache.release(leader)
+
+    before = cache.stats().ideal_hit_tokens
+    look_up(cache, "abcdefghi")
+    assert cache.stats().ideal_hit_tokens - before == 8
+    assert cache.explain(key("abcdefghi")).evicted_by == "cleared"
+    before = cache.stats().ideal_hit_tokens
+    look_up(cache, "abcdxyz")
+    assert cache.stats().ideal_hit_tokens - before == 4
+
+
 # -- the log -------------------------------------------------------------------------------
 
 

@@ -27,7 +27,8 @@ class Ghosts:
         self._tree = tree
         self._forgotten = forgotten
         self.max_pages = max_pages
-        self.reason = tree.column(0)
+        # Until it is first evicted, a node that was announced has the reason WITHDRAWN.
+        self.reason = tree.column(0, inherited=True)
         self.evicted_s = tree.column(0.0)
         self._after = tree.column(0)
         self._before = tree.column(0)

@@ -291,6 +291,8 @@ class PageStore:
                     child = node
                 else:
                     child = tree.add(node, edge, packed[: shared * ID_BYTES], holder)
+                    if holder:
+                        self.ghosts.reason[child] = WITHDRAWN
                 if key.marks:
                     tree.mark(child, key.marks)
             if child != node:
@@ -408,7 +410,7 @@ class PageStore:
         for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
             tree.pins[node] = tree.holder[node] = 0
             self.ledger.reclaim(tree.evict_tail(node, tree.resident[node]))
-            self.ghosts.add(node, WITHDRAWN, self.now_s())
+            self.ghosts.add(node, self.ghosts.reason[node], self.now_s())
         self.ghosts.trim()
 
     def retract(self, nodes: Sequence[int], start: int) -> tuple[int, bytes]:
@@ -426,7 +428,7 @@ class PageStore:
             last = tree.parent[node]
             tree.pins[node] = tree.holder[node] = 0
             parts.append(tree.evict_tail(node, tree.resident[node]))
-            self.ghosts.add(node, WITHDRAWN, self.now_s())
+            self.ghosts.add(node, self.ghosts.reason[node], self.now_s())
         packed = b"".join(reversed(parts))
         self.ledger.disown(packed)
         self.ghosts.trim()
