@@ -40,6 +40,16 @@ from collections.abc import Iterable
 class RamifyError(Exception):
     """Base of everything raised on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As it is: for another process its text and fields are no arguments to make it of."""
+        return _remade, (type(self), self.args, self.__dict__)
+
+
+def _remade(kind: type[RamifyError], args: tuple[object, ...], fields: dict[str, object]) -> object:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
 
 class ConfigError(RamifyError, ValueError):
     """An option has a value that cannot work."""

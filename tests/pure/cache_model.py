@@ -81,7 +81,7 @@ class CacheModel:
 
     def find_ideal(self, namespace: str, tokens: bytes, found: int) -> int:
         """The length of a hit of `found` tokens if nothing computed had been evicted."""
-        computed = self.ghosts - self.uncomputed
+        computed = (self.ghosts | self.pending.keys()) - self.uncomputed
         for end in range(found + self.size, len(tokens), self.size):
             if (namespace, tokens[:end]) not in computed:
                 break

@@ -323,9 +323,9 @@ def test_numbers_out_of_range_are_refused() -> None:
         PrefixCache(4, 2, ghost_pages=-1)
     cache = PrefixCache(4, 2, policy="priority")
     serve(cache, "abcd")
-    with pytest.raises(ConfigError, match=r"priority=4294967296 but .* int32"):
+    with pytest.raises(ConfigError, match="priority=4294967296 but it must be 2147483647"):
         cache.set_priority(key("abcde"), 2**32)
-    with pytest.raises(ConfigError, match=r"priority=1.5 but .* int32"):
+    with pytest.raises(ConfigError, match=r"priority=1\.5 but it must be a whole number"):
         cache.set_priority(key("abcde"), cast(int, 1.5))
     assert cache.stats().num_leases == 0
 

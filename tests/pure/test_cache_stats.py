@@ -300,6 +300,9 @@ def test_what_was_computed_once_stays_an_ideal_hit(index: str) -> None:
     cache.clear()
     lease, private = begin(cache, "abcdxy")
     leader = cache.announce(lease, key("abcdxy"), private)
+    before = cache.stats().ideal_hit_tokens
+    look_up(cache, "abcdefghi")
+    assert cache.stats().ideal_hit_tokens - before == 8
     cache.withdraw(leader)
     cache.release(leader)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, ValuesView
 from itertools import count
 
-from ramify.cache.key import CacheKey
+from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, pack_pages
 from ramify.cache.tree import RadixTree
@@ -86,7 +86,11 @@ class LeaseBook:
 
     def require(self, lease: Lease, *, withdrawn: bool = False) -> None:
         """Raise LeaseError unless a lease is live, and not withdrawn unless that is allowed."""
-        if self._live.get(lease.id) is not lease:
+        try:
+            is_live = self._live.get(lease.id) is lease
+        except AttributeError:
+            raise LeaseError(f"a {type(lease).__name__} is no lease") from None
+        if not is_live:
             raise LeaseError(
                 f"lease {lease.id} is not live here: it was released, replaced by a newer one, "
                 "or belongs to another cache"
@@ -96,7 +100,7 @@ class LeaseBook:
 
     def growth(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
         """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
-        atoms, pinned, own = key.atoms, lease.num_tokens * ATOM_BYTES, lease.source
+        atoms, pinned, own = atoms_of(key), lease.num_tokens * ATOM_BYTES, lease.source
         if key.namespace != own.namespace or (
             pinned
             and not atoms.startswith(

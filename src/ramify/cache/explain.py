@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ramify.cache.ghosts import REASONS, Ghosts
-from ramify.cache.key import CacheKey
+from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.marks import between
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
@@ -92,7 +92,7 @@ def explain_key(
         here = here or Explanation(total, hit, "never_seen")
         return _or_elsewhere(tree, root, usable, here, key, may_tell)
 
-    atoms, page_bytes, size = key.atoms, tree.page_bytes, tree.page_size
+    atoms, page_bytes, size = atoms_of(key), tree.page_bytes, tree.page_size
     total = len(key)
     usable = max(0, len(atoms) - 1) // page_bytes * page_bytes
     root = tree.roots.get(key.namespace, 0)
@@ -131,7 +131,7 @@ def explain_key(
                 idle_s=max(0.0, ghosts.evicted_s[child] - tree.used_s[child]),
                 pin_refused=pin_refused,
             )
-        return or_elsewhere(_diverged(tree, child, inside, key, hit))
+        return or_elsewhere(None)  # what it parts from is not cached any more
     return or_elsewhere(_nearest(tree, node, key, hit) if root else None)
 
 

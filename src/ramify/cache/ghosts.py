@@ -53,8 +53,10 @@ class Ghosts:
         self.evicted_s[node] = now_s
 
     def never_computed(self, node: int) -> bool:
-        """Whether a ghost is one because the step that was to compute it failed."""
-        return self.reason[node] == WITHDRAWN and not self._tree.resident[node]
+        """Whether a node is no more than announced yet, or was, and its step failed."""
+        tree = self._tree
+        waits = tree.holder[node] or not tree.resident[node]
+        return bool(waits) and self.reason[node] == WITHDRAWN
 
     def trim(self) -> None:
         """Forget the oldest until the budget is kept."""

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, spelled_out, utf8
+from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, blanked, spelled_out, utf8
 from ramify.cache.packed import ATOM_BYTES
 from ramify.errors import InvalidKeyError
 
@@ -23,6 +23,17 @@ def pack(tokens: Iterable[int]) -> bytes:
     Raises:
         InvalidKeyError: an id does not fit in an int32, or is negative.
     """
+    return _not_negative(_packed(tokens))
+
+
+def _not_negative(packed: bytes) -> bytes:
+    if not packed[_SIGN::ATOM_BYTES].isascii():  # a sign bit is set somewhere
+        least = min(array("i", packed))
+        raise InvalidKeyError(f"token id {least} is negative; ids are in 0..{2**31 - 1}")
+    return packed
+
+
+def _packed(tokens: Iterable[int]) -> bytes:
     if isinstance(tokens, bytes | bytearray):
         packed = bytes(tokens)
         if len(packed) % ATOM_BYTES:
@@ -38,13 +49,10 @@ def pack(tokens: Iterable[int]) -> bytes:
     else:
         try:
             packed = array("i", tokens).tobytes()
-        except (OverflowError, TypeError) as error:
+        except (OverflowError, TypeError, NotImplementedError) as error:
             raise InvalidKeyError(
                 f"token ids must be integers in 0..{2**31 - 1}: {error}"
             ) from None
-    if not packed[_SIGN::ATOM_BYTES].isascii():  # a sign bit is set somewhere
-        least = min(array("i", packed))
-        raise InvalidKeyError(f"token id {least} is negative; ids are in 0..{2**31 - 1}")
     return packed
 
 
@@ -64,7 +72,10 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
         kind = kinds.get(type(value))
         if kind is None:
             raise InvalidKeyError(f"{name}={value!r} is no namespace part; use a str, bytes or int")
-        raw = value if isinstance(value, bytes) else utf8(str(value))
+        try:
+            raw = value if isinstance(value, bytes) else utf8(str(value))
+        except ValueError as error:  # an integer of thousands of digits
+            raise InvalidKeyError(f"{name} is no namespace part: {error}") from None
         for piece in (utf8(name), raw):
             framed += len(piece).to_bytes(4, "big") + piece
         framed += kind
@@ -98,7 +109,8 @@ class CacheKey:
     Args:
         atoms: token ids, or their packed int32 bytes.
         namespace: any string or bytes; `namespace_of` builds one from parts.
-        media: segments that stand for images, audio or video; the ids in their places are ignored.
+        media: segments that stand for images, audio or video; the ids in their places are ignored,
+            also negative ones.
         salts: positions from which on the prompt is private to those who know the salt.
 
     Raises:
@@ -118,7 +130,10 @@ class CacheKey:
         media: Sequence[Media] = (),
         salts: Sequence[Salt] = (),
     ) -> None:
-        packed = pack(atoms)
+        packed = _packed(atoms)
+        if media:
+            packed = blanked(array("i", packed), media).tobytes()
+        _not_negative(packed)
         if not isinstance(namespace, str | bytes):
             raise InvalidKeyError(f"namespace={namespace!r} but it must be a string or bytes")
         marks: Marks = ()
@@ -169,6 +184,19 @@ class CacheKey:
     def tokens(self) -> array[int]:
         """The atoms as integers."""
         return array("i", self.atoms)
+
+
+def atoms_of(key: CacheKey) -> bytes:
+    """The atoms of what a caller gave as a key.
+
+    Raises:
+        InvalidKeyError: it is none.
+    """
+    try:
+        return key.atoms
+    except AttributeError:
+        told = f"a {type(key).__name__} is no CacheKey; make one of token ids with CacheKey(ids)"
+        raise InvalidKeyError(told) from None
 
 
 def _unpickled(atoms: bytes, namespace: bytes, marks: Marks) -> CacheKey:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 
 from ramify.cache.key import CacheKey
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import Lease
+from ramify.cache.values import Lease, whole
 from ramify.errors import ConfigError, PinError
 
 MAX_REFUSALS = 16  # pins over the budget that explanations remember
@@ -34,6 +35,23 @@ class _Kept:
     owner: str
     ttl_s: float | None
     expires_s: float
+
+
+def lifetime(ttl_s: object) -> float | None:
+    """A time to live in seconds, checked.
+
+    Raises:
+        ConfigError: it is not positive, or no number.
+    """
+    if ttl_s is None:
+        return None
+    try:
+        seconds = float(ttl_s) if isinstance(ttl_s, Real) else 0.0
+    except OverflowError:  # an integer that is no float
+        seconds = float("inf")
+    if not seconds > 0:
+        raise ConfigError(f"ttl={ttl_s!r} s but a pin lives for more than 0; None is for ever")
+    return seconds
 
 
 class PinBoard:
@@ -69,15 +87,12 @@ class PinBoard:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def allow(self, key: CacheKey, end: int, ttl_s: float | None) -> None:
+    def allow(self, key: CacheKey, end: int) -> None:
         """Whether the prefix of `key` up to byte `end` may be pinned; nothing changes.
 
         Raises:
-            ConfigError: a time to live that is not positive.
             PinError: nothing is cached of the prefix, or it goes over the budget.
         """
-        if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0):
-            raise ConfigError(f"ttl={ttl_s!r} s but a pin lives for more than 0; None is for ever")
         tree, seen = self._tree, self._nodes()
         found, path, part, covered = 0, list[int](), 0, 0
         if (root := tree.roots.get(key.namespace)) is not None:
@@ -120,7 +135,7 @@ class PinBoard:
         Raises:
             PinError: there is no such pin here; it has expired or was ended before.
         """
-        number = pin if isinstance(pin, int) else pin.id
+        number = pin.id if isinstance(pin, Pin) else whole("pin", pin)
         kept = self._pins.get(number)
         if kept is None or (isinstance(pin, Pin) and pin.key != kept.lease.key):
             raise PinError(f"no such pin (id {number}) here; it expired or was unpinned before")

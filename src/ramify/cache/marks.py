@@ -13,10 +13,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import index, itemgetter
 from threading import Lock
+from typing import SupportsIndex
 from weakref import WeakValueDictionary, finalize
 
 from ramify.errors import InvalidKeyError
@@ -25,6 +28,7 @@ DIGEST_BYTES = 32
 CONTINUED = -1  # an atom of media content after its first
 _MARKED = -2  # stands for any marked atom where its digest is written out: in page hashes
 _FIRST, _LAST = 3, 2**31
+_SETTINGS = (bytes, str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,26 @@ class Media:
     length: int
 
     @staticmethod
-    def digest_of(content: bytes, *settings: str | bytes | int) -> bytes:
-        """BLAKE2b-256 of raw content and of what else shapes its K/V, each framed by its length."""
+    def digest_of(
+        content: bytes | bytearray | memoryview, *settings: str | bytes | float | None
+    ) -> bytes:
+        """BLAKE2b-256 of raw content and of what else shapes its K/V, each framed by its length.
+
+        Raises:
+            InvalidKeyError: the content is no bytes (an array has `tobytes()`, but its shape and
+                dtype belong to the settings), or a setting is no text, bytes, number or None.
+        """
+        if not isinstance(content, bytes | bytearray | memoryview):
+            raise InvalidKeyError(
+                f"the content is a {type(content).__name__}, not bytes; an array has tobytes(), "
+                "and its shape and dtype are settings"
+            )
         named = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ramify-media")
-        for part in (content, *settings):
+        for part in (bytes(content), *settings):
+            if type(part) not in _SETTINGS:  # the repr of anything else may leave something out
+                raise InvalidKeyError(
+                    f"a setting is a {type(part).__name__}; give text, bytes, numbers or None"
+                )
             raw = part if isinstance(part, bytes) else repr(part).encode()
             named.update(type(part).__name__.encode() + len(raw).to_bytes(8, "big") + raw)
         return named.digest()
@@ -77,6 +97,7 @@ class Mark:
 
 
 Marks = tuple[tuple[int, Mark], ...]  # positions of marked atoms, ascending
+_position = itemgetter(0)
 
 _marks: WeakValueDictionary[tuple[bytes, bytes], Mark] = WeakValueDictionary()
 _numbers = count(_FIRST)
@@ -114,6 +135,28 @@ def utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def _whole(number: SupportsIndex) -> int:
+    try:
+        return index(number)
+    except TypeError:
+        raise InvalidKeyError(f"{number!r} must be an integer: a position or a length") from None
+
+
+def _checked(one: Media) -> Media:
+    if not isinstance(one, Media):
+        raise InvalidKeyError(f"{one!r} is no Media")
+    return Media(one.digest, _whole(one.start), _whole(one.length))
+
+
+def blanked(atoms: array[int], media: Sequence[Media]) -> array[int]:
+    """Atoms without the placeholders of segments, which may be any int32."""
+    atoms = atoms[:]
+    for one in map(_checked, media):
+        if 0 <= one.start < one.start + one.length <= len(atoms):  # else `apply_marks` tells
+            atoms[one.start : one.start + one.length] = array("i", [0]) * one.length
+    return atoms
+
+
 def apply_marks(
     atoms: array[int], media: Sequence[Media], salts: Sequence[Salt]
 ) -> tuple[array[int], Marks]:
@@ -124,14 +167,12 @@ def apply_marks(
             outside the prompt, inside a segment, or where another begins.
     """
     atoms, found, end = atoms[:], dict[int, Mark](), 0
-    for one in sorted(media, key=lambda each: each.start):
+    for one in sorted(map(_checked, media), key=lambda each: each.start):
         if not isinstance(one.digest, bytes) or len(one.digest) != DIGEST_BYTES:
             raise InvalidKeyError(
                 f"the digest of the segment at {one.start} is {one.digest!r}, not {DIGEST_BYTES} "
                 "bytes; Media.digest_of makes one"
             )
-        if not isinstance(one.start, int) or not isinstance(one.length, int):
-            raise InvalidKeyError(f"{one.start!r} and {one.length!r} must be integers")
         if one.length < 1 or one.start < 0 or one.start + one.length > len(atoms):
             raise InvalidKeyError(
                 f"a media segment takes atoms {one.start} to {one.start + one.length} of a prompt "
@@ -148,9 +189,9 @@ def apply_marks(
         atoms[one.start] = found[one.start].atom
     salted = set[int]()
     for salt in salts:
-        at = salt.start
-        if not isinstance(salt.salt, str | bytes) or not isinstance(at, int):
-            raise InvalidKeyError(f"{salt!r}: `start` must be an integer, `salt` a string or bytes")
+        if not isinstance(salt, Salt) or not isinstance(salt.salt, str | bytes):
+            raise InvalidKeyError(f"{salt!r} is no Salt of a position and a string or bytes")
+        at = _whole(salt.start)
         if not 0 <= at < len(atoms) or at in salted or atoms[at] == CONTINUED:
             raise InvalidKeyError(
                 f"a salt begins at {at} of a prompt of {len(atoms)} atoms; it must begin inside "
@@ -169,7 +210,9 @@ def apply_marks(
 
 def between(marks: Marks, start: int, end: int) -> Marks:
     """The marks at positions start .. end - 1, counted from `start`."""
-    return tuple((at - start, mark) for at, mark in marks if start <= at < end)
+    low = bisect_left(marks, start, key=_position)
+    high = bisect_left(marks, end, low, key=_position)
+    return tuple((at - start, mark) for at, mark in marks[low:high])
 
 
 def spelled_out(page: bytes, marks: Marks) -> bytes:

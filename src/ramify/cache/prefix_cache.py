@@ -13,8 +13,8 @@ from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
 from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
-from ramify.cache.key import CacheKey, pack
-from ramify.cache.leases import Pin, PinBoard
+from ramify.cache.key import CacheKey, atoms_of, pack
+from ramify.cache.leases import Pin, PinBoard, lifetime
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
@@ -33,7 +33,7 @@ class PrefixCache:
         num_pages: pages 0 .. num_pages - 1 of the caller's storage.
         page_size: tokens per page, at least 1.
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
-        index: "radix" or "hash": how pages are found. The same results at another cost.
+        index: "radix" or "hash": how pages are found, at what cost.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
             "auto"; by default four times `num_pages`, at 4 to 6 bytes a token and 500 a run; 0: none.
         max_pinned_share: share of the pages that `pin` may keep from eviction.
@@ -55,23 +55,23 @@ class PrefixCache:
         log_every: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, table in ((policy, POLICIES), (index, INDICES)):
+        for name, table, kind in ((policy, POLICIES, "eviction policy"), (index, INDICES, "index")):
             if not isinstance(name, str) or name not in table:
-                kind = "eviction policy" if table is POLICIES else "index"
                 raise ConfigError(f"unknown {kind} {name!r}; one of {sorted(table)}")
-        whole("num_pages", num_pages, 1)
-        whole("page_size", page_size, 1)
+        num_pages = whole("num_pages", num_pages, 1)
+        page_size = whole("page_size", page_size, 1)
         whole("log_every", log_every)
         kept = GHOST_POOLS * num_pages if ghost_pages is None else whole("ghost_pages", ghost_pages)
         if not isinstance(max_pinned_share, int | float) or not 0 <= max_pinned_share <= 1:
             raise ConfigError(f"max_pinned_share={max_pinned_share} but it is a share of 0 to 1")
+        if not callable(clock):
+            raise ConfigError(f"clock={clock!r} but it is called for the seconds")
         self.page_size = page_size
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
         tree.index = INDICES[index](tree)
         self._store = PageStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
-        self._page_bytes = tree.page_bytes
-        self._book = LeaseBook(tree)
+        self._page_bytes, self._book = tree.page_bytes, LeaseBook(tree)
         max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
         self._pins = PinBoard(tree, max_pinned, clock, self._drop)
 
@@ -98,11 +98,11 @@ class PrefixCache:
         Cost: a few memcmps per node on the path.
         """
         tree = self._tree
+        end = self._usable(key)
         root = tree.roots.get(key.namespace)
         if root is None:
             return Match(0, 0)
-        path, part, covered = tree.find(root, key.atoms, self._usable(key), pending=False)
-        pages = tree.end_of(path, part, covered)
+        pages = tree.end_of(*tree.find(root, key.atoms, end, pending=False))
         return Match(pages * self.page_size, pages)
 
     def explain(
@@ -125,7 +125,7 @@ class PrefixCache:
 
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""
-        return 0 <= num_pages <= self.num_available
+        return 0 <= whole("num_pages", num_pages, -(2**63)) <= self.num_available
 
     def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
         """Whether `acquire(key)` and pages for its other tokens and `num_tokens` more can be had.
@@ -133,8 +133,9 @@ class PrefixCache:
         Warm pages that the lease would pin are counted once: as found, not as free.
         """
         self._pins.expire()
+        usable = self._usable(key)
         num_pages = -(-(len(key) + whole("num_tokens", num_tokens)) // self.page_size)
-        return num_pages <= self._store.room_for(key, self._usable(key))
+        return num_pages <= self._store.room_for(key, usable)
 
     def stats(self) -> CacheStats:
         """Counters and occupancy."""
@@ -236,11 +237,12 @@ class PrefixCache:
             ConfigError: `ttl` is not positive.
             PinError: nothing of it is cached, or more than `max_pinned_share` would be pinned.
         """
+        ttl_s = lifetime(ttl)
+        end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
         self._pins.expire()
-        end = len(key.atoms) // self._page_bytes * self._page_bytes
-        self._pins.allow(key, end, ttl)
+        self._pins.allow(key, end)
         lease = self._acquire(key, end, pending=False, counted=False)
-        return self._pins.add(lease, owner, ttl)
+        return self._pins.add(lease, owner, ttl_s)
 
     def unpin(self, pin: Pin | int) -> None:
         """End a pin; its pages are ordinary cached pages again.
@@ -302,10 +304,9 @@ class PrefixCache:
 
         The prefix is what `match` finds. Nodes above it have at least its priority, and keep it.
         """
-        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-            raise ConfigError(f"priority={priority} but it must be an int32")
+        priority = whole("priority", priority, -(2**31), 2**31 - 1)
         lease = self._acquire(key, self._usable(key), pending=False, counted=False)
-        self._store.set_priority(lease.node, int(priority))
+        self._store.set_priority(lease.node, priority)
         self._drop(lease)
         return lease.num_tokens
 
@@ -387,7 +388,7 @@ class PrefixCache:
     def can_retract(self, lease: Lease, num_tokens: int) -> bool:
         """Whether no other lease depends on what this one has announced beyond `num_tokens`."""
         self._book.require(lease)
-        tree, start = self._tree, num_tokens // self.page_size
+        tree, start = self._tree, whole("num_tokens", num_tokens) // self.page_size
         return all(
             tree.pins[node] == 1
             for node in self._book.announced(lease)
@@ -468,7 +469,7 @@ class PrefixCache:
 
     def _usable(self, key: CacheKey) -> int:
         """Bytes of a key that may be found: at least one token is always computed."""
-        return max(0, len(key.atoms) - 1) // self._page_bytes * self._page_bytes
+        return max(0, len(atoms_of(key)) - 1) // self._page_bytes * self._page_bytes
 
     def _acquire(self, key: CacheKey, end: int, *, pending: bool, counted: bool = True) -> Lease:
         tree, store = self._tree, self._store

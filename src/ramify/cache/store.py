@@ -51,6 +51,7 @@ class PageStore:
         self.now_s = clock
         self.clock = 0  # lookups so far, cancelled ones included
         self.num_evictable = 0  # pages of ready nodes that nobody pins
+        self._computes_again = False  # whether evicted pages were ever announced
         self._page_bytes = tree.page_bytes
 
     # -- pins ------------------------------------------------------------------------------
@@ -141,9 +142,9 @@ class PageStore:
                 hits[at] += 1
             gap = bucket(self.now_s() - tree.used_s[node])
         ideal, position = found, found * ATOM_BYTES
-        if tree.num_ghost_pages and position < end:
+        if (tree.num_ghost_pages or self._computes_again) and position < end:
             for below, shared in tree.follow(node, atoms, position, end):
-                if tree.holder[below] or self.ghosts.never_computed(below):
+                if self.ghosts.never_computed(below):
                     break
                 ideal += shared * tree.page_size
         self.clock += 1
@@ -283,6 +284,8 @@ class PageStore:
                     self.ghosts.remove(child)
                 tree.holder[child] = holder
                 tree.hits[child] = 0
+                if holder:
+                    self._computes_again = True
             else:
                 shared = len(packed) // ID_BYTES if longest is None else longest
                 edge = piece(atoms, position, position + shared * page_bytes)

@@ -12,11 +12,11 @@ from ramify.cache.recorder import Histogram
 from ramify.errors import ConfigError
 
 
-def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
+def whole(name: str, value: SupportsIndex, least: int = 0, most: int | None = None) -> int:
     """A count, checked.
 
     Raises:
-        ConfigError: it is no whole number, or below `least`.
+        ConfigError: it is no whole number, below `least`, or above `most`.
     """
     try:
         number = index(value)
@@ -24,6 +24,8 @@ def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
         raise ConfigError(f"{name}={value!r} but it must be a whole number") from None
     if number < least:
         raise ConfigError(f"{name}={number} but it must be {least} or more")
+    if most is not None and number > most:
+        raise ConfigError(f"{name}={number} but it must be {most} or less")
     return number
 
 
