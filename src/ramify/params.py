@@ -123,9 +123,9 @@ def _schema_text(schema: object) -> str:
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Scores pass through the options in the order in which Hugging Face transformers applies them:
-    repetition, presence and frequency penalty, `logit_bias`, what is allowed at all, temperature,
-    `top_k`, `top_p`, `min_p`. Log probabilities that are reported are those before all of this.
+    Scores pass through the options in this order: repetition, presence and frequency penalty,
+    `logit_bias`, what is allowed at all, temperature, `top_k`, `top_p`, `min_p`. It is that of
+    Hugging Face transformers, but for `logit_bias`, its `sequence_bias`, which comes first there. Log probabilities that are reported are those before all of this.
 
     Args:
         temperature: 0 is greedy whatever top_k, top_p and min_p are.
@@ -143,7 +143,8 @@ class SamplingParams:
         n: answers to give; answer i draws as a request of its own with seed + i would.
         max_tokens: at most this many output tokens; None means up to the end of the context.
         min_tokens: no stop text, stop token or end of sequence ends the output before so many;
-            a structured output that is complete ends all the same.
+            a structured output that is complete, and an end of sequence that is the only
+            token allowed, end it all the same.
         stop: texts that end the output; a text that matches is not part of the output.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: go on after the model's own end-of-sequence tokens.

@@ -377,3 +377,13 @@ def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: To
         assert not bits[vocab_size:].any()
         assert not bits[290:].any()
         assert bits[END]
+
+
+def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer, formats: Formats) -> None:
+    """They are one terminal, not as many items of the parser."""
+    texts = [f"c{i}" for i in range(4000)]
+
+    (one,) = answers(tokenizer, formats, sampled(StructuredOutput(choice=texts))).completions
+
+    assert one.text in texts
+    assert one.finish_reason == "stop"

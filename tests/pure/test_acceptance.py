@@ -141,3 +141,22 @@ def test_log_probabilities_come_with_every_token() -> None:
 
     assert [one.token_id for one in drawn[0].logprobs] == list(drawn[0].token_ids)
     assert all(len(one.top) == 2 for one in drawn[0].logprobs)
+
+
+def test_a_guess_that_a_request_of_the_same_seed_has_drawn_changes_no_distribution() -> None:
+    """What drew it must not decide about it: asked again and again, tokens would drift to one."""
+    params = SamplingParams(temperature=3.0)
+    wanted, rows = target(params), np.repeat(LOGITS[None], 2, 0)
+    guesses = dict.fromkeys(range(NUM_DRAWS // 2), (2,))
+
+    for turn in range(3):
+        found = dict[int, int]()
+        for seed, guess in guesses.items():
+            draw = Draw(1 + turn, 0, 0, params, seed, None, guess if turn else ())
+            drawn, _ = draw_all(rows[: len(draw.draft) + 1], [draw], accept_or_pick)
+            token = drawn[1 + turn].token_ids[0]
+            found[token] = found.get(token, 0) + 1
+            guesses[seed] = (token,)
+
+        statistic, freedom = chi2(found, wanted)
+        assert statistic < CHI2_999[freedom], f"turn {turn}"

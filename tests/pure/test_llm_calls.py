@@ -204,3 +204,63 @@ def test_the_bar_counts_outputs_that_failed() -> None:
     assert outputs[1].error is not None
     with answers_bar(1, False) as count:
         count(outputs[1])
+
+
+@pytest.mark.parametrize("where", ["waiting", "scheduler", "answers"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
+    where: str, is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes: before a request is queued, after, or before anybody has noted it."""
+    llm, bench = made(max_num_seqs=3, check_sample=1.0)
+    mine = llm.add_request(PROMPT, asked(3), tenant="a")
+    of: Any = {
+        "waiting": bench.core.scheduler.waiting,
+        "scheduler": bench.core.scheduler,
+        "answers": llm._answers,
+    }[where]
+    real, calls = of.add, []
+
+    def add(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) < 3:
+            return real(*args, **options)
+        if is_done:
+            real(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(of, "add", add)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[7, i] for i in range(6)], asked(2, n=2), tenant="b")
+
+    assert [one.id for one in bench.core.live] == [mine]
+    assert bench.core.scheduler.waiting.num_uncached == len(PROMPT)
+    (other,) = llm.generate(PROMPT, asked(2), tenant="b")
+    assert list(other.token_ids) == expected(PROMPT, 2, ends=())
+    while llm.has_unfinished():
+        llm.step()
+    assert list(llm.take_output(mine).token_ids) == expected(PROMPT, 3, ends=())
+    assert bench.core.faults.counts.repairs == 0
+
+
+def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
+    """Each output once."""
+    llm, _ = made()
+    told: list[RequestOutput] = []
+
+    outputs = llm.generate([PROMPT, [], [1, 2]], asked(1), on_finished=told.append)
+
+    assert len(told) == 3
+    assert {id(one) for one in told} == {id(one) for one in outputs}
+    assert outputs[1].error is not None
+
+
+def test_what_is_warmed_is_a_list_of_prompts() -> None:
+    """A bare text says neither whose it is nor that it is one."""
+    llm, _ = made()
+
+    with pytest.raises(InvalidParamsError, match="a WarmPrompt each"):
+        llm.cache.warm(["a text"])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="whole number"):
+        llm.cache.unpin(None)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import string
 import time
 from typing import Any
 
@@ -331,3 +332,98 @@ def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
                 session.append([1])
 
     run(main())
+
+
+def test_an_abort_tells_the_text_that_was_kept_back() -> None:
+    """It might have begun a stop text; now nothing follows it."""
+    made = AsyncBench()
+    stops = [letter + "@@" for letter in string.printable]
+
+    async def main() -> None:
+        async with made.llm as llm:
+            stream = llm.stream(PROMPT, asked(1500, n=2, stop=stops))
+            request_id, told = await stream.accepted(), ["", ""]
+            async for event in stream:
+                told[event.index] += event.text
+                if sum(map(len, told)) == 6:
+                    await llm.abort(request_id)
+                if event.output is not None:
+                    assert told == [one.text for one in event.output.completions]
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_two_tasks_that_wait_for_one_stream_make_one_request() -> None:
+    """Also while its prompt is still being prepared."""
+    made = AsyncBench()
+
+    async def main() -> None:
+        async with made.llm as llm:
+            stream = llm.stream(PROMPT, asked(1500))
+            submit, submitted = stream._submit, list[bool]()
+
+            async def slowly(is_whole: bool) -> Any:
+                submitted.append(is_whole)
+                await asyncio.sleep(0.01)
+                return await submit(is_whole)
+
+            stream._submit = slowly
+            await asyncio.gather(stream.accepted(), anext(stream))
+            assert len(submitted) == 1
+            await stream.aclose()
+            left = llm.stream(PROMPT, asked(1500))
+            left._submit = slowly
+            first, second = asyncio.create_task(left.accepted()), asyncio.create_task(anext(left))
+            await asyncio.sleep(0)
+            first.cancel()
+            with pytest.raises(StopAsyncIteration):
+                await second
+            assert len(submitted) == 2
+
+    run(main())
+    made.assert_nothing_left()
+
+
+def test_a_session_that_is_interrupted_while_it_pins_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer never came: asked again, it is the same."""
+    llm = LLM.over(Bench(page_size=1).core)
+    session = llm.session(PROMPT, pin=True)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.cache), "pin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(asked(3))
+
+    assert list(session.token_ids) == PROMPT
+    assert list(session.generate(asked(3)).token_ids) == expected(PROMPT, 3, ends=())
+
+
+def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
+    """Held back requests wait like others, as long as somebody waits for them."""
+    made = AsyncBench(closed=True, options={"max_waiting": 2})
+
+    async def main() -> None:
+        async with made.llm as llm:
+            running = asyncio.create_task(llm.generate(PROMPT, asked(3)))
+            await made.gate.arrive()
+            idle = asyncio.wrap_future(llm._loop.call_when_idle(lambda core: None))
+            held = [asyncio.create_task(llm.generate([i, 5], asked(1))) for i in range(2)]
+            await asyncio.sleep(0.05)
+            for one in held:
+                one.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+            last = asyncio.create_task(llm.generate([9, 5], asked(1)))
+            await asyncio.sleep(0.05)
+            made.gate.open()
+            await idle
+            assert list((await last).token_ids) == expected([9, 5], 1, ends=())
+            await running
+
+    run(main())
+    made.assert_nothing_left()

@@ -67,6 +67,7 @@ class Answers:
         outputs: dict[int, RequestOutput] = {}
         places: dict[int, int] = {}
         refused: list[RequestError] = []
+        others = {one.id for one in self.core.live}
         with answers_bar(len(many), asked.progress) as count:
 
             def on_finished(output: RequestOutput) -> None:
@@ -84,8 +85,13 @@ class Answers:
                         outputs[place] = refusal(prompt, error)
                 if many and len(refused) == len(many):
                     raise refused[0]
+                for place in list(outputs):
+                    on_finished(outputs[place])
                 self._finish(places, outputs, on_finished)
             except BaseException:
+                if len(places) + len(refused) < len(many):  # one may be queued, but not noted
+                    new = [one.id for one in self.core.live if one.id not in others]
+                    places.update((one, -1) for one in new if one not in places)
                 for request_id, place in places.items():
                     if place not in outputs:
                         with suppress(UnknownRequestError):  # ended in the step that was cut off

@@ -378,6 +378,9 @@ class AsyncCacheView:
 
 def _many(prompts: object) -> Sequence[WarmPrompt]:
     if isinstance(prompts, list | tuple):
+        for one in prompts:
+            if not isinstance(one, WarmPrompt):
+                raise InvalidParamsError("prompts", one, "a WarmPrompt each: WarmPrompt(text)")
         return prompts
     if not isinstance(prompts, str | Path):
         raise InvalidParamsError("prompts", prompts, "a file, or a list of WarmPrompt")

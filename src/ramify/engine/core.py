@@ -18,7 +18,7 @@ from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.advance import TextDecoder, advance, finish_text, take_text
 from ramify.engine.faults import Faults
-from ramify.engine.intake import check_vocabulary, checked_ids, max_len
+from ramify.engine.intake import check_options, check_vocabulary, checked_ids, max_len
 from ramify.engine.places import Places
 from ramify.engine.plan import step_plan
 from ramify.engine.recheck import Rechecks
@@ -156,15 +156,7 @@ class EngineCore:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidParamsError("priority", priority, "an integer")
-        if max_shared is not None and (
-            isinstance(max_shared, bool) or not isinstance(max_shared, int) or max_shared < 0
-        ):
-            raise InvalidParamsError("max_shared", max_shared, "None or a number of tokens >= 0")
-        for name, value in (("tenant", tenant), ("salt", salt)):
-            if not isinstance(value, str):
-                raise InvalidParamsError(name, value, "a text")
+        check_options(priority, tenant, salt, max_shared)
         ids = checked_ids(token_ids, self.vocab_size)
         longest = max_len(len(ids), params, self.config)
         check_vocabulary(params, self.vocab_size)
@@ -182,12 +174,18 @@ class EngineCore:
             branch.priority, branch.tenant = priority, tenant
             branch.index, branch.leader = index, request
             request.branches.append(branch)
-        for one in (request, *request.branches):
+        answers = (request, *request.branches)
+        for one in answers:
             one.sequence.max_shared = max_shared
             self.renew(one)
-        for one in (request, *request.branches):
-            self._requests[one.id] = one
-        self.scheduler.add(request)
+        try:
+            self._requests.update((one.id, one) for one in answers)
+            self.scheduler.add(request)
+        except BaseException:  # an interrupt: as if it had not come
+            self.scheduler.waiting.take_back(request)
+            for one in answers:
+                self._requests.pop(one.id, None)
+            raise
         return request.id
 
     def renew(self, request: Request) -> None:
@@ -296,6 +294,11 @@ class EngineCore:
         self._outbox = [one for one in self._outbox if one.request_id != request_id]
         settled = [one.output for one in told if one.output is not None]  # by a repair
         return settled[0] if settled else self._settle(request)
+
+    def answers_of(self, request_id: int) -> tuple[Request, ...]:
+        """A live request and its branches, by index; none if it is not live."""
+        request = self._requests.get(request_id)
+        return () if request is None else (request, *request.branches)
 
     @property
     def live(self) -> list[Request]:

@@ -72,3 +72,16 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     ):
         if ids and max(ids) >= vocab_size:
             raise InvalidParamsError(name, max(ids), allowed)
+
+
+def check_options(priority: object, tenant: object, salt: object, max_shared: object) -> None:
+    """Raise InvalidParamsError for an option of a request that has another type or range."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidParamsError("priority", priority, "an integer")
+    if max_shared is not None and (
+        isinstance(max_shared, bool) or not isinstance(max_shared, int) or max_shared < 0
+    ):
+        raise InvalidParamsError("max_shared", max_shared, "None or a number of tokens >= 0")
+    for name, value in (("tenant", tenant), ("salt", salt)):
+        if not isinstance(value, str):
+            raise InvalidParamsError(name, value, "a text")

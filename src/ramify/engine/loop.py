@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from ramify.engine.advance import take_text
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.stream import Inbox, Outlet, Told
 from ramify.errors import (
@@ -63,6 +64,7 @@ class Command:
 
     do: Callable[[], None]
     fail: Callable[[Exception], None]
+    is_void: Callable[[], bool] = bool  # whether nobody waits for it any more
 
 
 class EngineLoop:
@@ -143,7 +145,7 @@ class EngineLoop:
             else:
                 self._add(inbox, ids, params, options)
 
-        command = Command(add, lambda error: self._tell(inbox, error))
+        command = Command(add, lambda error: self._tell(inbox, error), lambda: inbox.is_abandoned)
         self._post(command)
 
     def abort(self, inbox: Inbox) -> None:
@@ -287,6 +289,7 @@ class EngineLoop:
     def _hold(self, command: Command, inbox: Inbox) -> None:
         """Keep a request back, if it has a place; those that are kept back wait like others."""
         scheduler, limit = self.core.scheduler, self.core.max_waiting
+        self._held = [one for one in self._held if not one.is_void()]
         count = len(self._held) + len(scheduler.waiting)
         if limit is not None and count >= limit:
             self._tell(inbox, OverloadedError(count, limit, self.retry_after_s))
@@ -329,10 +332,12 @@ class EngineLoop:
 
     def _abort(self, request_id: int) -> None:
         """End a live request; whoever reads its inbox is told."""
+        answers = self.core.answers_of(request_id)
         try:
             output = self.core.abort(request_id)
         except UnknownRequestError:  # a repair has ended it: the next step tells
             return
+        texts = [take_text(one) for one in answers]  # what might have begun a stop text
         inbox = self._inboxes.pop(request_id)
         if inbox.is_abandoned:
             return
@@ -341,9 +346,11 @@ class EngineLoop:
             0
         ]
         for index in told[:-1] if not inbox.is_whole else ():
-            self._tell(inbox, StepOutput(request_id, (), None, index, finish_reason=reasons[index]))
+            end = StepOutput(request_id, (), None, index, texts[index], (), reasons[index])
+            self._tell(inbox, end)
         last = told[-1]
-        self._tell(inbox, StepOutput(request_id, (), output, last, finish_reason=reasons[last]))
+        end = StepOutput(request_id, (), output, last, texts[last], (), reasons[last])
+        self._tell(inbox, end)
 
     def abort_id(self, core: EngineCore, request_id: int) -> None:
         """End a request by its id; for `call`.

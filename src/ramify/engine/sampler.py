@@ -111,7 +111,7 @@ def draw_token(logits: Row, draw: Draw, place: int = 0, choose: Pick = pick) -> 
     """The token after the first `place` drafts. Equal scores go to the lowest id.
 
     Temperature 0 is the likeliest token. Otherwise one of `candidates` is chosen, with a number
-    that depends on (seed, position) alone.
+    that depends on (seed, position) alone; on the request, too, where it accepts or rejects a guess.
 
     Raises:
         FloatingPointError: all tokens that are allowed have a score of minus infinity.
@@ -127,7 +127,9 @@ def draw_token(logits: Row, draw: Draw, place: int = 0, choose: Pick = pick) -> 
         return int(logits.argmax())
     ids, weights = candidates(logits, draw.params)
     guess = draw.draft[place] if place < len(draw.draft) else None
-    return choose(ids, weights, uniform(draw.seed, draw.position + place), guess)
+    # What decides about a guess must not have drawn it: a request of the same seed may have.
+    stream = 0 if guess is None or choose is pick else 1 + draw.request_id
+    return choose(ids, weights, uniform(draw.seed, draw.position + place, stream), guess)
 
 
 def candidates(
@@ -205,10 +207,10 @@ def _nucleus(logits: Row, weights: NDArray[np.float64], top_p: float) -> NDArray
     return _at_least(logits, np.sort(near)[len(near) - 1 - last], last + 1)
 
 
-def uniform(seed: int, position: int) -> float:
+def uniform(seed: int, position: int, stream: int = 0) -> float:
     """A number in [0, 1) that depends on its arguments only (Philox, counter-based)."""
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], np.uint64)))
-    return float(generator.random())
+    key, counter = np.array([seed, position], np.uint64), np.array([0, 0, 0, stream], np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key, counter=counter)).random())
 
 
 def log_softmax(logits: Row) -> NDArray[np.float64]:

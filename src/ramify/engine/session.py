@@ -130,8 +130,13 @@ class Session:
             salt=options.salt,
             progress=False,
         )
+        before = turns.transcript.mark()
         if turns.end(output):
-            self._pin()
+            try:
+                self._pin()
+            except BaseException:  # an interrupt: as if it had not been answered
+                turns.transcript.rollback(before)
+                raise
         return output
 
     def mark(self) -> Mark:

@@ -162,6 +162,7 @@ class Stream:
     ) -> None:
         self._submit, self._abort = submit, abort
         self._inbox: Inbox | None = None
+        self._submitting = asyncio.Lock()  # two tasks that wait for one stream make one request
         self._is_whole = self._is_over = False
 
     async def accepted(self) -> int:
@@ -172,9 +173,10 @@ class Stream:
         try:
             inbox = await self._begin()
             while inbox.request_id is None and inbox.error is None:
-                if self._is_over:
-                    raise RuntimeError("this stream was left by another task")
+                self._require_open()
                 await inbox.wait()
+        except StopAsyncIteration:
+            raise RuntimeError("this stream was left by another task") from None
         except BaseException:
             self._leave()
             raise
@@ -193,8 +195,7 @@ class Stream:
         try:
             inbox = await self._begin()
             while (event := inbox.take()) is None and inbox.error is None:
-                if self._is_over:  # another task has left it
-                    raise StopAsyncIteration
+                self._require_open()
                 await inbox.wait()
         except BaseException:
             self._leave()
@@ -232,14 +233,19 @@ class Stream:
     def __del__(self) -> None:
         self._leave()
 
+    def _require_open(self) -> None:
+        if self._is_over:
+            raise StopAsyncIteration  # another task has left it
+
     async def _begin(self) -> Inbox:
-        if self._inbox is None:
-            self._inbox = inbox = await self._submit(self._is_whole)
-            if self._is_over:  # it was left meanwhile
-                self._is_over = False
-                self._leave()
-            return inbox
-        return self._inbox
+        async with self._submitting:
+            if self._inbox is None:
+                self._require_open()
+                self._inbox = await self._submit(self._is_whole)
+                if self._is_over:  # it was left meanwhile
+                    self._is_over = False
+                    self._leave()
+            return self._inbox
 
     def _leave(self) -> None:
         if self._inbox is not None and not self._is_over and not self._inbox.is_abandoned:

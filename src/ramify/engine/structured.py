@@ -82,7 +82,7 @@ class FormatMatcher:
         return _mask(self._core, self._vocab_size)
 
     def _reason(self, usual: str) -> str:
-        limits = {"ParserTooComplex", "LexerTooComplex"}
+        limits = {"ParserTooComplex", "LexerTooComplex", "InternalError"}
         if self._core.stop_reason() in limits:
             return "the format needs more work per token than is allowed"
         return usual
@@ -264,7 +264,8 @@ def _grammar(spec: StructuredOutput) -> Any:
     if spec.grammar is not None:
         return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice or ())
-    return LLMatcher.grammar_from_lark(f"start: {choices}")
+    # A terminal: as rules, each text would be an item of the parser, of which a few are allowed.
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
 
 
 def _shown(value: object) -> str:

@@ -99,6 +99,15 @@ class WaitingQueue:
             self._parked.clear()  # of whoever has ended while it was parked
         return True
 
+    def take_back(self, request: Request) -> None:
+        """Undo an `add` of a new request that was interrupted, wherever that was. O(n)."""
+        self._waiting.pop(request.id, None)
+        self.num_uncached = sum(one.rank - one.due for one in self)
+        for tenant in self._tenants.values():
+            tenant.in_line = bool(tenant.heap)
+        self._line = [(one.served, one.number, one) for one in self._tenants.values() if one.heap]
+        heapify(self._line)
+
     def first(self) -> Request | None:
         """Whom to admit next."""
         line = self._line
