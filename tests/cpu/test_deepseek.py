@@ -332,6 +332,18 @@ def test_contradictions_are_refused(
         read_config(tmp_path)
 
 
+def test_null_is_false(oracle_of: Callable[[str], Oracle], tmp_path: Path) -> None:
+    """As in transformers; what is not there is true."""
+    (tmp_path / "config.json").write_text((oracle_of("v3").path / "config.json").read_text())
+    edit_json(tmp_path, norm_topk_prob=None, rope_interleave=None)
+
+    config = read_config(tmp_path)
+
+    assert config.moe is not None
+    assert config.mla is not None
+    assert (config.moe.normalise, config.mla.interleaved) == (False, False)
+
+
 def test_every_config_has_what_another_lacks() -> None:
     """Nothing in the list is there twice, and value and key widths differ."""
     assert len({repr(config) for config in CONFIGS.values()}) == len(CONFIGS)

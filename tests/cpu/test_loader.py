@@ -93,11 +93,20 @@ def test_tensors_that_follow_from_the_rest_are_ignored(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     rewrite(
         path,
-        lm_head__weight=torch.zeros(300, 64),
+        lm_head__weight=load(path)["model.embed_tokens.weight"],
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8),
     )
 
     assert "lm_head.weight" not in load(path)
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    """Either the weights or the configuration are wrong, and both give answers."""
+    path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite(path, lm_head__weight=torch.zeros(300, 64))
+
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load(path)
 
 
 def truncate(path: Path) -> None:

@@ -243,6 +243,8 @@ def test_windows_are_per_layer() -> None:
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"model_type": "mistral"}, "names LlamaForCausalLM, but model_type is 'mistral'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (
@@ -291,3 +293,23 @@ def test_contradictions_are_told(changes: dict[str, Any], told: str) -> None:
     """A broken config.json gets one clear message."""
     with pytest.raises(CheckpointError, match=told):
         ModelConfig.from_hf(hf_config(**changes), "config.json")
+
+
+def test_two_spellings_of_rotary_settings_must_agree() -> None:
+    """As transformers 4 wrote them, and 5; where they do not, nobody knows which one holds."""
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    old, new = {"type": "llama3", **llama3}, {"rope_type": "llama3", "rope_theta": 5e5, **llama3}
+
+    both = ModelConfig.from_hf(hf_config(rope_scaling=old, rope_parameters=new), "test")
+
+    assert both == ModelConfig.from_hf(hf_config(rope_parameters=new), "test")
+    for other in ({"rope_type": "default"}, new | {"factor": 4.0}):
+        with pytest.raises(CheckpointError, match="which of them holds"):
+            ModelConfig.from_hf(hf_config(rope_scaling=old, rope_parameters=other), "test")
+    longer = hf_config(rope_parameters=new, original_max_position_embeddings=32)
+    assert ModelConfig.from_hf(longer, "test").rope.original_max_len == 32  # as transformers does

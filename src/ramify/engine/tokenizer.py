@@ -171,15 +171,31 @@ class Tokenizer:
         ids, ends, at = array("i"), array("i"), 0
         for start, end in (*borders, (len(text), len(text))):
             for begin, stop, core in ((at, start, self._plain), (start, end, self._core)):
-                piece = text[begin:stop]
-                if piece:
-                    places = [place for place, sign in enumerate(piece) if sign == GUARD]
-                    before = [place - number for number, place in enumerate(places)]
-                    found = core.encode(piece.replace(GUARD, ""), add_special_tokens=False)
-                    ids.extend(found.ids)
-                    ends.extend(begin + one + bisect_left(before, one) for _, one in found.offsets)
+                found = self._without_guards(text[begin:stop], core)
+                if core is self._plain and not self.special_ids.isdisjoint(found[0]):
+                    # The vocabulary itself has the token's text: cut, it is no entry of it.
+                    found = array("i"), array("i")
+                    cut = begin
+                    for piece in text[begin:stop].split(GUARD):
+                        ids_of_piece, ends_of_piece = self._without_guards(piece, core)
+                        found[0].extend(ids_of_piece)
+                        found[1].extend(cut - begin + one for one in ends_of_piece)
+                        cut += len(piece) + len(GUARD)
+                ids.extend(found[0])
+                ends.extend(begin + one for one in found[1])
             at = end
         return ids, ends
+
+    @staticmethod
+    def _without_guards(piece: str, core: tokenizers.Tokenizer) -> tuple[array[int], array[int]]:
+        """Ids, and where each ends in the text with its guards."""
+        if not piece:
+            return array("i"), array("i")
+        places = [place for place, sign in enumerate(piece) if sign == GUARD]
+        before = [place - number for number, place in enumerate(places)]
+        found = core.encode(piece.replace(GUARD, ""), add_special_tokens=False)
+        ends = (one + bisect_left(before, one) for _, one in found.offsets)
+        return array("i", found.ids), array("i", ends)
 
     @property
     def border_tokens(self) -> tuple[str, ...]:
@@ -216,7 +232,8 @@ class Tokenizer:
         """The text that the checkpoint's template makes of a conversation.
 
         Args:
-            messages: each with `role` and `content`, and whatever else the template reads.
+            messages: each with `role` and `content`, and whatever else the template reads; what
+                is None is not there.
             add_generation_prompt: end with what begins the assistant's turn.
             tools: JSON schemas of functions; a template named `tool_use` is preferred for them.
             kwargs: further variables of the template.
@@ -236,7 +253,12 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **kwargs,
-            "messages": messages,
+            "messages": [
+                {name: value for name, value in one.items() if value is not None}
+                if isinstance(one, Mapping)
+                else one
+                for one in messages
+            ],
         }
         try:
             return self._environment.from_string(self._templates[name]).render(variables)

@@ -203,6 +203,11 @@ class ModelConfig:
             )
         if mla is None and head_dim % 2:
             raise CheckpointError(f"{source}: head_dim {head_dim} is odd; rotary needs pairs")
+        if not config.get("is_causal", True):
+            raise UnsupportedModelError(
+                f"{source}: is_causal is {config['is_causal']!r}; only decoders that see what lies "
+                "before a token are supported"
+            )
         max_model_len = fields.count("max_position_embeddings")
         window, full_layers = _windows(fields, family, num_layers)
         bias = bool(config.get("attention_bias", False)) and (
@@ -254,6 +259,11 @@ def _architecture(fields: Fields) -> str:
     if isinstance(named, list | tuple) and named:
         found = str(named[0])
         if found in FAMILIES:
+            kind = fields.config.get("model_type") or FAMILIES[found].model_type
+            if kind != FAMILIES[found].model_type:
+                raise UnsupportedModelError(
+                    f"{fields.source}: architectures names {found}, but model_type is {kind!r}"
+                )
             return found
     else:
         found = str(fields.config.get("model_type"))
@@ -275,12 +285,14 @@ def _rope(fields: Fields, max_model_len: int, *, yarn: bool) -> RopeConfig:
     for name in ("rope_theta", "partial_rotary_factor"):
         if settings.get(name) is None and config.get(name) is not None:
             settings[name] = config[name]
+    if config.get("original_max_position_embeddings") is not None:
+        settings["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     if settings.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise UnsupportedModelError(
             f"{source}: partial_rotary_factor is {settings['partial_rotary_factor']}; only 1 is "
             "supported"
         )
-    kind: Any = settings.get("rope_type", settings.get("type", "default")) or "default"
+    kind: Any = settings.get("rope_type") or "default"
     known = get_args(RopeScaling) if yarn else DENSE_ROPE_SCALINGS
     if kind not in known:
         raise UnsupportedModelError(

@@ -67,14 +67,13 @@ class MlaConfig:
                 raise CheckpointError(
                     f"{source}: index_head_dim {index.head_dim} is below qk_rope_head_dim {rope}"
                 )
-        interleave = config.get("rope_interleave")
         return cls(
             q_lora_rank=q_rank,
             latent_dim=fields.count("kv_lora_rank", 512),
             nope_dim=nope,
             rope_dim=rope,
             value_dim=fields.count("v_head_dim", 128),
-            interleaved=model_type != "deepseek_v3" or interleave is None or bool(interleave),
+            interleaved=model_type != "deepseek_v3" or bool(config.get("rope_interleave", True)),
             scale=(nope + rope) ** -0.5 * _yarn_score_factor(fields),
             index=index,
         )
@@ -144,12 +143,12 @@ class MoeConfig:
         methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
         scoring: Literal["softmax", "sigmoid"] = "softmax" if v2 else "sigmoid"
         method = config.get("topk_method") or methods[0]
-        normalise = config.get("norm_topk_prob")
+        normalise = bool(config.get("norm_topk_prob", not v2))
         for name, value, known in (
             ("topk_method", method, methods),
             ("scoring_func", config.get("scoring_func") or scoring, (scoring,)),
             ("moe_layer_freq", config.get("moe_layer_freq", 1), (1,)),
-            ("norm_topk_prob", bool(normalise), (False,) if v2 else (True, False)),
+            ("norm_topk_prob", normalise, (False,) if v2 else (True, False)),
         ):
             if value not in known:
                 raise UnsupportedModelError(
@@ -169,7 +168,7 @@ class MoeConfig:
             scoring=scoring,
             num_groups=groups,
             top_groups=top_groups,
-            normalise=not v2 and (normalise is None or bool(normalise)),
+            normalise=normalise,
             scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
             dense_layers=dense,
         )
@@ -222,17 +221,25 @@ _MLP_KINDS = ("dense", "sparse")
 
 
 def rope_settings(fields: Fields) -> dict[str, Any]:
-    """Rotary settings of either generation of configuration files; the newer wins.
+    """Rotary settings of either generation of configuration files.
 
     Raises:
-        CheckpointError: they are no objects.
+        CheckpointError: they are no objects, or contradict each other.
     """
     settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        value = fields.config.get(name) or {}
+        value: Any = fields.config.get(name) or {}
         if not isinstance(value, Mapping):
             raise CheckpointError(
                 f"{fields.source}: {name} is {value!r}; it must be an object or null"
+            )
+        if "type" in value:  # what older files call it
+            value = {"rope_type": value["type"], **value}
+            del value["type"]
+        if settings and value and value | settings != value:
+            raise CheckpointError(
+                f"{fields.source}: rope_scaling is {settings!r} and rope_parameters {value!r}; "
+                "which of them holds? leave one"
             )
         settings |= value
     return settings
@@ -254,7 +261,7 @@ def yarn_attention_factor(rope: Fields) -> float:
 def _yarn_score_factor(fields: Fields) -> float:
     """What DeepSeek's scores are multiplied with beside the usual scale."""
     settings = rope_settings(fields)
-    kind = settings.get("rope_type", settings.get("type", "default")) or "default"
+    kind = settings.get("rope_type") or "default"
     if kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     rope = Fields(settings, f"{fields.source} (rope)")

@@ -25,6 +25,7 @@ from ramify.models.dense import DenseDecoder
 Decoder = DenseDecoder | DeepseekDecoder
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -130,6 +131,7 @@ def load_weights(
     """
     shapes = config.tensor_shapes()
     weights: dict[str, Tensor] = {}
+    spare_head: Tensor | None = None  # which older tools wrote beside an embedding that is the same
     files = _weight_files(path)
     with _bar("reading weights", len(shapes), progress) as advance:
         for file, promised in files.items():
@@ -148,6 +150,8 @@ def load_weights(
                             wanted = torch.float32 if config.is_float32(name) else dtype
                             weights[name] = _as(shard.get_tensor(name), wanted, file, name)
                             advance()
+                        elif name == HEAD and config.tie_word_embeddings:
+                            spare_head = _as(shard.get_tensor(name), dtype, file, name)
                         elif not _is_ignorable(name, config):
                             raise CheckpointError(
                                 f"{file} holds the tensor {name}, which {config.architecture} has "
@@ -162,6 +166,11 @@ def load_weights(
         raise CheckpointError(
             f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
             f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
+        )
+    if spare_head is not None and not torch.equal(spare_head, weights[EMBEDDING]):
+        raise CheckpointError(
+            f"{path} has a {HEAD} that is not {EMBEDDING}, but config.json says that they are one "
+            "(tie_word_embeddings); which of the two is wrong?"
         )
     return weights
 
@@ -225,11 +234,10 @@ def _as(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
     """Tensors that older tools wrote although they follow from the rest, and drafting layers."""
-    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
     layer = name.removeprefix("model.layers.").split(".")[0]
     if config.mla is not None and layer.isdecimal() and int(layer) >= config.num_layers:
         return True  # DeepSeek's predictors of further tokens stand behind the last layer
-    return tied_head or name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+    return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
 
 
 def load_model(
