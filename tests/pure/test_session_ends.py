@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import string
 import time
 from typing import Any
 
@@ -336,19 +335,25 @@ def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
 
 def test_an_abort_tells_the_text_that_was_kept_back() -> None:
     """It might have begun a stop text; now nothing follows it."""
-    made = AsyncBench()
-    stops = [letter + "@@" for letter in string.printable]
+    made = AsyncBench(closed=True, next_token=lambda _: 2)  # whose letter is C
 
     async def main() -> None:
         async with made.llm as llm:
-            stream = llm.stream(PROMPT, asked(1500, n=2, stop=stops))
+            stream = llm.stream(PROMPT, asked(1500, n=2, stop="C@@"))
             request_id, told = await stream.accepted(), ["", ""]
+            for _ in range(4):
+                await made.gate.arrive()
+                made.gate.allowed.release()
+            await made.gate.arrive()
+            ended = asyncio.create_task(llm.abort(request_id))
+            await asyncio.sleep(0.01)
+            made.gate.open()
+            await ended
             async for event in stream:
                 told[event.index] += event.text
-                if sum(map(len, told)) == 6:
-                    await llm.abort(request_id)
                 if event.output is not None:
                     assert told == [one.text for one in event.output.completions]
+            assert set(told[0]) == {"C"}
 
     run(main())
     made.assert_nothing_left()
