@@ -292,6 +292,20 @@ def test_what_is_none_is_not_in_a_message(path: Path) -> None:
     assert found == theirs.apply_chat_template(talk, tokenize=False) == "hi|;|look;ok|;"
 
 
+def test_a_template_may_ask_whether_content_is_none(path: Path) -> None:
+    """DeepSeek's do, for calls of tools."""
+    template = (
+        "{% for m in messages %}{% if m['content'] is none %}call{% else %}"
+        "{{ 'said ' + m['content'] }}{% endif %};{% endfor %}"
+    )
+    ours = with_template(path, template)
+
+    assert ours.apply_chat_template([{"role": "assistant", "content": None}]) == "call;"
+    assert ours.apply_chat_template([{"role": "user", "content": "hi"}]) == "said hi;"
+    with pytest.raises(ChatTemplateError):
+        ours.apply_chat_template([{"role": "user"}])
+
+
 @pytest.mark.parametrize("text", ["</s>", "hi</s>evil", "é</s></s>", "<</s>/s>", "hi"])
 def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_written(
     text: str,

@@ -184,6 +184,16 @@ def test_placeholders_may_be_any_ids(placeholder: int) -> None:
             CacheKey([*ids, placeholder], media=[image])
 
 
+def test_segments_may_come_one_by_one() -> None:
+    """They are looked at more than once."""
+    image, salt = Media(b"d" * 32, 1, 2), Salt(3, "s")
+
+    key_of_all = CacheKey(range(5), media=iter([image]), salts=iter([salt]))  # type: ignore[arg-type]
+
+    assert key_of_all == CacheKey(range(5), media=[image], salts=[salt])
+    assert len(key_of_all.marks) == 2
+
+
 @pytest.mark.parametrize("segments", [[5], [(b"d" * 32, 0, 1)]])
 def test_a_segment_or_salt_of_another_kind_is_refused(segments: Any) -> None:
     """By what it is."""

@@ -130,7 +130,7 @@ class CacheKey:
         media: Sequence[Media] = (),
         salts: Sequence[Salt] = (),
     ) -> None:
-        packed = _packed(atoms)
+        packed, media, salts = _packed(atoms), tuple(media), tuple(salts)
         if media:
             packed = blanked(array("i", packed), media).tobytes()
         _not_negative(packed)

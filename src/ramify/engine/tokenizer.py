@@ -172,7 +172,8 @@ class Tokenizer:
         for start, end in (*borders, (len(text), len(text))):
             for begin, stop, core in ((at, start, self._plain), (start, end, self._core)):
                 found = self._without_guards(text[begin:stop], core)
-                if core is self._plain and not self.special_ids.isdisjoint(found[0]):
+                is_guarded = core is self._plain and GUARD in text[begin:stop]
+                if is_guarded and not self.special_ids.isdisjoint(found[0]):
                     # The vocabulary itself has the token's text: cut, it is no entry of it.
                     found = array("i"), array("i")
                     cut = begin
@@ -233,7 +234,7 @@ class Tokenizer:
 
         Args:
             messages: each with `role` and `content`, and whatever else the template reads; what
-                is None is not there.
+                is None is not there, unless the template fails without it.
             add_generation_prompt: end with what begins the assistant's turn.
             tools: JSON schemas of functions; a template named `tool_use` is preferred for them.
             kwargs: further variables of the template.
@@ -253,15 +254,22 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **kwargs,
-            "messages": [
-                {name: value for name, value in one.items() if value is not None}
-                if isinstance(one, Mapping)
-                else one
-                for one in messages
-            ],
         }
+        # What is None is not there, as in transformers; some templates ask whether it is none.
+        there = [
+            {key: value for key, value in one.items() if value is not None}
+            if isinstance(one, Mapping)
+            else one
+            for one in messages
+        ]
         try:
-            return self._environment.from_string(self._templates[name]).render(variables)
+            template = self._environment.from_string(self._templates[name])
+            try:
+                return template.render(variables, messages=there)
+            except _TEMPLATE_FAULTS:
+                if there == list(messages):
+                    raise
+                return template.render(variables, messages=messages)
         except _TEMPLATE_FAULTS as error:
             raise ChatTemplateError(
                 f"the chat template cannot render these {len(messages)} messages: {error}"

@@ -259,8 +259,11 @@ def _architecture(fields: Fields) -> str:
     if isinstance(named, list | tuple) and named:
         found = str(named[0])
         if found in FAMILIES:
-            kind = fields.config.get("model_type") or FAMILIES[found].model_type
-            if kind != FAMILIES[found].model_type:
+            kind, known = (
+                fields.config.get("model_type"),
+                {one.model_type for one in FAMILIES.values()},
+            )
+            if kind in known and kind != FAMILIES[found].model_type:
                 raise UnsupportedModelError(
                     f"{fields.source}: architectures names {found}, but model_type is {kind!r}"
                 )
