@@ -125,7 +125,8 @@ class SamplingParams:
 
     Scores pass through the options in this order: repetition, presence and frequency penalty,
     `logit_bias`, what is allowed at all, temperature, `top_k`, `top_p`, `min_p`. It is that of
-    Hugging Face transformers, but for `logit_bias`, its `sequence_bias`, which comes first there. Log probabilities that are reported are those before all of this.
+    Hugging Face transformers, but for `logit_bias`, its `sequence_bias`, which comes first there.
+    Log probabilities that are reported are those before all of this.
 
     Args:
         temperature: 0 is greedy whatever top_k, top_p and min_p are.

@@ -387,3 +387,14 @@ def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer, formats: For
 
     assert one.text in texts
     assert one.finish_reason == "stop"
+
+
+def test_a_parser_that_gives_up_says_why(tokenizer: Tokenizer, formats: Formats) -> None:
+    """Too many rules at once: its own words, not that the model drew what is not allowed."""
+    rules = " | ".join(f'"c{i}"' for i in range(2500))
+
+    answer = answers(tokenizer, formats, sampled(StructuredOutput(grammar=f"start: {rules}")))
+
+    assert answer.finish_reason == "error"
+    assert "parser gave up" in str(answer.error)
+    assert "items" in str(answer.error)

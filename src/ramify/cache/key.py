@@ -8,7 +8,17 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.marks import Marks, Media, Salt, apply_marks, between, blanked, spelled_out, utf8
+from ramify.cache.marks import (
+    Marks,
+    Media,
+    Salt,
+    apply_marks,
+    between,
+    blanked,
+    checked,
+    spelled_out,
+    utf8,
+)
 from ramify.cache.packed import ATOM_BYTES
 from ramify.errors import InvalidKeyError
 
@@ -130,7 +140,7 @@ class CacheKey:
         media: Sequence[Media] = (),
         salts: Sequence[Salt] = (),
     ) -> None:
-        packed, media, salts = _packed(atoms), tuple(media), tuple(salts)
+        packed, media, salts = _packed(atoms), tuple(map(checked, media)), tuple(salts)
         if media:
             packed = blanked(array("i", packed), media).tobytes()
         _not_negative(packed)

@@ -135,7 +135,7 @@ class PinBoard:
         Raises:
             PinError: there is no such pin here; it has expired or was ended before.
         """
-        number = pin.id if isinstance(pin, Pin) else whole("pin", pin, -(2**63))
+        number = pin.id if isinstance(pin, Pin) else whole("pin", pin, None)
         kept = self._pins.get(number)
         if kept is None or (isinstance(pin, Pin) and pin.key != kept.lease.key):
             raise PinError(f"no such pin (id {number}) here; it expired or was unpinned before")

@@ -142,7 +142,12 @@ def _whole(number: SupportsIndex) -> int:
         raise InvalidKeyError(f"{number!r} must be an integer: a position or a length") from None
 
 
-def _checked(one: Media) -> Media:
+def checked(one: Media) -> Media:
+    """A segment, its position and length as Python's own integers.
+
+    Raises:
+        InvalidKeyError: it is none, or they are none.
+    """
     if not isinstance(one, Media):
         raise InvalidKeyError(f"{one!r} is no Media")
     return Media(one.digest, _whole(one.start), _whole(one.length))
@@ -151,7 +156,7 @@ def _checked(one: Media) -> Media:
 def blanked(atoms: array[int], media: Sequence[Media]) -> array[int]:
     """Atoms without the placeholders of segments, which may be any int32."""
     atoms = atoms[:]
-    for one in map(_checked, media):
+    for one in media:
         if 0 <= one.start < one.start + one.length <= len(atoms):  # else `apply_marks` tells
             atoms[one.start : one.start + one.length] = array("i", [0]) * one.length
     return atoms
@@ -167,7 +172,7 @@ def apply_marks(
             outside the prompt, inside a segment, or where another begins.
     """
     atoms, found, end = atoms[:], dict[int, Mark](), 0
-    for one in sorted(map(_checked, media), key=lambda each: each.start):
+    for one in sorted(media, key=lambda each: each.start):
         if not isinstance(one.digest, bytes) or len(one.digest) != DIGEST_BYTES:
             raise InvalidKeyError(
                 f"the digest of the segment at {one.start} is {one.digest!r}, not {DIGEST_BYTES} "

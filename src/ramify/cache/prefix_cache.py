@@ -125,7 +125,7 @@ class PrefixCache:
 
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""
-        return 0 <= whole("num_pages", num_pages, -(2**63)) <= self.num_available
+        return 0 <= whole("num_pages", num_pages, None) <= self.num_available
 
     def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
         """Whether `acquire(key)` and pages for its other tokens and `num_tokens` more can be had.

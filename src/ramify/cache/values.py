@@ -12,7 +12,7 @@ from ramify.cache.recorder import Histogram
 from ramify.errors import ConfigError
 
 
-def whole(name: str, value: SupportsIndex, least: int = 0, most: int | None = None) -> int:
+def whole(name: str, value: SupportsIndex, least: int | None = 0, most: int | None = None) -> int:
     """A count, checked.
 
     Raises:
@@ -22,7 +22,7 @@ def whole(name: str, value: SupportsIndex, least: int = 0, most: int | None = No
         number = index(value)
     except TypeError:
         raise ConfigError(f"{name}={value!r} but it must be a whole number") from None
-    if number < least:
+    if least is not None and number < least:
         raise ConfigError(f"{name}={number} but it must be {least} or more")
     if most is not None and number > most:
         raise ConfigError(f"{name}={number} but it must be {most} or less")

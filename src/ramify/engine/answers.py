@@ -89,15 +89,15 @@ class Answers:
                     on_finished(outputs[place])
                 self._finish(places, outputs, on_finished)
             except BaseException:
+                mine = set(places)
                 if len(places) + len(refused) < len(many):  # one may be queued, but not noted
-                    new = [one.id for one in self.core.live if one.id not in others]
-                    places.update((one, -1) for one in new if one not in places)
-                for request_id, place in places.items():
-                    if place not in outputs:
+                    mine.update(one.id for one in self.core.live if one.id not in others)
+                for request_id in mine:
+                    if places.get(request_id) not in outputs:
                         with suppress(UnknownRequestError):  # ended in the step that was cut off
                             self.core.abort(request_id)
-                self.core.forget(places)
-                self._unread = [one for one in self._unread if one.request_id not in places]
+                self.core.forget(mine)
+                self._unread = [one for one in self._unread if one.request_id not in mine]
                 raise
         return [outputs[place] for place in range(len(many))]
 

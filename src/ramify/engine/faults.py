@@ -214,9 +214,8 @@ class Faults:
         self._num_apart += 1  # what it reads there may be damaged, too
         known = namespace_parts(request.namespace)
         parts = known if "base" in known else {"base": request.namespace}
-        request.namespace = namespace_of(
-            **{**parts, "apart": self._num_apart}
-        )  # still its tenant's
+        parts = {**parts, "apart": self._num_apart}
+        request.namespace = namespace_of(**parts)  # still its tenant's
         return True
 
     def acquit(self, request: Request) -> None:

@@ -289,10 +289,9 @@ class EngineLoop:
     def _hold(self, command: Command, inbox: Inbox) -> None:
         """Keep a request back, if it has a place; those that are kept back wait like others."""
         scheduler, limit = self.core.scheduler, self.core.max_waiting
-        count = len(self._held) + len(scheduler.waiting)
-        if limit is not None and count >= limit:
+        if limit is not None and len(self._held) + len(scheduler.waiting) >= limit:
             self._held = [one for one in self._held if not one.is_void()]
-            count = len(self._held) + len(scheduler.waiting)
+        count = len(self._held) + len(scheduler.waiting)
         if limit is not None and count >= limit:
             self._tell(inbox, OverloadedError(count, limit, self.retry_after_s))
         else:

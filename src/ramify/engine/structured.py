@@ -82,9 +82,11 @@ class FormatMatcher:
         return _mask(self._core, self._vocab_size)
 
     def _reason(self, usual: str) -> str:
-        limits = {"ParserTooComplex", "LexerTooComplex", "InternalError"}
+        limits = {"ParserTooComplex", "LexerTooComplex"}
         if self._core.stop_reason() in limits:
             return "the format needs more work per token than is allowed"
+        if self._core.stop_reason() == "InternalError":
+            return f"the format's parser gave up ({_shown(self._core.get_error().splitlines()[0])})"
         return usual
 
 

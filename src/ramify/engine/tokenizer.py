@@ -170,21 +170,27 @@ class Tokenizer:
         borders = [found.span() for found in special.finditer(text)]
         ids, ends, at = array("i"), array("i"), 0
         for start, end in (*borders, (len(text), len(text))):
-            for begin, stop, core in ((at, start, self._plain), (start, end, self._core)):
-                found = self._without_guards(text[begin:stop], core)
-                is_guarded = core is self._plain and GUARD in text[begin:stop]
-                if is_guarded and not self.special_ids.isdisjoint(found[0]):
-                    # The vocabulary itself has the token's text: cut, it is no entry of it.
-                    found = array("i"), array("i")
-                    cut = begin
-                    for piece in text[begin:stop].split(GUARD):
-                        ids_of_piece, ends_of_piece = self._without_guards(piece, core)
-                        found[0].extend(ids_of_piece)
-                        found[1].extend(cut - begin + one for one in ends_of_piece)
-                        cut += len(piece) + len(GUARD)
+            written = self._as_text(text[at:start], self._plain)
+            for begin, found in (
+                (at, written),
+                (start, self._without_guards(text[start:end], self._core)),
+            ):
                 ids.extend(found[0])
                 ends.extend(begin + one for one in found[1])
             at = end
+        return ids, ends
+
+    def _as_text(self, text: str, plain: tokenizers.Tokenizer) -> tuple[array[int], array[int]]:
+        """Ids of a text with guards, none of which is a special token's, and where they end."""
+        found = self._without_guards(text, plain)
+        if GUARD not in text or self.special_ids.isdisjoint(found[0]):
+            return found
+        ids, ends, begin = array("i"), array("i"), 0
+        for piece in text.split(GUARD):  # the vocabulary has the token's text, but not its halves
+            found = self._without_guards(piece, plain)
+            ids.extend(found[0])
+            ends.extend(begin + one for one in found[1])
+            begin += len(piece) + len(GUARD)
         return ids, ends
 
     @staticmethod

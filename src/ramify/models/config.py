@@ -259,10 +259,8 @@ def _architecture(fields: Fields) -> str:
     if isinstance(named, list | tuple) and named:
         found = str(named[0])
         if found in FAMILIES:
-            kind, known = (
-                fields.config.get("model_type"),
-                {one.model_type for one in FAMILIES.values()},
-            )
+            kind = fields.config.get("model_type")
+            known = [family.model_type for family in FAMILIES.values()]
             if kind in known and kind != FAMILIES[found].model_type:
                 raise UnsupportedModelError(
                     f"{fields.source}: architectures names {found}, but model_type is {kind!r}"
