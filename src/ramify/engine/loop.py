@@ -343,13 +343,11 @@ class EngineLoop:
         if inbox.is_abandoned:
             return
         reasons = [one.finish_reason for one in output.completions]
-        told = [index for index, reason in enumerate(reasons) if reason is FinishReason.ABORT] or [
-            0
-        ]
-        for index in told[:-1] if not inbox.is_whole else ():
+        told = [index for index, reason in enumerate(reasons) if reason is FinishReason.ABORT]
+        *others, last = told or [0]
+        for index in others if not inbox.is_whole else ():
             end = StepOutput(request_id, (), None, index, texts[index], (), reasons[index])
             self._tell(inbox, end)
-        last = told[-1]
         end = StepOutput(request_id, (), output, last, texts[last], (), reasons[last])
         self._tell(inbox, end)
 
