@@ -486,3 +486,14 @@ def test_requests_below_one_prefix_are_one_task() -> None:
     assert {tuple(task[[2, 7, 8]]) for task in first} == {(9, 0, 1)}  # nine tokens, block 0
     assert {tuple(task[[2, 7, 8]]) for task in second} == {(8, 1, 2), (1, 1, 2)}
     assert {tuple(task[[2, 7, 8]]) for task in third} == {(1, 2, 3)}
+
+
+def test_queries_may_be_views_in_any_float_dtype() -> None:
+    """The kernel widens, scales and rounds them as torch does."""
+    case = case_of(spec_of(head_dim=20, dtype=torch.bfloat16, scale=0.3), MIXED)
+    backend = TreeBackend(case.spec, CPU)
+    plan = backend.plan(case.batch)
+    wide = backend.run(plan, 0, case.q.float(), case.planes)
+    spread = torch.cat([case.q, case.q], 1)[:, : case.q.shape[1]]
+    for q in (case.q, spread, case.q.half(), case.q.mT.contiguous().mT):
+        assert torch.equal(backend.run(plan, 0, q, case.planes), wide.to(q.dtype))

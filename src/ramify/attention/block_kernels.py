@@ -9,19 +9,17 @@ far its tile reaches changes a bit of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit, prange
 
-from ramify.attention import direct
+from ramify.attention import direct, kernel_args, row_ops
 from ramify.attention.compiled import compiled
+from ramify.attention.kernel_args import Block, Part, Rows, Shape
+from ramify.attention.row_ops import divide_row, scale_up
 from ramify.attention.simd import (
-    BF16,
-    F16,
     F32,
-    FP8,
-    INT8,
     LINE,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -53,76 +51,6 @@ _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are con
 _DIRECT, _DIRECT_TILE, _AT_ONCE = DIRECT_ROWS, direct.TILES[-1], direct.KEYS
 _scores, _mix, _LINE, _AHEAD = direct.scores, direct.mix, LINE, direct.AHEAD
 _NOTHING = np.float32(-np.inf)
-
-
-class Part(NamedTuple):
-    """One plane as a kernel sees it: addresses and strides in bytes."""
-
-    address: int
-    width: int  # elements per token and head; 0: there is no such plane
-    token: int  # from one slot to the next
-    head: int  # from one head to the next
-    scales: int  # address of float32 factors [slots, heads], or 0
-
-
-class F32Part(Part):
-    """A plane of float32: kernels are compiled for the kinds that are used."""
-
-    kind = F32
-
-
-class BF16Part(Part):
-    """A plane of bfloat16."""
-
-    kind = BF16
-
-
-class F16Part(Part):
-    """A plane of float16."""
-
-    kind = F16
-
-
-class INT8Part(Part):
-    """A plane of int8."""
-
-    kind = INT8
-
-
-class FP8Part(Part):
-    """A plane of float8 e4m3fn."""
-
-    kind = FP8
-
-
-PARTS = (F32Part, BF16Part, F16Part, INT8Part, FP8Part)  # by kind
-
-
-class Block(NamedTuple):
-    """The keys, or the values, of one block and head: addresses all.
-
-    Arrays would be counted, atomically, at every call that takes one.
-    """
-
-    part: Part
-    source: int  # of the head in the first slot
-    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each; `direct.AHEAD` more behind them
-    factors: int  # of [BLOCK_KEYS] float32
-    packed: int  # of them laid out, or 0: they are read where they lie
-
-
-class Shape(NamedTuple):
-    """What is the same for all tasks of a launch."""
-
-    page_size: int
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    value_stride: int  # floats of a row of values, value_dim rounded up to whole tiles
-    window: int  # 0: none
-    num_workers: int
-    soft_cap: float  # 0: none
 
 
 def scratch_floats(shape: Shape, max_rows: int) -> int:
@@ -341,6 +269,26 @@ def _attend_tile(
 
 
 @_jit
+def _take_query(rows: Rows, token: int, head: int, shape: Shape, into: int) -> None:
+    """One query row in float32, scaled."""
+    depth, scale = shape.key_dim, np.float32(shape.scale)
+    if rows.kind == F32:
+        scale_up(rows.queries + rows.stride * token + 4 * depth * head, into, depth, scale, 0)
+    else:
+        scale_up(rows.queries + rows.stride * token + 2 * depth * head, into, depth, scale, 1)
+
+
+@_jit
+def _put_mean(rows: Rows, row: int, shape: Shape, sums: int, weight: float) -> None:
+    """One row of the result: its weighted sum over the sum of its weights."""
+    width = shape.value_dim
+    if rows.kind == F32:
+        divide_row(sums, weight, rows.out + 4 * width * row, width, 0)
+    else:
+        divide_row(sums, weight, rows.out + 2 * width * row, width, 1)
+
+
+@_jit
 def _is_plain(part: Part) -> bool:
     """Whether `direct` can read a plane: whole vectors, scales just where a kind has them."""
     return part.width % 8 == 0 and (not part.scales or has_scales(part))
@@ -349,7 +297,7 @@ def _is_plain(part: Part) -> bool:
 @_jit
 def _attend_task(
     shape: Shape, latent: Part, rope: Part, value: Part, task: Any, tokens: Any, positions: Any,
-    table: Any, queries: int, state: Any, out: Any, scratch: Any,
+    table: Any, rows: Rows, state: Any, scratch: Any,
 ) -> None:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
@@ -398,7 +346,7 @@ def _attend_task(
                 place = (h - head0) * num_rows + t * group + g
                 state_rows[place] = row
                 to = folded + 4 * depth * place
-                copy_row(to, queries + 4 * depth * row, depth)
+                _take_query(rows, tokens[first + t], h * whole_group + group0 + g, shape, to)
                 if block0 == 0:
                     state[row, 1] = 0.0
     if shape.window:  # before it, nobody sees anything
@@ -461,14 +409,12 @@ def _attend_task(
             for h in range(head1 - head0):
                 for g in range(group):
                     row = state_rows[h * num_rows + t * group + g]
-                    weight = state[row, 1]
-                    for d in range(shape.value_dim):
-                        out[row, d] = state[row, 2 + d] / weight
+                    _put_mean(rows, row, shape, state[row].ctypes.data + 8, state[row, 1])
 
 
 def _attend(
     shape: Shape, latent: Part, rope: Part, value: Part, tasks: Any, tokens: Any, positions: Any, table: Any,
-    queries: int, state: Any, out: Any, scratch: Any, counter: Any,
+    rows: Rows, state: Any, scratch: Any, counter: Any,
 ) -> None:  # fmt: skip
     """Run all tasks of a phase; workers take the next one as they become free.
 
@@ -479,9 +425,8 @@ def _attend(
             `positions`; K/V heads from, to; heads of their groups from, to; blocks from, to.
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
-        queries: address of [T, num_heads, key_dim] float32, scaled.
+        rows: queries and results.
         state: [T * num_heads, 2 + value_stride] float32, kept between phases.
-        out: [T * num_heads, value_dim] float32.
         scratch: [num_workers, scratch_floats] float32.
         counter: [1] int64, for the workers to share.
     """
@@ -492,8 +437,8 @@ def _attend(
             at = take_next(shared)
             if at >= len(tasks):
                 break
-            _attend_task(shape, latent, rope, value, tasks[at], tokens, positions, table, queries, state, out,
+            _attend_task(shape, latent, rope, value, tasks[at], tokens, positions, table, rows, state,
                          scratch[worker])  # fmt: skip
 
 
-attend = compiled(_attend, __file__, direct.__file__)
+attend = compiled(_attend, __file__, direct.__file__, kernel_args.__file__, row_ops.__file__)

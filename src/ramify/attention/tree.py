@@ -32,6 +32,7 @@ FEW_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by 
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 KINDS[torch.float8_e4m3fn] = 4
+ROW_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # queries and results of the kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class TreeBackend:
     """Numba kernels over pages, grouped by the tree."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        from ramify.attention import block_kernels, simd
+        from ramify.attention import block_kernels, kernel_args, simd
 
         self.spec, self.device = spec, device
-        self._kernels = block_kernels
+        self._kernels, self._args = block_kernels, kernel_args
         self._num_workers = max(1, torch.get_num_threads())
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
@@ -168,16 +169,19 @@ class TreeBackend:
                 f"q has shape {tuple(q.shape)}; it must be {(plan.num_tokens, *wanted)}, with or "
                 "without more rows of padding"
             )
-        scaled = q.float().mul(spec.scale).contiguous()
-        out = torch.empty(q.shape[0], spec.num_heads, spec.out_dim)
+        if q.dtype not in ROW_KINDS:
+            return self.run(plan, layer, q.float(), planes, selected=selected).to(q.dtype)
+        if q.stride()[1:] != (spec.head_dim, 1):
+            q = q.contiguous()
+        out = torch.empty((len(q), spec.num_heads, spec.out_dim), dtype=q.dtype)
         if selected is not None:
             plan = self._sparse(plan, selected)
             out.fill_(torch.nan)  # what sees nothing has no mean
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
         window = spec.windows[layer] if selected is None else None
-        self._launch(plan, scaled, self._parts_of(layer, planes), out, window or 0)
-        return out.to(q.dtype)
+        self._launch(plan, q, self._parts_of(layer, planes), out, window or 0)
+        return out
 
     def _parts_of(self, layer: int, planes: Mapping[str, Tensor]) -> list[Any]:
         tensors = tuple(planes.values())
@@ -189,22 +193,23 @@ class TreeBackend:
         return parts
 
     def _launch(
-        self, plan: Tasks, scaled: Tensor, parts: Sequence[Any], out: Tensor, window: int
+        self, plan: Tasks, q: Tensor, parts: Sequence[Any], out: Tensor, window: int
     ) -> None:
         spec = self.spec
         shape = self._shapes.get((plan.page_size, window))
         if shape is None:
-            shape = self._shapes[plan.page_size, window] = self._kernels.Shape(
+            shape = self._shapes[plan.page_size, window] = self._args.Shape(
                 plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
-                self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0),
+                self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0), spec.scale,
             )  # fmt: skip
         self._reserve(shape, plan)
         use_threads(self._num_workers)
-        flat = out.view(-1, spec.out_dim).numpy()
+        kind, stride = ROW_KINDS[q.dtype], q.stride(0) * q.element_size()
+        rows = self._args.Rows(kind, q.data_ptr(), stride, out.data_ptr())
         for tasks in plan.phases:
             self._kernels.attend(
                 shape, *parts, tasks, plan.tokens, plan.positions, plan.table,
-                scaled.data_ptr(), self._state, flat, self._scratch, self._counter,
+                rows, self._state, self._scratch, self._counter,
             )  # fmt: skip
 
     def _reserve(self, shape: Any, plan: Tasks) -> None:
@@ -254,7 +259,7 @@ class TreeBackend:
 
     def _told(self, parts: Sequence[tuple[int, ...]]) -> list[Any]:
         """Parts as the kernel takes them: it is compiled for each kind."""
-        return [self._kernels.PARTS[kind](*part) for kind, *part in parts]
+        return [self._args.PARTS[kind](*part) for kind, *part in parts]
 
 
 class _Rows:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ramify.attention.exact import Exactness, ProbeStore
 from ramify.models.builder import GatedMlp, LayerBuilder
+from ramify.models.chain import Chain, Links
 from ramify.models.config import ModelConfig
-from ramify.models.heads import Heads, HeadsBuilder
+from ramify.models.heads import Heads, HeadsBuilder, TurnedHeads
 from ramify.models.linear import PAD_ROWS, Apply, Linear
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
@@ -70,6 +71,7 @@ class DenseDecoder:
             self._layers.append(self._build_layer(f"model.layers.{layer}."))
             if on_layer is not None:
                 on_layer()
+        self._chain = self._chained()
         tied = config.tie_word_embeddings
         self._head = self._build.product(
             "model.embed_tokens" if tied else "lm_head",
@@ -98,6 +100,8 @@ class DenseDecoder:
             [T, hidden_size] in the model's dtype.
         """
         hidden = F.embedding(token_ids, self._embedding)
+        if self._chain is not None and len(hidden):
+            return self._chain.run(hidden, positions, attend)
         angles = self._heads.angles(positions)
         for number, layer in enumerate(self._layers):
             q, k, v = layer.heads(layer.qkv(hidden), *angles)
@@ -122,3 +126,15 @@ class DenseDecoder:
                 f"{prefix}mlp.", norm=(f"{prefix}post_attention_layernorm.weight", eps)
             ),
         )
+
+    def _chained(self) -> Chain | None:
+        """All layers in one chain, if each of their operations is a kernel of ours."""
+        found: list[Links] = []
+        for layer in self._layers:
+            turn = layer.heads.turn if isinstance(layer.heads, TurnedHeads) else None
+            mlp = layer.mlp
+            links = Links.of(layer.qkv, turn, layer.output.panels, mlp.inner, mlp.down.panels)
+            if links is None:
+                return None
+            found.append(links)
+        return Chain(found, num_heads=self._heads.counts, head_dim=self.config.head_dim)

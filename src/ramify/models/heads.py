@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from ramify.models.rows import sample_rows
 Heads = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class TurnedHeads:
+    """Heads that are normalised and turned in place, and are views of the rows."""
+
+    turn: Callable[[Tensor, Tensor], Tensor]  # a `Turn`, unless its rows depend on each other
+    counts: tuple[int, int, int]
+    head_dim: int
+
+    def __call__(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, all heads side by side] and positions [T] int64 -> q, k, v."""
+        q, k, v = (
+            self.turn(rows, positions).unflatten(-1, (-1, self.head_dim)).split(self.counts, 1)
+        )
+        return q, k, v
+
+
 class HeadsBuilder:
     """How the layers of one decoder make heads: in one kernel where it can, else by torch."""
 
@@ -26,7 +43,7 @@ class HeadsBuilder:
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=build.dtype
         )
         self.fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
-        self._counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        self.counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
         """What the heads of every layer need to know of positions [T] int64, once per step."""
@@ -39,14 +56,8 @@ class HeadsBuilder:
             norms = tuple(self._build.weight(f"{prefix}{part}_norm.weight") for part in "qk")
         return self._turned(norms) if self.fused else self._by_torch(norms)
 
-    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        heads: tuple[Tensor, ...] = rows.unflatten(-1, (-1, self._config.head_dim)).split(
-            self._counts, 1
-        )
-        return heads
-
     def _turned(self, norms: tuple[Tensor, ...] | None) -> Heads:
-        config, (num_q, num_k, num_v) = self._config, self._counts
+        config, (num_q, num_k, num_v) = self._config, self.counts
         eps = config.rms_norm_eps
         turn = Turn(
             self._rotary.cos,
@@ -68,21 +79,16 @@ class HeadsBuilder:
         shape = (num_q + num_k, config.head_dim)
         chosen = self._build.rows(operation, on_copy, shape, samples)
         apply = turn if chosen is on_copy else chosen
-
-        def heads(rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = self._split(apply(rows, positions))
-            return q, k, v
-
-        return heads
+        return TurnedHeads(apply, self.counts, config.head_dim)
 
     def _by_torch(self, norms: tuple[Tensor, ...] | None) -> Heads:
         chosen = self._choose_rotate()
         named = []
         if norms is not None:
-            named = [self._norm(*one) for one in zip(norms, self._counts[:2], strict=True)]
+            named = [self._norm(*one) for one in zip(norms, self.counts[:2], strict=True)]
 
         def heads(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = self._split(rows)
+            q, k, v = rows.unflatten(-1, (-1, self._config.head_dim)).split(self.counts, 1)
             if named:
                 q, k = named[0](q), named[1](k)
             return chosen(q, cos, sin), chosen(k, cos, sin), v
@@ -94,7 +100,7 @@ class HeadsBuilder:
         shape = (num_heads, self._config.head_dim)
 
         def samples() -> tuple[Tensor, ...]:
-            heads = sample_rows(sum(self._counts), shape[1], dtype=self._build.dtype)
+            heads = sample_rows(sum(self.counts), shape[1], dtype=self._build.dtype)
             return (heads[:, :num_heads],)
 
         return self._build.rows("rms_norm of heads", norm, shape, samples)

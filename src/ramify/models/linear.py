@@ -62,6 +62,11 @@ class Linear:
         self.out_width = weight.shape[0]
         self._run = LINEAR_STRATEGIES[strategy](weight, bias)
 
+    @property
+    def panels(self) -> panels.Panels | None:
+        """The kernel behind it, if that is how it is computed."""
+        return self._run if isinstance(self._run, panels.Panels) else None
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_width] -> [rows, out_width], in the dtype of the weight."""
         if x.shape[0] == 0:
@@ -70,8 +75,8 @@ class Linear:
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the result to sums [rows, out_width], in place; returns them."""
-        if isinstance(self._run, panels.Panels):
-            return self._run.add_to(sums, x)
+        if self.panels is not None:
+            return self.panels.add_to(sums, x)
         return sums.add_(self(x))
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from ramify.attention import row_ops
 from ramify.attention.compiled import compiled
 from ramify.attention.simd import F32, LINE, element_at, prefetch, put_float, take_next
 from ramify.models import panel_tiles, row_tiles
@@ -327,4 +328,4 @@ def scratch_floats(block_rows: int, width: int) -> int:
     return (block_rows + _ROUND) * width + block_rows * GROUPS[0] * PANEL + _ROUND + PANEL
 
 
-multiply = compiled(_multiply, __file__, panel_tiles.__file__, row_tiles.__file__)
+multiply = compiled(_multiply, __file__, panel_tiles.__file__, row_tiles.__file__, row_ops.__file__)

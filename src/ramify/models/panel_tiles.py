@@ -9,6 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.attention.row_ops import narrow, rounded
 from ramify.attention.simd import (
     BF16,
     F32,
@@ -235,28 +236,3 @@ def silu(builder: Any, x: Any) -> Any:
     negative = builder.fcmp_ordered("<", x, zero)
     over = builder.select(negative, builder.fmul(x, e), x)
     return builder.fdiv(over, builder.fadd(one, e))
-
-
-def rounded(builder: Any, x: Any, kind: int) -> Any:
-    """A float32 vector with the values that `kind` can hold."""
-    if kind == F32:
-        return x
-    lanes = x.type.count
-    wide = builder.zext(narrow(builder, x, kind), _vec(lanes, _i32))
-    return builder.bitcast(builder.shl(wide, _const(16, lanes, _i32)), x.type)
-
-
-def narrow(builder: Any, x: Any, kind: int) -> Any:
-    """A float32 vector in the dtype of `kind`, to the nearest, ties to even."""
-    if kind == F32:
-        return x
-    lanes = x.type.count
-
-    def c(value: int) -> Any:
-        return _const(value, lanes, _i32)
-
-    bits = builder.bitcast(x, _vec(lanes, _i32))
-    odd = builder.and_(builder.lshr(bits, c(16)), c(1))
-    rounded = builder.add(builder.add(bits, c(0x7FFF)), odd)
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), c(0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(rounded, c(16)), _vec(lanes, ir.IntType(16)))

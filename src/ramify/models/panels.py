@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `attention.simd` numbers them
+X, X_STRIDE, OUT = 2, 3, 10  # places among the numbers of `panel_kernels.multiply`
+ROWS, BEYOND = 1, 12  # and of `row_kernels.turn`
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
 
 
@@ -88,13 +90,35 @@ class Panels:
             biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
             self._bias = torch.stack(biases, 1).flatten()
         self._norm = None if norm is None else norm[0].contiguous()
-        self._eps = 0.0 if norm is None else float(norm[1])
+        self.eps = 0.0 if norm is None else float(norm[1])
         self._fixed = (
             0 if self._norm is None else self._norm.data_ptr(),
             self._weight.data_ptr(),
             len(self._weight),
             0 if self._bias is None else self._bias.data_ptr(),
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of the result."""
+        return self.out_width * self._dtype.itemsize
+
+    def numbers(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
+        """What `panel_kernels.multiply` is told about so many rows, one behind the other.
+
+        Addresses of x and of the result are still to be put at `X` and `OUT`.
+        """
+        size, mode = self._dtype.itemsize, self._kernels.ADD if add else self._mode
+        return (
+            KINDS[self._dtype], mode, 0, self._in_width * size, num_rows, self._in_width,
+            *self._fixed, 0, self.row_bytes, self.out_width,
+            *_cut(num_rows, self._fixed[2], num_workers),
+        )  # fmt: skip
+
+    def scratch_floats(self, num_rows: int, num_workers: int) -> int:
+        """Floats that each worker needs; see `kept_scratch`."""
+        block_rows = _cut(num_rows, self._fixed[2], num_workers)[0]
+        return self._kernels.scratch_floats(block_rows, self._in_width)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
@@ -105,7 +129,7 @@ class Panels:
             ConfigError: x has another width, dtype or device.
         """
         out = torch.empty((x.shape[0], self.out_width), dtype=self._dtype)
-        self._run(x, out, self._mode)
+        self._run(x, out)
         return out
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
@@ -123,10 +147,10 @@ class Panels:
             )
         if not sums.is_contiguous():
             raise ConfigError(f"sums have strides {sums.stride()}; they must be contiguous")
-        self._run(x, sums, self._kernels.ADD)
+        self._run(x, sums, add=True)
         return sums
 
-    def _run(self, x: Tensor, out: Tensor, mode: int) -> None:
+    def _run(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
         fits = x.dim() == 2 and x.shape[1] == self._in_width
         if not fits or x.dtype != self._dtype or not x.is_cpu:
             raise ConfigError(
@@ -138,16 +162,13 @@ class Panels:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_workers, size = torch.get_num_threads(), self._dtype.itemsize
-        cut = _cut(num_rows, self._fixed[2], num_workers)
-        numbers = np.array(
-            (KINDS[self._dtype], mode, x.data_ptr(), x.stride(0) * size, num_rows, self._in_width,
-             *self._fixed, out.data_ptr(), self.out_width * size, self.out_width, *cut), np.int64,
-        )  # fmt: skip
+        num_workers = torch.get_num_threads()
+        numbers = np.array(self.numbers(num_rows, num_workers, add=add), np.int64)
+        numbers[X], numbers[OUT] = x.data_ptr(), out.data_ptr()
+        numbers[X_STRIDE] = x.stride(0) * self._dtype.itemsize
         use_threads(num_workers)
-        floats = self._kernels.scratch_floats(cut[0], self._in_width)
-        scratch = _scratch.of(num_workers, floats)
-        self._kernels.multiply(numbers, self._eps, scratch, _scratch.counter)
+        scratch = kept_scratch(num_workers, self.scratch_floats(num_rows, num_workers))
+        self._kernels.multiply(numbers, self.eps, *scratch)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,7 +212,7 @@ class Turn:
         self._turn = row_kernels.turn
         self._tables = cos.contiguous(), sin.contiguous()
         self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
-        self._eps = 0.0 if norms is None else float(norms[2])
+        self.eps = 0.0 if norms is None else float(norms[2])
         self._shape = num_q, num_k, 2 * cos.shape[1]
         weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
         self._fixed = (
@@ -200,6 +221,10 @@ class Turn:
             *(table.data_ptr() for table in self._tables),
             len(cos),
         )
+
+    def numbers(self, row_bytes: int, num_workers: int) -> tuple[int, ...]:
+        """What `row_kernels.turn` is told; the address of the rows is still to be put at `ROWS`."""
+        return KINDS[self._tables[0].dtype], 0, row_bytes, *self._fixed, num_workers, 0
 
     def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
@@ -223,28 +248,36 @@ class Turn:
                 f"[{rows.shape[0]}]"
             )
         num_workers = torch.get_num_threads()
-        numbers = np.array(
-            (KINDS[rows.dtype], rows.data_ptr(), rows.stride(0) * rows.element_size(),
-             *self._fixed, num_workers, 0), np.int64,
-        )  # fmt: skip
+        row_bytes = rows.stride(0) * rows.element_size()
+        numbers = np.array(self.numbers(row_bytes, num_workers), np.int64)
+        numbers[ROWS] = rows.data_ptr()
         use_threads(num_workers)
-        self._turn(numbers, self._eps, positions.contiguous().numpy())
-        if numbers[-1]:
-            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+        self._turn(numbers, self.eps, positions.contiguous().numpy())
+        self.check(numbers)
         return rows
+
+    def check(self, numbers: NDArray[np.int64]) -> None:
+        """Raises IndexError where the kernel met a position outside the tables."""
+        if numbers[BEYOND]:
+            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+
+
+def kept_scratch(num_workers: int, floats: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The last arguments of `panel_kernels.multiply`: [num_workers, at least `floats`], and a counter.
+
+    They are this thread's own, kept between calls: a fresh allocation costs more than a small
+    product.
+    """
+    kept = _scratch.floats
+    if kept.shape[0] < num_workers or kept.shape[1] < floats:
+        kept = _scratch.floats = np.zeros((num_workers, floats), np.float32)
+    return kept, _scratch.counter
 
 
 class _Scratch(threading.local):
-    """Kept between calls: a fresh allocation costs more than a small product."""
-
     def __init__(self) -> None:
         self.counter: NDArray[np.int64] = np.zeros(1, np.int64)
-        self._floats: NDArray[np.float32] = np.zeros((0, 0), np.float32)
-
-    def of(self, num_workers: int, floats: int) -> NDArray[np.float32]:
-        if self._floats.shape[0] < num_workers or self._floats.shape[1] < floats:
-            self._floats = np.zeros((num_workers, floats), np.float32)
-        return self._floats
+        self.floats: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 
 
 _scratch = _Scratch()

@@ -6,6 +6,7 @@ from typing import Any
 
 from numba import njit, prange
 
+from ramify.attention import row_ops
 from ramify.attention.compiled import compiled
 from ramify.attention.simd import F32
 from ramify.models import panel_kernels, panel_tiles, row_tiles
@@ -61,4 +62,11 @@ def _turn(numbers: Any, eps: float, positions: Any) -> None:
                 _turn_head(kind, at, head_dim, norm, eps, cos + angle, sin + angle)
 
 
-turn = compiled(_turn, __file__, panel_kernels.__file__, panel_tiles.__file__, row_tiles.__file__)
+turn = compiled(
+    _turn,
+    __file__,
+    panel_kernels.__file__,
+    panel_tiles.__file__,
+    row_tiles.__file__,
+    row_ops.__file__,
+)

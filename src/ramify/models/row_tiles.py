@@ -5,13 +5,13 @@ What is left of a row beyond whole vectors goes through the same operations one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.attention.row_ops import narrow, rounded, sweep
 from ramify.attention.simd import (
     LANES,
     SIZES,
@@ -24,19 +24,8 @@ from ramify.attention.simd import (
     _store,
     _widen,
 )
-from ramify.models.panel_tiles import narrow, rounded
 
 _int, _float = types.int64, types.float32
-
-
-def _sweep(builder: Any, width: Any, body: Callable[[Any, int], None]) -> None:
-    """`body(index, lanes)` over whole vectors of a row, then over single elements."""
-    whole = builder.udiv(width, _i64(LANES))
-    with cgutils.for_range(builder, whole) as loop:
-        body(builder.mul(loop.index, _i64(LANES)), LANES)
-    done = builder.mul(whole, _i64(LANES))
-    with cgutils.for_range(builder, builder.sub(width, done)) as loop:
-        body(builder.add(done, loop.index), 1)
 
 
 def _at(builder: Any, address: Any, index: Any, kind: int) -> Any:
@@ -57,7 +46,7 @@ def sum_squares(_: Any, row: Any, width: Any, kind: Any) -> Any:
             total = _call(builder, "fma", x, x, builder.load(lanes[n]))
             builder.store(total, lanes[n])
 
-        _sweep(builder, width, add)
+        sweep(builder, width, add)
         rest = builder.extract_element(builder.load(lanes[1]), _i32(0))
         return builder.fadd(_fold(builder, builder.load(lanes[LANES]), builder.fadd), rest)
 
@@ -84,7 +73,7 @@ def scale_row(
             y = rounded(builder, builder.fmul(w, y), stored)
             _store(builder, narrow(builder, y, to), _at(builder, into, index, to))
 
-        _sweep(builder, width, body)
+        sweep(builder, width, body)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _int, _float, kind, made), code
@@ -113,7 +102,7 @@ def turn_row(_: Any, row: Any, cos: Any, sin: Any, half: Any, kind: Any) -> Any:
             _store(builder, narrow(builder, first, stored), at[0])
             _store(builder, narrow(builder, second, stored), at[1])
 
-        _sweep(builder, half, body)
+        sweep(builder, half, body)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _int, kind), code

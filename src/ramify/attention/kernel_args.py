@@ -1,0 +1,87 @@
+"""What the kernels of `block_kernels` are told: planes, blocks, rows and shapes, as addresses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ramify.attention.simd import BF16, F16, F32, FP8, INT8
+
+
+class Part(NamedTuple):
+    """One plane as a kernel sees it: addresses and strides in bytes."""
+
+    address: int
+    width: int  # elements per token and head; 0: there is no such plane
+    token: int  # from one slot to the next
+    head: int  # from one head to the next
+    scales: int  # address of float32 factors [slots, heads], or 0
+
+
+class F32Part(Part):
+    """A plane of float32: kernels are compiled for the kinds that are used."""
+
+    kind = F32
+
+
+class BF16Part(Part):
+    """A plane of bfloat16."""
+
+    kind = BF16
+
+
+class F16Part(Part):
+    """A plane of float16."""
+
+    kind = F16
+
+
+class INT8Part(Part):
+    """A plane of int8."""
+
+    kind = INT8
+
+
+class FP8Part(Part):
+    """A plane of float8 e4m3fn."""
+
+    kind = FP8
+
+
+PARTS = (F32Part, BF16Part, F16Part, INT8Part, FP8Part)  # by kind
+
+
+class Block(NamedTuple):
+    """The keys, or the values, of one block and head: addresses all.
+
+    Arrays would be counted, atomically, at every call that takes one.
+    """
+
+    part: Part
+    source: int  # of the head in the first slot
+    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each; `direct.AHEAD` more behind them
+    factors: int  # of [BLOCK_KEYS] float32
+    packed: int  # of them laid out, or 0: they are read where they lie
+
+
+class Rows(NamedTuple):
+    """Queries and results as a kernel sees them."""
+
+    kind: int  # of both: F32 or BF16
+    queries: int  # address of [T, num_heads, key_dim], heads side by side
+    stride: int  # bytes from one token's queries to the next
+    out: int  # address of [T, num_heads, value_dim]
+
+
+class Shape(NamedTuple):
+    """What is the same for all tasks of a launch."""
+
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    value_stride: int  # floats of a row of values, value_dim rounded up to whole tiles
+    window: int  # 0: none
+    num_workers: int
+    soft_cap: float  # 0: none
+    scale: float  # of queries

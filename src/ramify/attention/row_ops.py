@@ -1,0 +1,101 @@
+"""Rows of any width between the dtype of a model and float32, as LLVM IR; how is fixed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.attention.simd import (
+    F32,
+    LANES,
+    SIZES,
+    _const,
+    _fill,
+    _i32,
+    _i64,
+    _load,
+    _step,
+    _store,
+    _vec,
+    _widen,
+)
+
+_int, _float = types.int64, types.float32
+
+
+def sweep(builder: Any, width: Any, body: Callable[[Any, int], None]) -> None:
+    """`body(index, lanes)` over whole vectors of a row, then over single elements."""
+    whole = builder.udiv(width, _i64(LANES))
+    with cgutils.for_range(builder, whole) as loop:
+        body(builder.mul(loop.index, _i64(LANES)), LANES)
+    done = builder.mul(whole, _i64(LANES))
+    with cgutils.for_range(builder, builder.sub(width, done)) as loop:
+        body(builder.add(done, loop.index), 1)
+
+
+def rounded(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector with the values that `kind` can hold."""
+    if kind == F32:
+        return x
+    lanes = x.type.count
+    wide = builder.zext(narrow(builder, x, kind), _vec(lanes, _i32))
+    return builder.bitcast(builder.shl(wide, _const(16, lanes, _i32)), x.type)
+
+
+def narrow(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector in the dtype of `kind`, to the nearest, ties to even."""
+    if kind == F32:
+        return x
+    lanes = x.type.count
+
+    def c(value: int) -> Any:
+        return _const(value, lanes, _i32)
+
+    bits = builder.bitcast(x, _vec(lanes, _i32))
+    odd = builder.and_(builder.lshr(bits, c(16)), c(1))
+    rounded = builder.add(builder.add(bits, c(0x7FFF)), odd)
+    rounded = builder.select(builder.fcmp_unordered("uno", x, x), c(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, c(16)), _vec(lanes, ir.IntType(16)))
+
+
+@intrinsic(prefer_literal=True)
+def scale_up(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) -> Any:
+    """into = source * scale in float32; `kind`, a literal, is the source's dtype."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, width, scale, _ = args
+        stored = kind.literal_value
+
+        def body(index: Any, lanes: int) -> None:
+            x = _widen(builder, _step(builder, source, index, SIZES[stored]), stored, lanes)
+            x = builder.fmul(x, _fill(builder, scale, lanes))
+            _store(builder, x, _step(builder, into, index, 4))
+
+        sweep(builder, width, body)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _float, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def divide_row(_: Any, source: Any, divisor: Any, into: Any, width: Any, kind: Any) -> Any:
+    """into = source / divisor, rounded to `kind`, a literal."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, divisor, into, width, _ = args
+        made = kind.literal_value
+
+        def body(index: Any, lanes: int) -> None:
+            x = _load(builder, _step(builder, source, index, 4), _vec(lanes))
+            x = builder.fdiv(x, _fill(builder, divisor, lanes))
+            _store(builder, narrow(builder, x, made), _step(builder, into, index, SIZES[made]))
+
+        sweep(builder, width, body)
+        return context.get_dummy_value()
+
+    return types.void(_int, _float, _int, _int, kind), code

@@ -1,0 +1,136 @@
+"""What a dense decoder computes from one attention to the next, in one call of compiled code.
+
+For few rows the Python around a product takes as long as a small product: a pass over the weights
+leaves nothing of the interpreter in the processor's caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.attention.tree import use_threads
+from ramify.errors import ConfigError
+from ramify.models.panels import OUT, ROWS, Panels, Turn, X, kept_scratch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_PROGRAMS = 64  # kept, one for each number of rows
+
+
+class Links(NamedTuple):
+    """The operations of a layer, in order; attention comes after the second."""
+
+    qkv: Panels
+    turn: Turn
+    output: Panels
+    inner: Panels  # gate and up
+    down: Panels
+
+    @classmethod
+    def of(cls, *operations: object) -> Links | None:
+        """Those of a layer in this order, or None if one of them is no kernel of ours."""
+        qkv, turn, *others = operations
+        products = [one for one in (qkv, *others) if isinstance(one, Panels)]
+        if len(products) < len(operations) - 1 or not isinstance(turn, Turn):
+            return None
+        return cls(products[0], turn, *products[1:])
+
+
+_QKV, _TURN, _OUTPUT, _INNER, _DOWN = range(5)
+_EACH = len(Links._fields)
+
+
+class Chain:
+    """All layers of a dense decoder; the bits are those of its operations one by one.
+
+    Args:
+        num_heads: of queries, of keys, of values.
+    """
+
+    def __init__(
+        self, layers: Sequence[Links], *, num_heads: tuple[int, int, int], head_dim: int
+    ) -> None:
+        from ramify.models import chain_kernels
+
+        self._kernels = chain_kernels
+        self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
+        self._eps = np.array([link.eps for links in layers for link in links])
+        self._programs: dict[tuple[int, int], NDArray[np.int64]] = {}
+        nothing = np.zeros((0, chain_kernels.WIDTH), np.int64), self._eps[:0], np.zeros(0, np.int64)
+        chain_kernels.run_all(*nothing, *kept_scratch(1, 0))  # compiled now, not in the first step
+
+    def run(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """See `DenseDecoder.forward`.
+
+        Args:
+            hidden: [T, hidden_size], contiguous, T at least 1; it becomes the result.
+
+        Raises:
+            ConfigError: `attend` returned something that does not fit.
+            IndexError: a position is outside the tables.
+        """
+        num_rows, num_workers = len(hidden), torch.get_num_threads()
+        first, dtype = self._layers[0], hidden.dtype
+        program = self._program(num_rows, num_workers).copy()
+        inner = torch.empty((num_rows, first.inner.out_width), dtype=dtype)
+        for link, source in ((_QKV, hidden), (_INNER, hidden), (_DOWN, inner)):
+            program[link::_EACH, X] = source.data_ptr()
+        for link, into in ((_OUTPUT, hidden), (_INNER, inner), (_DOWN, hidden)):
+            program[link::_EACH, OUT] = into.data_ptr()
+        use_threads(num_workers)
+        floats = max(
+            link.scratch_floats(num_rows, num_workers) for link in first if isinstance(link, Panels)
+        )
+        rest = positions.contiguous().numpy(), *kept_scratch(num_workers, floats)
+        shape = num_rows, sum(self._num_heads), self._head_dim
+        wanted = num_rows, self._num_heads[0], self._head_dim
+        begin = 0
+        for number in range(len(self._layers)):
+            rows = torch.empty(shape, dtype=dtype)
+            qkv, end = _EACH * number + _QKV, _EACH * number + _OUTPUT
+            program[qkv, OUT] = program[qkv + 1, ROWS] = rows.data_ptr()
+            self._kernels.run_all(program[begin:end], self._eps[begin:end], *rest)
+            if number == 0:
+                first.turn.check(program[_TURN])
+            mixed = attend(number, *rows.split(self._num_heads, 1))
+            if mixed.shape != wanted or mixed.dtype != dtype or not mixed.is_cpu:
+                raise ConfigError(
+                    f"attend returned {mixed.dtype} {tuple(mixed.shape)} on {mixed.device}; it must "
+                    f"return {dtype} {wanted} on cpu"
+                )
+            mixed = mixed.contiguous()
+            program[end, X] = mixed.data_ptr()
+            begin = end
+        self._kernels.run_all(program[begin:], self._eps[begin:], *rest)
+        return hidden
+
+    def _program(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:
+        """The numbers of all operations, but for addresses."""
+        found = self._programs.get((num_rows, num_workers))
+        if found is not None:
+            return found
+        kernels = self._kernels
+        found = np.zeros((len(self._eps), kernels.WIDTH), np.int64)
+        for at, link in enumerate(link for links in self._layers for link in links):
+            if isinstance(link, Turn):
+                numbers = link.numbers(self._layers[0].qkv.row_bytes, num_workers)
+                found[at, kernels.KIND] = kernels.TURN
+            else:
+                adds = at % _EACH in (_OUTPUT, _DOWN)
+                numbers = link.numbers(num_rows, num_workers, add=adds)
+            found[at, : len(numbers)] = numbers
+        if len(self._programs) >= MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        self._programs[num_rows, num_workers] = found
+        return found
