@@ -123,10 +123,9 @@ def _schema_text(schema: object) -> str:
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Scores pass through the options in this order: repetition, presence and frequency penalty,
-    `logit_bias`, what is allowed at all, temperature, `top_k`, `top_p`, `min_p`. It is that of
-    Hugging Face transformers, but for `logit_bias`, its `sequence_bias`, which comes first there.
-    Log probabilities that are reported are those before all of this.
+    Scores pass through the options in this order: `logit_bias`, repetition, presence and frequency
+    penalty, what is allowed at all, temperature, `top_k`, `top_p`, `min_p`. It is that of Hugging
+    Face transformers. Log probabilities that are reported are those before all of this.
 
     Args:
         temperature: 0 is greedy whatever top_k, top_p and min_p are.

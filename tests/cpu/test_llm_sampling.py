@@ -37,6 +37,7 @@ def llm(checkpoint: Path) -> LLM:
     [
         {"repetition_penalty": 1.4},
         {"repetition_penalty": 0.8},
+        {"repetition_penalty": 1.3, "sequence_bias": {(80,): 6.0, (90,): -3.0, (100,): 5.5}},
         {"repetition_penalty": 1.2, "min_new_tokens": 20, "eos_token_id": [2, 50, 70, 90, 110]},
     ],
 )
@@ -58,6 +59,7 @@ def test_greedy_answers_are_those_of_transformers(
             repetition_penalty=options["repetition_penalty"],
             min_tokens=options.get("min_new_tokens", 0),
             stop_token_ids=ends,
+            logit_bias={one: bias for (one,), bias in options.get("sequence_bias", {}).items()},
         ),
     )
 

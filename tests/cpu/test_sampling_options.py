@@ -231,8 +231,8 @@ def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
         )
 
 
-def test_the_order_is_penalties_bias_masks() -> None:
-    """A bias is not penalised, and what is not allowed stays so however large its bias is."""
+def test_the_order_is_bias_penalties_masks() -> None:
+    """A bias is penalised like the score it changes, and what is not allowed stays so however large its bias is."""
     row = np.full(VOCAB, 2.0, np.float32)
 
     found = shaped(
@@ -247,7 +247,7 @@ def test_the_order_is_penalties_bias_masks() -> None:
     )
 
     assert {at: found[at] for at in np.flatnonzero(np.isfinite(found))} == {
-        3: 2.0 / 2 - 0.75 + 10.0,
+        3: (2.0 + 10.0) / 2 - 0.75,
         5: 2.0 / 2 - 0.75,
         9: 2.0,
     }

@@ -86,6 +86,7 @@ class Shaping:
     def apply(self, row: NDArray[np.float32], place: int) -> NDArray[np.float32]:
         """Scores [vocab_size] of row `place`, a new array; what is not allowed is -inf."""
         row, params = row.copy(), self.params
+        row[self.bias_ids] += self.bias
         if self.seen is not None:
             seen = self.seen.plus(self.draft[:place])
             scores = row[seen.ids]
@@ -95,7 +96,6 @@ class Shaping:
             taken = params.presence_penalty * (seen.counts > 0)
             taken += params.frequency_penalty * seen.counts
             row[seen.ids] = scores - taken.astype(np.float32)
-        row[self.bias_ids] += self.bias
         if self.masks is not None:
             allowed = np.unpackbits(self.masks[place], count=len(row), bitorder="little")
             row[allowed == 0] = -np.inf
