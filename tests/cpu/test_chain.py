@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.models.chain import MAX_PROGRAMS
+from ramify.models.chain import MAX_PROGRAMS, Chain
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
 from ramify.testing import TinyFamily, write_tiny_checkpoint
@@ -123,26 +126,66 @@ def test_what_attention_returns_may_be_a_view_and_must_fit(folder: Path) -> None
     assert torch.equal(model.forward(*args, attend), expected)
 
 
-def test_no_rows_and_positions_outside_the_tables(folder: Path) -> None:
-    """Nothing comes of nothing; a position that has no angle is refused."""
+def test_no_rows_and_positions_that_do_not_fit(folder: Path) -> None:
+    """Nothing comes of nothing; no row is left unturned, and none beyond the last is written."""
     model = decoder(folder, "mistral", "float32")
     nothing = torch.zeros(0, dtype=torch.int64)
     tokens, positions = ids(model, 3)
 
     assert model.forward(nothing, nothing, attend).shape == (0, model.config.hidden_size)
-    for wrong in (-1, model.config.max_model_len):
-        positions[1] = wrong
+    for wrong in (positions[:2], positions.repeat(2), positions.int(), positions[None]):
+        with pytest.raises(ConfigError, match=r"positions are torch.int.* must be int64 \[3\]"):
+            model.forward(tokens, wrong, attend)
+    with pytest.raises(ConfigError, match=r"x is torch.float32 \(1, 3, 52\)"):
+        model.forward(tokens[None], positions[:1], attend)
+    for outside in (-1, model.config.max_model_len):
+        positions[1] = outside
         with pytest.raises(IndexError, match="positions must be in"):
             model.forward(tokens, positions, attend)
 
 
-def test_programs_are_kept_for_the_latest_numbers_of_rows(folder: Path) -> None:
-    """A stream of prompts of all lengths does not pile them up."""
+def test_layers_that_differ_are_not_chained(folder: Path) -> None:
+    """Buffers are those of the first: another would write beyond them."""
+    chains = [decoder(folder, family, "float32")._chain for family in ("llama", "qwen3")]
+    layers = [chain._layers[0] for chain in chains if chain is not None]
+
+    with pytest.raises(ConfigError, match="layers differ"):
+        Chain(layers, num_heads=(6, 2, 2), head_dim=20)
+
+
+def test_programs_are_kept_for_the_numbers_of_rows_used_last(folder: Path) -> None:
+    """A stream of prompts of all lengths neither piles them up nor drives out that of decoding."""
     model = decoder(folder, "llama", "float32")
-    for num_rows in range(1, MAX_PROGRAMS + 10):
-        model.forward(*ids(model, num_rows), attend)
     assert model._chain is not None
-    assert len(model._chain._programs) == MAX_PROGRAMS
+    kept = model._chain._program(1, torch.get_num_threads())
+    for num_rows in range(2, MAX_PROGRAMS + 10):
+        model.forward(*ids(model, num_rows), attend)
+        model.forward(*ids(model, 1), attend)
+
+    assert model._chain._program(1, torch.get_num_threads()) is kept
+    assert model._chain._program.cache_info().currsize == MAX_PROGRAMS
+
+
+def test_loading_leaves_the_number_of_threads_as_it_was(folder: Path) -> None:
+    """The first kernel of a process starts Numba's pool, which is torch's too."""
+    decoder(folder, "llama", "float32")
+    program = f"""
+import pathlib, torch
+torch.set_num_threads(1)
+from ramify.models.loader import load_model
+load_model(pathlib.Path({str(folder / "llama")!r}), dtype="float32", exact=False, linear_strategy="panels")
+print(torch.get_num_threads())
+"""
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+    assert done.stdout.strip() == "1", done.stderr
 
 
 @pytest.mark.parametrize("strategy", ["packed", "padded", "single"])

@@ -26,7 +26,7 @@ def compiled(function: Callable[..., None], *sources: str, parallel: bool = True
     Numba looks at the file of the function alone to see whether what it kept is stale, so the name
     that it keeps it under has the content of all of them in it.
     """
-    content = b"".join(Path(one).read_bytes() for one in (*sources, simd.__file__))
+    content = b"".join(Path(one).read_bytes() for one in (*sources, simd.__file__, __file__))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     function.__qualname__ = f"{function.__name__.strip('_')}_{digest}_{simd.LANES}"
     options = {"nogil": True, "parallel": parallel, "error_model": "numpy"}

@@ -58,9 +58,9 @@ def narrow(builder: Any, x: Any, kind: int) -> Any:
 
     bits = builder.bitcast(x, _vec(lanes, _i32))
     odd = builder.and_(builder.lshr(bits, c(16)), c(1))
-    rounded = builder.add(builder.add(bits, c(0x7FFF)), odd)
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), c(0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(rounded, c(16)), _vec(lanes, ir.IntType(16)))
+    nearest = builder.add(builder.add(bits, c(0x7FFF)), odd)
+    nearest = builder.select(builder.fcmp_unordered("uno", x, x), c(0x7FC00000), nearest)
+    return builder.trunc(builder.lshr(nearest, c(16)), _vec(lanes, ir.IntType(16)))
 
 
 @intrinsic(prefer_literal=True)

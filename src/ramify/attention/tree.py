@@ -200,7 +200,7 @@ class TreeBackend:
         if shape is None:
             shape = self._shapes[plan.page_size, window] = self._args.Shape(
                 plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
-                self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0), spec.scale,
+                self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
             )  # fmt: skip
         self._reserve(shape, plan)
         use_threads(self._num_workers)
@@ -331,7 +331,7 @@ def check_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 
 
 def parts_of(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
-    """The planes as kind and `block_kernels.Part`: keys (or latents), rotary part or none, values."""
+    """The planes as kind and `kernel_args.Part`: keys (or latents), rotary part or none, values."""
     if "latent" in planes:
         latent = _part(planes, "latent")
         return [latent, _part(planes, "rope"), latent]

@@ -6,7 +6,9 @@ leaves nothing of the interpreter in the processor's caches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ from ramify.models.panels import OUT, ROWS, Panels, Turn, X, kept_scratch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_PROGRAMS = 64  # kept, one for each number of rows
+MAX_PROGRAMS = 64  # kept, one for each number of rows and of threads: those used last
 
 
 class Links(NamedTuple):
@@ -47,10 +49,15 @@ _EACH = len(Links._fields)
 
 
 class Chain:
-    """All layers of a dense decoder; the bits are those of its operations one by one.
+    """All layers of a dense decoder; the bits are those of their operations one by one.
 
     Args:
+        layers: at least one, all of the same widths and dtype.
         num_heads: of queries, of keys, of values.
+        head_dim: of each of them.
+
+    Raises:
+        ConfigError: layers differ.
     """
 
     def __init__(
@@ -58,10 +65,15 @@ class Chain:
     ) -> None:
         from ramify.models import chain_kernels
 
+        kinds = {tuple(link.kind for link in links) for links in layers}
+        if len(kinds) != 1:
+            raise ConfigError(f"layers differ in their widths or dtypes: {sorted(map(str, kinds))}")
         self._kernels = chain_kernels
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
         self._eps = np.array([link.eps for links in layers for link in links])
-        self._programs: dict[tuple[int, int], NDArray[np.int64]] = {}
+        # not of a method: it would keep itself, and the weights, until cycles are collected
+        self._program = functools.lru_cache(MAX_PROGRAMS)(partial(_program, self._layers))
+        use_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
         nothing = np.zeros((0, chain_kernels.WIDTH), np.int64), self._eps[:0], np.zeros(0, np.int64)
         chain_kernels.run_all(*nothing, *kept_scratch(1, 0))  # compiled now, not in the first step
 
@@ -74,21 +86,24 @@ class Chain:
         """See `DenseDecoder.forward`.
 
         Args:
-            hidden: [T, hidden_size], contiguous, T at least 1; it becomes the result.
+            hidden: [T, hidden_size] of the layers' dtype, contiguous, T at least 1; it is written
+                to, and becomes the result.
 
         Raises:
-            ConfigError: `attend` returned something that does not fit.
+            ConfigError: shapes or dtypes disagree, or `attend` returned something that does not fit.
             IndexError: a position is outside the tables.
         """
-        num_rows, num_workers = len(hidden), torch.get_num_threads()
-        first, dtype = self._layers[0], hidden.dtype
-        program = self._program(num_rows, num_workers).copy()
+        first, num_rows, num_workers = self._layers[0], len(hidden), torch.get_num_threads()
+        first.qkv.check(hidden)
+        first.turn.check_positions(positions, num_rows)
+        if not hidden.is_contiguous():
+            raise ConfigError(f"hidden has strides {hidden.stride()}; it must be contiguous")
+        program, dtype = self._program(num_rows, num_workers).copy(), hidden.dtype
         inner = torch.empty((num_rows, first.inner.out_width), dtype=dtype)
         for link, source in ((_QKV, hidden), (_INNER, hidden), (_DOWN, inner)):
             program[link::_EACH, X] = source.data_ptr()
         for link, into in ((_OUTPUT, hidden), (_INNER, inner), (_DOWN, hidden)):
             program[link::_EACH, OUT] = into.data_ptr()
-        use_threads(num_workers)
         floats = max(
             link.scratch_floats(num_rows, num_workers) for link in first if isinstance(link, Panels)
         )
@@ -100,9 +115,10 @@ class Chain:
             rows = torch.empty(shape, dtype=dtype)
             qkv, end = _EACH * number + _QKV, _EACH * number + _OUTPUT
             program[qkv, OUT] = program[qkv + 1, ROWS] = rows.data_ptr()
+            use_threads(num_workers)  # attention has its own number
             self._kernels.run_all(program[begin:end], self._eps[begin:end], *rest)
             if number == 0:
-                first.turn.check(program[_TURN])
+                first.turn.check_done(program[_TURN])
             mixed = attend(number, *rows.split(self._num_heads, 1))
             if mixed.shape != wanted or mixed.dtype != dtype or not mixed.is_cpu:
                 raise ConfigError(
@@ -112,25 +128,22 @@ class Chain:
             mixed = mixed.contiguous()
             program[end, X] = mixed.data_ptr()
             begin = end
+        use_threads(num_workers)
         self._kernels.run_all(program[begin:], self._eps[begin:], *rest)
         return hidden
 
-    def _program(self, num_rows: int, num_workers: int) -> NDArray[np.int64]:
-        """The numbers of all operations, but for addresses."""
-        found = self._programs.get((num_rows, num_workers))
-        if found is not None:
-            return found
-        kernels = self._kernels
-        found = np.zeros((len(self._eps), kernels.WIDTH), np.int64)
-        for at, link in enumerate(link for links in self._layers for link in links):
-            if isinstance(link, Turn):
-                numbers = link.numbers(self._layers[0].qkv.row_bytes, num_workers)
-                found[at, kernels.KIND] = kernels.TURN
-            else:
-                adds = at % _EACH in (_OUTPUT, _DOWN)
-                numbers = link.numbers(num_rows, num_workers, add=adds)
-            found[at, : len(numbers)] = numbers
-        if len(self._programs) >= MAX_PROGRAMS:
-            del self._programs[next(iter(self._programs))]
-        self._programs[num_rows, num_workers] = found
-        return found
+
+def _program(layers: Sequence[Links], num_rows: int, num_workers: int) -> NDArray[np.int64]:
+    """The numbers of all operations, but for addresses: [operations, WIDTH]."""
+    from ramify.models import chain_kernels as kernels
+
+    found = np.zeros((_EACH * len(layers), kernels.WIDTH), np.int64)
+    for at, link in enumerate(link for links in layers for link in links):
+        if isinstance(link, Turn):
+            numbers = link.numbers(layers[0].qkv.row_bytes, num_workers)
+            found[at, kernels.KIND] = kernels.TURN
+        else:
+            numbers = link.numbers(num_rows, num_workers, add=at % _EACH in (_OUTPUT, _DOWN))
+            found[at, kernels.KIND] = kernels.MULTIPLY
+        found[at, : len(numbers)] = numbers
+    return found

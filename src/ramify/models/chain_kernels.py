@@ -13,7 +13,7 @@ from ramify.models.row_kernels import turn
 MULTIPLY, TURN = range(2)
 KIND = 17  # the place of one of them, behind the numbers of `multiply`
 WIDTH = KIND + 1
-_KIND, _TURN = KIND, TURN
+_KIND, _TURN = KIND, TURN  # globals are constants to Numba
 
 
 def _run_all(program: Any, eps: Any, positions: Any, scratch: Any, counter: Any) -> None:

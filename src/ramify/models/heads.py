@@ -23,8 +23,8 @@ class TurnedHeads:
     """Heads that are normalised and turned in place, and are views of the rows."""
 
     turn: Callable[[Tensor, Tensor], Tensor]  # a `Turn`, unless its rows depend on each other
-    counts: tuple[int, int, int]
-    head_dim: int
+    counts: tuple[int, int, int]  # heads of queries, of keys and of values
+    head_dim: int  # of each
 
     def __call__(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, all heads side by side] and positions [T] int64 -> q, k, v."""
@@ -43,6 +43,7 @@ class HeadsBuilder:
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=build.dtype
         )
         self.fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
+        # heads of queries, of keys and of values
         self.counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:

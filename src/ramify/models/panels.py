@@ -90,13 +90,18 @@ class Panels:
             biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
             self._bias = torch.stack(biases, 1).flatten()
         self._norm = None if norm is None else norm[0].contiguous()
-        self.eps = 0.0 if norm is None else float(norm[1])
+        self.eps = 0.0 if norm is None else float(norm[1])  # of the norm, if there is one
         self._fixed = (
             0 if self._norm is None else self._norm.data_ptr(),
             self._weight.data_ptr(),
             len(self._weight),
             0 if self._bias is None else self._bias.data_ptr(),
         )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Dtype and widths."""
+        return self._dtype, self._in_width, self.out_width
 
     @property
     def row_bytes(self) -> int:
@@ -119,6 +124,15 @@ class Panels:
         """Floats that each worker needs; see `kept_scratch`."""
         block_rows = _cut(num_rows, self._fixed[2], num_workers)[0]
         return self._kernels.scratch_floats(block_rows, self._in_width)
+
+    def check(self, x: Tensor) -> None:
+        """Raises ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
+        fits = x.dim() == 2 and x.shape[1] == self._in_width
+        if not fits or x.dtype != self._dtype or not x.is_cpu:
+            raise ConfigError(
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {self._dtype} "
+                f"[rows, {self._in_width}] on cpu"
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
@@ -151,12 +165,7 @@ class Panels:
         return sums
 
     def _run(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
-        fits = x.dim() == 2 and x.shape[1] == self._in_width
-        if not fits or x.dtype != self._dtype or not x.is_cpu:
-            raise ConfigError(
-                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {self._dtype} "
-                f"[rows, {self._in_width}] on cpu"
-            )
+        self.check(x)
         num_rows = x.shape[0]
         if num_rows == 0 or self.out_width == 0:
             return
@@ -212,7 +221,7 @@ class Turn:
         self._turn = row_kernels.turn
         self._tables = cos.contiguous(), sin.contiguous()
         self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
-        self.eps = 0.0 if norms is None else float(norms[2])
+        self.eps = 0.0 if norms is None else float(norms[2])  # of the norms, if there are any
         self._shape = num_q, num_k, 2 * cos.shape[1]
         weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
         self._fixed = (
@@ -221,6 +230,11 @@ class Turn:
             *(table.data_ptr() for table in self._tables),
             len(cos),
         )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Dtype, heads of queries and of keys, elements of each."""
+        return self._tables[0].dtype, *self._shape
 
     def numbers(self, row_bytes: int, num_workers: int) -> tuple[int, ...]:
         """What `row_kernels.turn` is told; the address of the rows is still to be put at `ROWS`."""
@@ -242,21 +256,25 @@ class Turn:
                 f"rows are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}; they must "
                 f"be {self._tables[0].dtype} [tokens, at least {(num_q + num_k) * head_dim}]"
             )
-        if positions.shape != rows.shape[:1] or positions.dtype != torch.int64:
-            raise ConfigError(
-                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
-                f"[{rows.shape[0]}]"
-            )
+        self.check_positions(positions, len(rows))
         num_workers = torch.get_num_threads()
         row_bytes = rows.stride(0) * rows.element_size()
         numbers = np.array(self.numbers(row_bytes, num_workers), np.int64)
         numbers[ROWS] = rows.data_ptr()
         use_threads(num_workers)
         self._turn(numbers, self.eps, positions.contiguous().numpy())
-        self.check(numbers)
+        self.check_done(numbers)
         return rows
 
-    def check(self, numbers: NDArray[np.int64]) -> None:
+    def check_positions(self, positions: Tensor, num_rows: int) -> None:
+        """Raises ConfigError unless they are [num_rows] int64."""
+        if positions.shape != (num_rows,) or positions.dtype != torch.int64:
+            raise ConfigError(
+                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
+                f"[{num_rows}]"
+            )
+
+    def check_done(self, numbers: NDArray[np.int64]) -> None:
         """Raises IndexError where the kernel met a position outside the tables."""
         if numbers[BEYOND]:
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
