@@ -109,6 +109,17 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Pat
         load(path)
 
 
+def test_one_whole_file_goes_before_shards_of_other_weights(tmp_path: Path) -> None:
+    """As in transformers: an index beside it is left over, whether its shards are there or not."""
+    path = write_tiny_checkpoint(tmp_path, "llama", shards=3)
+    expected = {name: tensor + 1 for name, tensor in load(path).items()}
+    save_file(expected, path / "model.safetensors")
+
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load(path).items())
+    delete_shard(path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load(path).items())
+
+
 def truncate(path: Path) -> None:
     shard = path / "model-00002-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])

@@ -176,7 +176,14 @@ def load_weights(
 
 
 def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
-    """Safetensors files of a checkpoint -> the tensors that an index promises to be in them."""
+    """Safetensors files of a checkpoint -> the tensors that an index promises to be in them.
+
+    One file that holds everything goes before an index, which then is left from other weights; so
+    transformers has it.
+    """
+    single = path / "model.safetensors"
+    if single.is_file():
+        return {single: frozenset()}
     if (path / INDEX).is_file():
         places = _read_json(path / INDEX).get("weight_map")
         if not isinstance(places, dict) or not places:
@@ -193,9 +200,6 @@ def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
                 f"{INDEX} names); download the checkpoint again"
             )
         return {path / shard: frozenset(shards[shard]) for shard in sorted(shards)}
-    single = path / "model.safetensors"
-    if single.is_file():
-        return {single: frozenset()}
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if others:
         raise CheckpointError(
