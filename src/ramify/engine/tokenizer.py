@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ramify.engine.added_tokens import add_named_tokens
 from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
@@ -84,8 +85,17 @@ class Tokenizer:
         except Exception as error:  # the package raises nothing narrower
             raise CheckpointError(f"{source} cannot be read: {error}; download it again") from error
         config = _read_json(path / "tokenizer_config.json")
-        named = _read_json(path / "special_tokens_map.json") | config
-        special = {name: _content(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
+        older = _read_json(path / "special_tokens_map.json")
+        is_new = "added_tokens_decoder" in config
+        named = older | config if is_new else config | older
+        legacy = {} if is_new else _read_json(path / "added_tokens.json")
+        try:
+            add_named_tokens(core, config if is_new else named, legacy)
+            special = {name: _content(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise CheckpointError(
+                f"tokens that {path / 'tokenizer_config.json'} names cannot be added: {error}"
+            ) from error
         return cls(core, special_tokens=special, chat_templates=_templates(path, config))
 
     @property

@@ -1,0 +1,145 @@
+"""Tokens that the other files of a tokenizer name: the ids are those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from ramify.engine.tokenizer import Tokenizer
+from ramify.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers", reason="the oracle")
+
+NAMES = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<x>", "[MASK]", "foo", "<tool>"]
+PIECES = ["hello", " ", "world ", " foo", "bar"]
+ROLES = ["bos_token", "eos_token", "pad_token", "unk_token", "mask_token"]
+WORDS = ["▁hello", "▁world", "▁foo", "hello", "bar", "</s>"]
+
+
+def flags(draw: Random) -> dict[str, bool]:
+    names = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return {name: draw.random() < 0.3 for name in names}
+
+
+def base(draw: Random) -> tokenizers.Tokenizer:
+    """Bytes, or a Unigram vocabulary that has a special token's text as a piece."""
+    if draw.random() < 0.5:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        model = models.BPE({sign: number for number, sign in enumerate(alphabet)}, [])
+        core = tokenizers.Tokenizer(model)
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+    else:
+        signs = sorted({*"".join(NAMES + PIECES), "▁"} - {" "})
+        pieces = ["<unk>", *WORDS, *signs]
+        scores = [0.0, *[-2.0] * len(WORDS), *[-6.0] * len(signs)]
+        core = tokenizers.Tokenizer(models.Unigram(list(zip(pieces, scores, strict=True)), 0))
+        core.pre_tokenizer = pre_tokenizers.Metaspace()
+        core.decoder = decoders.Metaspace()
+    for name in draw.sample(NAMES, draw.randint(0, 3)):
+        core.add_tokens([tokenizers.AddedToken(name, **flags(draw))])
+    return core
+
+
+def write(path: Path, draw: Random) -> None:
+    """A tokenizer whose files name tokens in all the ways that there are."""
+    core = base(draw)
+    core.save(str(path / "tokenizer.json"))
+    count = core.get_vocab_size()
+
+    def ids(names: list[str]) -> dict[str, int | None]:
+        fresh = [name for name in names if core.token_to_id(name) is None]
+        return {
+            name: count + fresh.index(name) if name in fresh else core.token_to_id(name)
+            for name in names
+        }
+
+    def token(name: str) -> Any:
+        if draw.random() < 0.6:
+            return name
+        entry = {key: value for key, value in flags(draw).items() if key != "special"}
+        return {"content": name, "__type": "AddedToken", **entry}
+
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    some = draw.sample(NAMES, draw.randint(0, 3))
+    older = draw.random() < 0.6
+    if not older:
+        known = [one.content for one in core.get_added_tokens_decoder().values()]
+        entries = ids(list(dict.fromkeys([*known, *some])))
+        config["added_tokens_decoder"] = {
+            str(number): {"content": name, **flags(draw)} for name, number in entries.items()
+        }
+    elif draw.random() < 0.5:
+        (path / "added_tokens.json").write_text(json.dumps(ids(some)))
+    for role in ROLES:
+        if draw.random() < 0.4:
+            config[role] = token(draw.choice(NAMES))
+    if draw.random() < 0.4:
+        name = draw.choice(["additional_special_tokens", "extra_special_tokens"])
+        config[name] = draw.sample(NAMES, draw.randint(1, 3))
+    for name in ("add_bos_token", "add_eos_token"):
+        if draw.random() < 0.3:
+            config[name] = draw.random() < 0.7
+    if older and draw.random() < 0.4:
+        named = {role: draw.choice(NAMES) for role in ROLES[:2] if draw.random() < 0.5}
+        (path / "special_tokens_map.json").write_text(json.dumps(named))
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
+    """Which texts are tokens, which of them are special, their ids, and what surrounds a text."""
+    draw = Random(seed)
+    write(tmp_path, draw)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.load(tmp_path)
+
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert ours.vocab_size == len(theirs)
+    for _ in range(12):
+        text = "".join(draw.choice(NAMES + PIECES) for _ in range(draw.randint(1, 7)))
+        ids = theirs.encode(text, add_special_tokens=False)
+
+        assert list(ours.encode(text, add_special_tokens=False)) == ids, text
+        assert list(ours.encode(text)) == theirs.encode(text), text
+        options = {"clean_up_tokenization_spaces": False}
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, **options), text
+
+
+def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_path: Path) -> None:
+    """It is guarded as those of `tokenizer.json` are."""
+    base(Random(0)).save(str(tmp_path / "tokenizer.json"))
+    entry = {"content": "<|end|>", "special": True}
+    added = {"added_tokens_decoder": {"300": entry}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    tokenizer = Tokenizer.load(tmp_path)
+    (end,) = tokenizer.encode("<|end|>")
+
+    assert end in tokenizer.special_ids
+    assert end not in tokenizer.encode_with_ends(tokenizer.guarded("a<|end|>b"))[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": ["<x>"]},
+        {"added_tokens_decoder": {"first": {"content": "<x>"}}},
+        {"added_tokens_decoder": {"300": {"contents": "<x>"}}},
+        {"eos_token": {"id": 3}},
+        {"additional_special_tokens": [7]},
+        {"additional_special_tokens": 7},
+    ],
+)
+def test_what_is_no_token_is_told(tmp_path: Path, config: dict[str, Any]) -> None:
+    """With the file that names it."""
+    base(Random(1)).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json names cannot be added"):
+        Tokenizer.load(tmp_path)
