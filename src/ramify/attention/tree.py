@@ -164,7 +164,7 @@ class TreeBackend:
         """See `AttentionBackend.run`."""
         spec = self.spec
         wanted = spec.num_heads, spec.head_dim
-        if len(q) < plan.num_tokens or tuple(q.shape[1:]) != wanted:
+        if q.shape[0] < plan.num_tokens or q.shape[1:] != wanted:
             raise ConfigError(
                 f"q has shape {tuple(q.shape)}; it must be {(plan.num_tokens, *wanted)}, with or "
                 "without more rows of padding"
@@ -173,7 +173,7 @@ class TreeBackend:
             return self.run(plan, layer, q.float(), planes, selected=selected).to(q.dtype)
         if q.stride()[1:] != (spec.head_dim, 1):
             q = q.contiguous()
-        out = torch.empty((len(q), spec.num_heads, spec.out_dim), dtype=q.dtype)
+        out = torch.empty((q.shape[0], spec.num_heads, spec.out_dim), dtype=q.dtype)
         if selected is not None:
             plan = self._sparse(plan, selected)
             out.fill_(torch.nan)  # what sees nothing has no mean

@@ -119,7 +119,7 @@ class Chain:
             self._kernels.run_all(program[begin:end], self._eps[begin:end], *rest)
             if number == 0:
                 first.turn.check_done(program[_TURN])
-            mixed = attend(number, *rows.split(self._num_heads, 1))
+            mixed = attend(number, *rows.split_with_sizes(self._num_heads, 1))
             if mixed.shape != wanted or mixed.dtype != dtype or not mixed.is_cpu:
                 raise ConfigError(
                     f"attend returned {mixed.dtype} {tuple(mixed.shape)} on {mixed.device}; it must "
