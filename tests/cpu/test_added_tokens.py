@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers", reason="the oracle")
 
 NAMES = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<x>", "[MASK]", "foo", "<tool>"]
 PIECES = ["hello", " ", "world ", " foo", "bar"]
-ROLES = ["bos_token", "eos_token", "pad_token", "unk_token", "mask_token"]
+ROLES = ["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "image_token"]
+LISTS = ["additional_special_tokens", "extra_special_tokens"]
 WORDS = ["▁hello", "▁world", "▁foo", "hello", "bar", "</s>"]
 
 
@@ -71,6 +72,8 @@ def write(path: Path, draw: Random) -> None:
     older = draw.random() < 0.6
     if not older:
         known = [one.content for one in core.get_added_tokens_decoder().values()]
+        if draw.random() < 0.2:
+            known = known[1:]
         entries = ids(list(dict.fromkeys([*known, *some])))
         config["added_tokens_decoder"] = {
             str(number): {"content": name, **flags(draw)} for name, number in entries.items()
@@ -79,15 +82,22 @@ def write(path: Path, draw: Random) -> None:
         (path / "added_tokens.json").write_text(json.dumps(ids(some)))
     for role in ROLES:
         if draw.random() < 0.4:
-            config[role] = token(draw.choice(NAMES))
-    if draw.random() < 0.4:
-        name = draw.choice(["additional_special_tokens", "extra_special_tokens"])
-        config[name] = draw.sample(NAMES, draw.randint(1, 3))
+            name = draw.choice(NAMES)
+            config[role] = name if role == "image_token" else token(name)
+    for name in LISTS:
+        if draw.random() < 0.3:
+            config[name] = draw.sample(NAMES, draw.randint(1, 3))
+    if "extra_special_tokens" in config and draw.random() < 0.2:
+        config["extra_special_tokens"] = {"image": draw.choice(NAMES), "sound": draw.choice(NAMES)}
     for name in ("add_bos_token", "add_eos_token"):
         if draw.random() < 0.3:
             config[name] = draw.random() < 0.7
     if older and draw.random() < 0.4:
+        named: dict[str, Any]
         named = {role: draw.choice(NAMES) for role in ROLES[:2] if draw.random() < 0.5}
+        for name in LISTS:
+            if draw.random() < 0.2:
+                named[name] = draw.sample(NAMES, draw.randint(1, 3))
         (path / "special_tokens_map.json").write_text(json.dumps(named))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -126,20 +136,47 @@ def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("name", "content", "told"),
     [
-        {"added_tokens_decoder": ["<x>"]},
-        {"added_tokens_decoder": {"first": {"content": "<x>"}}},
-        {"added_tokens_decoder": {"300": {"contents": "<x>"}}},
-        {"eos_token": {"id": 3}},
-        {"additional_special_tokens": [7]},
-        {"additional_special_tokens": 7},
+        ("tokenizer_config", {"added_tokens_decoder": ["<x>"]}, "must be an object"),
+        ("tokenizer_config", {"added_tokens_decoder": {"first": {"content": "<x>"}}}, "first"),
+        ("tokenizer_config", {"added_tokens_decoder": {"300": {"contents": "<x>"}}}, "is no token"),
+        ("tokenizer_config", {"eos_token": {"id": 3}}, "is no token"),
+        ("tokenizer_config", {"eos_token": {"content": "<x>", "lstrip": "false"}}, "nor false"),
+        ("tokenizer_config", {"additional_special_tokens": [7]}, "7 is no token"),
+        ("tokenizer_config", {"additional_special_tokens": 7}, "must be a list"),
+        ("tokenizer_config", {"additional_special_tokens": "<abc>"}, "must be a list"),
+        ("special_tokens_map", {"extra_special_tokens": 7}, "must be a list"),
+        ("added_tokens", {"<x>": "256"}, "must be a number"),
+        ("added_tokens", {"<x>": None, "<y>": 3}, "must be a number"),
     ],
 )
-def test_what_is_no_token_is_told(tmp_path: Path, config: dict[str, Any]) -> None:
-    """With the file that names it."""
+def test_what_is_no_token_is_told(tmp_path: Path, name: str, content: Any, told: str) -> None:
+    """In one kind of error."""
     base(Random(1)).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
 
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json names cannot be added"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.* cannot be added: .*{told}"):
         Tokenizer.load(tmp_path)
+
+
+def test_files_that_are_too_deep_are_told(tmp_path: Path) -> None:
+    """Deeper than the parser can go."""
+    base(Random(1)).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "added_tokens.json").write_text("[" * 200_000)
+
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_id_that_a_token_cannot_have_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gets the next one, as in transformers; the model's embedding may mean another."""
+    base(Random(0)).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|far|>": 5000}))
+
+    tokenizer = Tokenizer.load(tmp_path)
+
+    assert tokenizer.encode("<|far|>")[0] < 5000
+    assert "the files of the tokenizer say 5000" in caplog.text

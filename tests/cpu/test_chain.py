@@ -151,6 +151,8 @@ def test_layers_that_differ_are_not_chained(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match="layers differ"):
         Chain(layers, num_heads=(6, 2, 2), head_dim=20)
+    with pytest.raises(ConfigError, match="products have widths"):
+        Chain(layers[:1], num_heads=(6, 2, 1), head_dim=20)
 
 
 def test_programs_are_kept_for_the_numbers_of_rows_used_last(folder: Path) -> None:

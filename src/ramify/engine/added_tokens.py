@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 
+logger = logging.getLogger(__name__)
+
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LISTS = ("additional_special_tokens", "extra_special_tokens")
+LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first that has any counts
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+ENTRIES = "added_tokens_decoder"  # of `tokenizer_config.json`: a token for each id
+
+
+def merged(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
+    """`tokenizer_config.json` with `special_tokens_map.json`, which older tools write.
+
+    It goes before the other one unless that has `ENTRIES`, and its list of tokens goes behind.
+    """
+    if ENTRIES in config:
+        return {**older, **config}
+    both = {name: value for name, value in {**config, **older}.items() if name not in LISTS}
+    extra, others = LISTS
+    if isinstance(config.get(extra), Mapping):
+        both[extra] = config[extra]
+        lists = (_list(older, extra), _list(older, others), _list(config, others))
+        both[others] = next((found for found in lists if found), [])
+    else:
+        both[others] = [*_listed(config), *_list(older, extra)] or _list(older, others)
+    return both
 
 
 def add_named_tokens(
@@ -19,55 +41,94 @@ def add_named_tokens(
 
     Args:
         core: is changed.
-        config: of `tokenizer_config.json`; its `added_tokens_decoder` has an entry for each id. If
-            it has none, older files take part, with their content already merged into it.
-        legacy: of `added_tokens.json`: text -> id.
+        config: of `tokenizer_config.json`; without `ENTRIES`, as `merged` makes it.
+        legacy: of `added_tokens.json`, which counts where there are no `ENTRIES`: text -> id.
 
     Tokens come in the order of their ids, then special tokens that have a role or are listed but
-    have no id. What is in the vocabulary keeps its id, any other token gets the next one.
+    have no id. What is in the vocabulary keeps its id, any other token gets the next one, whatever
+    the files say; that they say another is logged.
 
     Raises:
-        ValueError: an entry is no token.
+        ValueError: an entry is no token, or an id no number.
     """
     special, with_role = _special(config)
-    present = {one.content: one for one in core.get_added_tokens_decoder().values()}
+    added = core.get_added_tokens_decoder()
+    present = {one.content: one for one in added.values()}
     before = {repr(one) for one in present.values()}
-    entries = config.get("added_tokens_decoder")
+    is_new = ENTRIES in config
+    ids: dict[int, Any] = _by_id(config[ENTRIES]) if is_new else _by_legacy_id(legacy)
     wanted: dict[str, tokenizers.AddedToken] = {}
-    if entries is not None:
-        for _, entry in sorted((int(index), entry) for index, entry in entries.items()):
+    for index, entry in sorted(ids.items(), key=lambda item: item[0]):
+        if is_new:
             token = _token(entry)
             wanted[token.content] = token
-    else:
-        for text, _ in sorted(legacy.items(), key=lambda item: item[1]):
-            plain = text not in special
-            wanted[text] = tokenizers.AddedToken(text, normalized=plain, special=not plain)
-        wanted = {text: one for text, one in wanted.items() if text not in present}
+        elif index not in added and entry not in present:
+            plain = entry not in special
+            wanted[entry] = tokenizers.AddedToken(entry, normalized=plain, special=not plain)
     for text, entry in special.items():
-        known = wanted.get(text) or present.get(text)
-        if known is None:
-            wanted[text] = _token(entry, special=True)
-        elif text in with_role and not known.special:
-            known.special = True
+        known = wanted.get(text) or (None if is_new else present.get(text))
+        if known is not None:
+            known.special |= text in with_role
             wanted[text] = known
+        elif text not in present:
+            wanted[text] = _token(entry, special=True)
     core.add_tokens([one for one in wanted.values() if one.content and repr(one) not in before])
+    for index, entry in ids.items():
+        text = _token(entry).content
+        if text in wanted and core.token_to_id(text) != index:
+            logger.warning(
+                "token %r has the id %s, where the files of the tokenizer say %d; so it has in "
+                "transformers", text, core.token_to_id(text), index,
+            )  # fmt: skip
 
 
 def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Special tokens that are named, text -> entry, and the texts that have a role.
 
-    Of several entries for one text the last that differs from those before it counts.
+    Any key that ends in `_token`, and any key of a mapping of tokens, is a role. Of several entries
+    for one text the last that differs from those before it counts.
     """
-    named: list[Any] = []
-    for role in ROLES:
-        if config.get(role) and config[role] not in named:
-            named.append(config[role])
-    with_role = {_token(entry).content for entry in named}
+    entries = [config.get(role) for role in ROLES]
+    for name, value in config.items():
+        if name.endswith("_token") and name not in ROLES and isinstance(value, str):
+            entries.append(value)
     for name in LISTS:
-        several = config.get(name) or ()
-        several = several.values() if isinstance(several, Mapping) else several
-        named.extend(entry for entry in several if entry and entry not in named)
+        if isinstance(config.get(name), Mapping):
+            entries.extend(config[name].values())
+    named: list[Any] = []
+    for entry in entries:
+        if entry and entry not in named:
+            named.append(entry)
+    with_role = {_token(entry).content for entry in named}
+    named.extend(entry for entry in _listed(config) if entry and entry not in named)
     return {_token(entry).content: entry for entry in named}, with_role
+
+
+def _listed(config: Mapping[str, Any]) -> list[Any]:
+    """Special tokens without a role."""
+    return next((found for name in LISTS if (found := _list(config, name))), [])
+
+
+def _list(config: Mapping[str, Any], name: str) -> list[Any]:
+    found = config.get(name) or []
+    if isinstance(found, Mapping):  # of roles
+        return []
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is {found!r}; it must be a list")
+    return found
+
+
+def _by_id(entries: Any) -> dict[int, Any]:
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{ENTRIES} is {entries!r}; it must be an object")
+    return {int(index): entry for index, entry in entries.items()}
+
+
+def _by_legacy_id(legacy: Mapping[str, Any]) -> dict[int, str]:
+    for text, index in legacy.items():
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise ValueError(f"the id of {text!r} is {index!r}; it must be a number")
+    return {index: text for text, index in legacy.items()}
 
 
 def _token(entry: Any, *, special: bool | None = None) -> tokenizers.AddedToken:
@@ -75,7 +136,9 @@ def _token(entry: Any, *, special: bool | None = None) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(entry, normalized=False, special=True)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise ValueError(f"{entry!r} is no token")
-    flags = {name: bool(entry[name]) for name in FLAGS if name in entry}
+    flags = {name: entry[name] for name in FLAGS if name in entry}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise ValueError(f"{entry!r} has a flag that is neither true nor false")
     if special is not None:
         flags["special"] = special
     return tokenizers.AddedToken(entry["content"], **flags)

@@ -17,10 +17,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ramify.engine.added_tokens import add_named_tokens
+from ramify.engine.added_tokens import ENTRIES, ROLES, add_named_tokens, merged
 from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 DEFAULT, TOOL_USE = "default", "tool_use"
 GUARD = "\U0010fffe"  # no character, and in no text: breaks up special tokens that users write
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not, or not yet, a character
@@ -72,7 +71,8 @@ class Tokenizer:
         """The tokenizer of a checkpoint directory.
 
         Raises:
-            CheckpointError: no `tokenizer.json`, or a file that cannot be read.
+            CheckpointError: no `tokenizer.json`, a file that cannot be read, or one that names
+                something as a token that is none.
         """
         source = path / "tokenizer.json"
         if not source.is_file():
@@ -85,17 +85,17 @@ class Tokenizer:
         except Exception as error:  # the package raises nothing narrower
             raise CheckpointError(f"{source} cannot be read: {error}; download it again") from error
         config = _read_json(path / "tokenizer_config.json")
-        older = _read_json(path / "special_tokens_map.json")
-        is_new = "added_tokens_decoder" in config
-        named = older | config if is_new else config | older
-        legacy = {} if is_new else _read_json(path / "added_tokens.json")
+        older, legacy = (
+            _read_json(path / name) for name in ("special_tokens_map.json", "added_tokens.json")
+        )
         try:
-            add_named_tokens(core, config if is_new else named, legacy)
-            special = {name: _content(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            named = merged(config, older)
+            add_named_tokens(core, config if ENTRIES in config else named, legacy)
+        except ValueError as error:
             raise CheckpointError(
-                f"tokens that {path / 'tokenizer_config.json'} names cannot be added: {error}"
+                f"{path}: tokens that are named beside tokenizer.json cannot be added: {error}"
             ) from error
+        special = {name: _content(named[name]) for name in ROLES if named.get(name)}
         return cls(core, special_tokens=special, chat_templates=_templates(path, config))
 
     @property
@@ -432,7 +432,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds {type(found).__name__}, not an object")

@@ -57,7 +57,7 @@ class Chain:
         head_dim: of each of them.
 
     Raises:
-        ConfigError: layers differ.
+        ConfigError: layers differ, or the widths of one do not fit.
     """
 
     def __init__(
@@ -68,6 +68,14 @@ class Chain:
         kinds = {tuple(link.kind for link in links) for links in layers}
         if len(kinds) != 1:
             raise ConfigError(f"layers differ in their widths or dtypes: {sorted(map(str, kinds))}")
+        first, heads = layers[0], sum(num_heads) * head_dim
+        hidden, mixed, inner = first.qkv.widths[0], num_heads[0] * head_dim, first.down.widths[0]
+        expected = (hidden, heads), (mixed, hidden), (hidden, inner), (inner, hidden)
+        found = tuple(link.widths for link in first if isinstance(link, Panels))
+        if found != expected:
+            raise ConfigError(
+                f"products have widths {found}; with these heads they must have {expected}"
+            )
         self._kernels = chain_kernels
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
         self._eps = np.array([link.eps for links in layers for link in links])

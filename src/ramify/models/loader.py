@@ -111,7 +111,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
             "and tokenizer.json"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds {type(found).__name__}, not an object")

@@ -99,9 +99,14 @@ class Panels:
         )
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """Of x and of the result."""
+        return self._in_width, self.out_width
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """Dtype and widths."""
-        return self._dtype, self._in_width, self.out_width
+        return self._dtype, *self.widths
 
     @property
     def row_bytes(self) -> int:
@@ -233,8 +238,8 @@ class Turn:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Dtype, heads of queries and of keys, elements of each."""
-        return self._tables[0].dtype, *self._shape
+        """Dtype, positions, heads of queries and of keys, elements of each."""
+        return self._tables[0].dtype, len(self._tables[0]), *self._shape
 
     def numbers(self, row_bytes: int, num_workers: int) -> tuple[int, ...]:
         """What `row_kernels.turn` is told; the address of the rows is still to be put at `ROWS`."""
