@@ -160,6 +160,19 @@ def test_what_is_no_token_is_told(tmp_path: Path, name: str, content: Any, told:
         Tokenizer.load(tmp_path)
 
 
+def test_an_older_file_beside_entries_is_read_as_carefully(tmp_path: Path) -> None:
+    """It still says what ends a text, where the newer one does not."""
+    base(Random(1)).save(str(tmp_path / "tokenizer.json"))
+    newer, older = tmp_path / "tokenizer_config.json", tmp_path / "special_tokens_map.json"
+    newer.write_text(json.dumps({"added_tokens_decoder": {"300": {"content": "<end>"}}}))
+    older.write_text(json.dumps({"eos_token": "<end>"}))
+    assert len(Tokenizer.load(tmp_path).eos_token_ids) == 1
+
+    older.write_text(json.dumps({"eos_token": {"id": 3}}))
+    with pytest.raises(CheckpointError, match="is no token"):
+        Tokenizer.load(tmp_path)
+
+
 def test_files_that_are_too_deep_are_told(tmp_path: Path) -> None:
     """Deeper than the parser can go."""
     base(Random(1)).save(str(tmp_path / "tokenizer.json"))

@@ -18,7 +18,6 @@ from ramify.attention.simd import (
     _fill,
     _i32,
     _i64,
-    _load,
     _step,
     _store,
     _vec,
@@ -63,20 +62,33 @@ def narrow(builder: Any, x: Any, kind: int) -> Any:
     return builder.trunc(builder.lshr(nearest, c(16)), _vec(lanes, ir.IntType(16)))
 
 
+def _convert(
+    builder: Any,
+    row: tuple[Any, int],
+    into: tuple[Any, int],
+    width: Any,
+    change: Callable[[Any, Any], Any],
+    scalar: Any,
+) -> None:
+    """into = change(row, scalar) in float32; of both, the address and what is stored there."""
+    (source, stored), (target, made) = row, into
+
+    def body(index: Any, lanes: int) -> None:
+        x = _widen(builder, _step(builder, source, index, SIZES[stored]), stored, lanes)
+        x = change(x, _fill(builder, scalar, lanes))
+        _store(builder, narrow(builder, x, made), _step(builder, target, index, SIZES[made]))
+
+    sweep(builder, width, body)
+
+
 @intrinsic(prefer_literal=True)
 def scale_up(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) -> Any:
     """into = source * scale in float32; `kind`, a literal, is the source's dtype."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, width, scale, _ = args
-        stored = kind.literal_value
-
-        def body(index: Any, lanes: int) -> None:
-            x = _widen(builder, _step(builder, source, index, SIZES[stored]), stored, lanes)
-            x = builder.fmul(x, _fill(builder, scale, lanes))
-            _store(builder, x, _step(builder, into, index, 4))
-
-        sweep(builder, width, body)
+        row, to = (source, kind.literal_value), (into, F32)
+        _convert(builder, row, to, width, builder.fmul, scale)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _float, kind), code
@@ -84,18 +96,12 @@ def scale_up(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) 
 
 @intrinsic(prefer_literal=True)
 def divide_row(_: Any, source: Any, divisor: Any, into: Any, width: Any, kind: Any) -> Any:
-    """into = source / divisor, rounded to `kind`, a literal."""
+    """into = source / divisor, of float32, rounded to `kind`, a literal."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, divisor, into, width, _ = args
-        made = kind.literal_value
-
-        def body(index: Any, lanes: int) -> None:
-            x = _load(builder, _step(builder, source, index, 4), _vec(lanes))
-            x = builder.fdiv(x, _fill(builder, divisor, lanes))
-            _store(builder, narrow(builder, x, made), _step(builder, into, index, SIZES[made]))
-
-        sweep(builder, width, body)
+        row, to = (source, F32), (into, kind.literal_value)
+        _convert(builder, row, to, width, builder.fdiv, divisor)
         return context.get_dummy_value()
 
     return types.void(_int, _float, _int, _int, kind), code

@@ -60,7 +60,7 @@ def add_named_tokens(
     wanted: dict[str, tokenizers.AddedToken] = {}
     for index, entry in sorted(ids.items(), key=lambda item: item[0]):
         if is_new:
-            token = _token(entry)
+            token = token_of(entry)
             wanted[token.content] = token
         elif index not in added and entry not in present:
             plain = entry not in special
@@ -71,10 +71,10 @@ def add_named_tokens(
             known.special |= text in with_role
             wanted[text] = known
         elif text not in present:
-            wanted[text] = _token(entry, special=True)
+            wanted[text] = token_of(entry, special=True)
     core.add_tokens([one for one in wanted.values() if one.content and repr(one) not in before])
     for index, entry in ids.items():
-        text = _token(entry).content
+        text = token_of(entry).content
         if text in wanted and core.token_to_id(text) != index:
             logger.warning(
                 "token %r has the id %s, where the files of the tokenizer say %d; so it has in "
@@ -99,9 +99,9 @@ def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     for entry in entries:
         if entry and entry not in named:
             named.append(entry)
-    with_role = {_token(entry).content for entry in named}
+    with_role = {token_of(entry).content for entry in named}
     named.extend(entry for entry in _listed(config) if entry and entry not in named)
-    return {_token(entry).content: entry for entry in named}, with_role
+    return {token_of(entry).content: entry for entry in named}, with_role
 
 
 def _listed(config: Mapping[str, Any]) -> list[Any]:
@@ -131,7 +131,12 @@ def _by_legacy_id(legacy: Mapping[str, Any]) -> dict[int, str]:
     return {index: text for text, index in legacy.items()}
 
 
-def _token(entry: Any, *, special: bool | None = None) -> tokenizers.AddedToken:
+def token_of(entry: Any, *, special: bool | None = None) -> tokenizers.AddedToken:
+    """What files give plainly or as an object; `special`, if given, goes before its own.
+
+    Raises:
+        ValueError: it is no token.
+    """
     if isinstance(entry, str):
         return tokenizers.AddedToken(entry, normalized=False, special=True)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):

@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ramify.engine.added_tokens import ENTRIES, ROLES, add_named_tokens, merged
+from ramify.engine.added_tokens import ENTRIES, ROLES, add_named_tokens, merged, token_of
 from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -91,11 +91,11 @@ class Tokenizer:
         try:
             named = merged(config, older)
             add_named_tokens(core, config if ENTRIES in config else named, legacy)
+            special = {name: token_of(named[name]).content for name in ROLES if named.get(name)}
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: tokens that are named beside tokenizer.json cannot be added: {error}"
             ) from error
-        special = {name: _content(named[name]) for name in ROLES if named.get(name)}
         return cls(core, special_tokens=special, chat_templates=_templates(path, config))
 
     @property
@@ -419,11 +419,6 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
     return templates
-
-
-def _content(token: object) -> str:
-    """The text of a special token, which files give plainly or as an object."""
-    return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

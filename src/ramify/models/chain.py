@@ -66,7 +66,7 @@ class Chain:
         from ramify.models import chain_kernels
 
         kinds = {tuple(link.kind for link in links) for links in layers}
-        if len(kinds) != 1:
+        if len(kinds) != 1 or len({kind[0] for each in kinds for kind in each}) != 1:
             raise ConfigError(f"layers differ in their widths or dtypes: {sorted(map(str, kinds))}")
         first, heads = layers[0], sum(num_heads) * head_dim
         hidden, mixed, inner = first.qkv.widths[0], num_heads[0] * head_dim, first.down.widths[0]
