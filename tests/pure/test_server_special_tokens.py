@@ -7,7 +7,8 @@ from array import array
 
 import pytest
 
-from ramify.engine.tokenizer import GUARD, Tokenizer
+from ramify.engine.guards import GUARD
+from ramify.engine.tokenizer import Tokenizer
 from ramify.server.prompts import Part, PromptMaker, text_forms
 from tests.pure.server_bench import TINY
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,10 +16,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ramify.engine.added_tokens import ENTRIES, ROLES, add_named_tokens, merged, token_of
+from ramify.engine.guards import Guards
 from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-GUARD = "\U0010fffe"  # no character, and in no text: breaks up special tokens that users write
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not, or not yet, a character
 MAX_HELD_TOKENS = 64  # longer than any character; bounds the work on endless broken bytes
 
@@ -61,10 +59,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self._templates = dict(chat_templates)
         self._environment = _environment()
-        special = [one.content for one in core.get_added_tokens_decoder().values() if one.special]
-        found = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True) if text)
-        self._special = re.compile(f"(?:{found})(?!{GUARD})") if found else None
-        self._plain: tokenizers.Tokenizer | None = None  # reads special tokens as text
+        self._guards = Guards(core)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -146,73 +141,18 @@ class Tokenizer:
     def encode_with_ends(self, text: str) -> tuple[array[int], array[int]]:
         """Ids without special tokens, and where in the text each of them ends, in characters."""
         _require_unicode(text)
-        if GUARD in text and self._special is not None:
-            return self._encode_guarded(text, self._special)
+        if guarded := self._guards.encode(text):
+            return guarded
         found = self._core.encode(text, add_special_tokens=False)
         return array("i", found.ids), array("i", (end for _, end in found.offsets))
 
     def guarded(self, value: Any) -> Any:
-        """What users wrote, nested as it may be, with a `GUARD` in every special token.
+        """What users wrote, nested as it may be, with a guard in every special token.
 
         `encode_with_ends` takes such tokens for the text that they are to their writer, so that a
         message cannot end itself and begin another. Texts without special tokens stay the same.
         """
-        if isinstance(value, str):
-            if self._special is None:
-                return value
-            text = value.replace(GUARD, "")
-            return self._special.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
-        if isinstance(value, Mapping):
-            return {
-                self.guarded(name) if isinstance(name, str) else name: self.guarded(one)
-                for name, one in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.guarded(one) for one in value]
-        return value
-
-    def _encode_guarded(self, text: str, special: re.Pattern[str]) -> tuple[array[int], array[int]]:
-        """Special tokens that have a guard are text; ends count the guards."""
-        if self._plain is None:
-            plain = tokenizers.Tokenizer.from_str(self._core.to_str())
-            plain.encode_special_tokens = True
-            self._plain = plain
-        borders = [found.span() for found in special.finditer(text)]
-        ids, ends, at = array("i"), array("i"), 0
-        for start, end in (*borders, (len(text), len(text))):
-            written = self._as_text(text[at:start], self._plain)
-            for begin, found in (
-                (at, written),
-                (start, self._without_guards(text[start:end], self._core)),
-            ):
-                ids.extend(found[0])
-                ends.extend(begin + one for one in found[1])
-            at = end
-        return ids, ends
-
-    def _as_text(self, text: str, plain: tokenizers.Tokenizer) -> tuple[array[int], array[int]]:
-        """Ids of a text with guards, none of which is a special token's, and where they end."""
-        found = self._without_guards(text, plain)
-        if GUARD not in text or self.special_ids.isdisjoint(found[0]):
-            return found
-        ids, ends, begin = array("i"), array("i"), 0
-        for piece in text.split(GUARD):  # the vocabulary has the token's text, but not its halves
-            found = self._without_guards(piece, plain)
-            ids.extend(found[0])
-            ends.extend(begin + one for one in found[1])
-            begin += len(piece) + len(GUARD)
-        return ids, ends
-
-    @staticmethod
-    def _without_guards(piece: str, core: tokenizers.Tokenizer) -> tuple[array[int], array[int]]:
-        """Ids, and where each ends in the text with its guards."""
-        if not piece:
-            return array("i"), array("i")
-        places = [place for place, sign in enumerate(piece) if sign == GUARD]
-        before = [place - number for number, place in enumerate(places)]
-        found = core.encode(piece.replace(GUARD, ""), add_special_tokens=False)
-        ends = (one + bisect_left(before, one) for _, one in found.offsets)
-        return array("i", found.ids), array("i", ends)
+        return self._guards.guarded(value)
 
     @property
     def border_tokens(self) -> tuple[str, ...]:
