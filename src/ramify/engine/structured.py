@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,19 @@ if TYPE_CHECKING:
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 COMPILE_S = 1.0  # a format that takes longer is refused; measured: 1,000 properties take 0.7
 MAX_COMPILING = 2  # threads at once, those included whose deadline has passed
+EXIT_S = 10.0  # that a program waits at its end for formats that are being compiled
 MAX_KEPT = 256  # formats, refused ones included, that need not be compiled again
+
+
+_working = weakref.WeakSet[threading.Thread]()
+
+
+@atexit.register
+def _finish() -> None:
+    """A compiler that came back to an interpreter which is gone would crash the program."""
+    deadline = time.monotonic() + EXIT_S
+    for worker in list(_working):
+        worker.join(max(0.0, deadline - time.monotonic()))
 
 
 class FormatMatcher:
@@ -189,6 +203,7 @@ class Formats:
                 self._slots.release()
 
         worker = threading.Thread(target=work, name="ramify-format", daemon=True)
+        _working.add(worker)
         worker.start()
         worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
