@@ -14,6 +14,10 @@ PEERS := $(PEERS_VENV)/.stamp
 ENGINES := .venv-peers-engine
 ENGINE_STAMPS := $(foreach name,openvino llama vllm,$(ENGINES)/.stamp-$(name))
 NATIVE := $(PEERS_VENV)/.stamp-native
+# The mutants replace functions, which compiled code does not notice.
+NATIVE_TESTS := $(filter-out %_mutants.py,$(wildcard $(addprefix tests/pure/test_,cache_*.py columns.py \
+  eviction_queue.py hash_index.py page*.py pin_machine.py polic*.py prefix_cache.py public_prefixes.py \
+  sequence_*.py single_flight.py)))
 SPEC := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -54,7 +58,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core soak-engine accuracy bench-step cover-core gpu-check native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core soak-engine accuracy bench-step cover-core gpu-check native test-native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -113,7 +117,6 @@ cover-core: $(DEV)  ## branch coverage of the cache core by its tests; below 100
 	@$(BIN)/python -m coverage run --branch --source=src/ramify/cache -m pytest tests/pure -q -k "not mutants and not machine and not engine and not test_cache_life" $(ARGS)
 	@$(BIN)/python -m coverage report --show-missing --fail-under=100
 
-# Built in a copy: compiled modules beside the sources would be imported instead of them.
 gpu-check: $(DEV)  ## the GPU tier and its figures; without a GPU, its kernels in an interpreter
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(BIN)/python -m pytest tests/gpu && \
@@ -124,11 +127,17 @@ gpu-check: $(DEV)  ## the GPU tier and its figures; without a GPU, its kernels i
 	    tests/cpu/test_triton_compiles.py; \
 	fi
 
-native: $(RUN)  ## a wheel in dist/ whose cache core is compiled with mypyc (minutes; C compiler)
-	@rm -rf build/native && mkdir -p build/native dist
-	@cp -r src pyproject.toml README.md LICENSE build/native/
-	@HATCH_BUILD_HOOKS_ENABLE=1 $(PIP) wheel --no-deps -w dist ./build/native
+native: $(RUN)  ## a wheel in dist/, the cache core compiled with mypyc (C compiler)
+	@$(PIP) wheel --no-deps -w dist .
+
+test-native: $(DEV)  ## the tests of the cache, with its core compiled
 	@rm -rf build/native
+	@$(PIP) wheel -q --no-deps -w build/native . && $(BIN)/python -m zipfile -e build/native/*.whl build/native/site
+	@if ls build/native/site/ramify/cache/tree.*.so >/dev/null 2>&1; then \
+	  PYTHONPATH=build/native/site $(BIN)/python -m pytest -n auto --dist loadfile $(NATIVE_TESTS) $(ARGS); \
+	else \
+	  echo "not compiled: is there a C compiler?"; \
+	fi
 
 clean:  ## remove .venv, caches and builds
 	rm -rf $(VENV) $(PEERS_VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -173,13 +182,10 @@ $(ENGINES)/.stamp-%: benchmarks/engines/install.py | $(DEV)
 	@TORCH="$(TORCH)" $(BIN)/python benchmarks/engines/install.py $* $(ENGINES)
 	@touch $@
 
-# Our own core, compiled; without a C compiler its row is absent.
-$(NATIVE): $(PEERS) $(wildcard src/ramify/cache/*.py)
-	@echo "compiling the cache core: three minutes or so"
-	@rm -rf build/native $(PEERS_VENV)/peers/ramify-native && mkdir -p build/native
-	@cp -r src pyproject.toml README.md LICENSE build/native/
-	@HATCH_BUILD_HOOKS_ENABLE=1 $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --no-input -q \
-	  wheel --no-deps -w build/native/wheel ./build/native \
-	  && $(PEERS_VENV)/bin/python -m zipfile -e build/native/wheel/*.whl $(PEERS_VENV)/peers/ramify-native \
-	  || echo "not compiled: that row will be absent"
+# Our own core as a wheel has it, compiled; without a C compiler its rows are absent.
+$(NATIVE): $(PEERS) hatch_build.py $(wildcard src/ramify/cache/*.py)
+	@echo "compiling the cache core: a minute or so"
+	@rm -rf build/native $(PEERS_VENV)/peers/ramify-native
+	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --no-input -q wheel --no-deps -w build/native . \
+	  && $(PEERS_VENV)/bin/python -m zipfile -e build/native/*.whl $(PEERS_VENV)/peers/ramify-native
 	@rm -rf build/native && touch $(NATIVE)

@@ -26,7 +26,7 @@ from typing import Any
 
 from core.contract import AbsentError, Entry
 from core.policies import default_policies, hit_rates
-from core.registry import ENTRIES, OURS
+from core.registry import ENTRIES, NATIVE, OURS
 from core.report import (
     COLUMNS,
     absences,
@@ -126,9 +126,9 @@ class Benchmark:
         shown: dict[str, list[tuple[Entry, dict[str, Any]]]] = {name: [] for name in COLUMNS}
         for worker in self.workers:
             name = worker.entry.name
-            if name not in (OURS, "ramify-hash", *self._args.scaling_peers):
+            if name not in (OURS, NATIVE, "ramify-hash", *self._args.scaling_peers):
                 continue
-            limit = largest if name == OURS else min(largest, 100_000)
+            limit = largest if name in (OURS, NATIVE) else min(largest, 100_000)
             sizes = [10**power for power in range(3, len(str(limit)))]
             jobs: list[dict[str, Any]] = [
                 {"scale": "grow", "shape": "flat", "sizes": sizes},

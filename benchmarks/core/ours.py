@@ -107,14 +107,14 @@ def load_forgetful(_: Path) -> Loaded:
     return Loaded(partial(RamifyCore, ghost_pages=0), ramify.__version__)
 
 
-def load_native(folder: Path) -> Loaded:
-    """The same sources, compiled by mypyc."""
+def load_native(folder: Path, **options: Any) -> Loaded:
+    """The same sources as a wheel has them, compiled by mypyc."""
     found = importlib.import_module("ramify.cache.tree").__file__ or ""
     if not found.endswith(".so"):
         raise AbsentError(
             f"not compiled; unpack the wheel that `make native` builds into {folder.name}/ramify-native"
         )
-    return Loaded(RamifyCore, ramify.__version__)
+    return Loaded(partial(RamifyCore, **options), ramify.__version__)
 
 
 def load_lru(_: Path) -> Loaded:

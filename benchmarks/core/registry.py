@@ -56,11 +56,17 @@ def _load_one_pass(_: Path) -> Loaded:
 ENTRIES = {
     one.name: one
     for one in (
-        Entry(OURS, "**Ramify**, radix tree", load_radix),
+        Entry(NATIVE, "**Ramify**, radix tree, as installed (compiled)", load_native, NATIVE),
+        Entry(OURS, "**Ramify**, radix tree, plain Python", load_radix),
         Entry("ramify-subscribed", "Ramify, radix, with an event subscriber", load_subscribed),
         Entry("ramify-forgetful", "Ramify, radix, nothing remembered of evictions", load_forgetful),
         Entry("ramify-lru", "Ramify, radix, as the peers: lru, nothing remembered", load_lru),
-        Entry(NATIVE, "Ramify, radix, compiled (make native)", load_native, NATIVE),
+        Entry(
+            "ramify-hash-native",
+            "Ramify, hash index, as installed (compiled)",
+            partial(load_native, index="hash"),
+            NATIVE,
+        ),
         Entry("ramify-hash", "Ramify, hash index", load_hash),
         Entry("phyai", "phyai (C++)", load_phyai),
         Entry("sglang-rust", "SGLang, Rust core", partial(load_sglang, kind="rust")),

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, CacheStats, Histogram, PrefixCache
-from ramify.cache.recorder import GENERATION, NUM_BUCKETS, bucket
+from ramify.cache.recorder import GENERATION, bucket
+from ramify.cache.values import NUM_BUCKETS
 from tests.pure.cache_traffic import Clock, Traffic
 from tests.pure.test_prefix_cache import begin, key, publish, serve
 

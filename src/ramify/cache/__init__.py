@@ -9,9 +9,8 @@ from ramify.cache.marks import Media, Salt
 from ramify.cache.pages import PageLedger, Pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.prefix_cache import PrefixCache
-from ramify.cache.recorder import Histogram
-from ramify.cache.tree import Node, RadixTree
-from ramify.cache.values import CacheStats, Lease, Match
+from ramify.cache.tree import RadixTree
+from ramify.cache.values import CacheStats, Histogram, Lease, Match, Node
 
 __all__ = [
     "INDICES",

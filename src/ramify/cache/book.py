@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, ValuesView
 from itertools import count
+from typing import Any
 
 from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.packed import ATOM_BYTES
@@ -84,7 +85,7 @@ class LeaseBook:
         """End a lease."""
         del self._live[lease.id]
 
-    def require(self, lease: Lease, *, withdrawn: bool = False) -> None:
+    def require(self, lease: Any, *, withdrawn: bool = False) -> None:
         """Raise LeaseError unless a lease is live, and not withdrawn unless that is allowed."""
         try:
             is_live = self._live.get(lease.id) is lease

@@ -19,8 +19,8 @@ from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
-from ramify.cache.tree import Node, RadixTree
-from ramify.cache.values import CacheStats, Lease, Match, whole
+from ramify.cache.tree import RadixTree
+from ramify.cache.values import CacheStats, Lease, Match, Node, whole
 from ramify.errors import ConfigError, LeaseError
 
 GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
 from typing import Final
 
 from ramify.cache.ghosts import REASONS
+from ramify.cache.values import NUM_BUCKETS, PER_SECOND, Histogram
 
 log = logging.getLogger(__name__)
 
 GENERATION: Final = 512  # lookups; the recent hit rate is over the last one to two of them
-NUM_BUCKETS: Final = 24
 MISS: Final = NUM_BUCKETS  # the gap of a lookup that found nothing
-_PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further one at twice that
 _MAX_BITS: Final = sys.float_info.max_exp + 8  # of the longest time, in 256ths of a second
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Counts by age: bucket i has those below `bounds_s[i]` seconds, the last all others."""
-
-    counts: tuple[int, ...]
-
-    @property
-    def bounds_s(self) -> tuple[float, ...]:
-        """1/256 s, and each further one twice that."""
-        return tuple(2.0**i / _PER_SECOND for i in range(NUM_BUCKETS - 1))
-
-    @property
-    def total(self) -> int:
-        """All that was counted."""
-        return sum(self.counts)
-
-    def quantile_s(self, share: float) -> float:
-        """An upper bound in seconds that `share` of the counts stay below; 0 without counts."""
-        seen, total = 0, self.total
-        for count, bound in zip(self.counts, (*self.bounds_s, float("inf")), strict=True):
-            seen += count
-            if total and seen >= share * total:
-                return bound
-        return 0.0
 
 
 class Recorder:
@@ -95,8 +67,8 @@ class Recorder:
     def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
         """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
         self.evictions[reason] += num_pages
-        self._residency[int(age_s * _PER_SECOND).bit_length()] += num_pages
-        self._idle[int(idle_s * _PER_SECOND).bit_length()] += num_pages
+        self._residency[int(age_s * PER_SECOND).bit_length()] += num_pages
+        self._idle[int(idle_s * PER_SECOND).bit_length()] += num_pages
 
     @property
     def recent(self) -> tuple[int, int]:
@@ -147,5 +119,5 @@ def _bucketed(by_bits: list[int]) -> tuple[int, ...]:
 
 def bucket(seconds: float) -> int:
     """The bucket of an age."""
-    found = int(seconds * _PER_SECOND).bit_length()
+    found = int(seconds * PER_SECOND).bit_length()
     return found if found < NUM_BUCKETS else NUM_BUCKETS - 1

@@ -15,8 +15,8 @@ from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.recorder import MISS, Recorder, bucket
-from ramify.cache.tree import Node, RadixTree
-from ramify.cache.values import CacheStats
+from ramify.cache.tree import RadixTree
+from ramify.cache.values import CacheStats, Node
 from ramify.errors import OutOfPagesError
 
 

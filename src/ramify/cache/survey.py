@@ -10,7 +10,7 @@ from itertools import islice
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.prefix_cache import PrefixCache
-from ramify.cache.tree import Node
+from ramify.cache.values import Node
 
 MAX_SIBLINGS = 1024  # of one node that a survey looks at, newest first
 PREVIEW_ATOMS = 32

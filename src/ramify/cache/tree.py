@@ -8,13 +8,13 @@ objects would stop it for 100 ms. Node 0 is no node.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
 from ramify.cache.columns import untracked
 from ramify.cache.marks import Marks, between
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages
+from ramify.cache.values import Node
 from ramify.errors import ConfigError
 
 SHARDS: Final = 256  # of the dict from names to nodes: each stays small enough to resize quickly
@@ -38,42 +38,6 @@ class ChildIndex(Protocol):
 
     def remove(self, node: int) -> None:
         """A node is about to leave its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What is known of a node, copied: for predicates, observers and tests."""
-
-    id: int
-    parent: int
-    namespace: bytes
-    atoms: bytes  # packed int32, those of evicted pages included; marks as numbers of this process
-    pages: Pages  # pages with K/V, or about to have it, from the node's beginning on
-    start: int  # pages above it
-    pins: int  # leases that end in it or below
-    holder: int  # 0: computed; else who is computing it
-    hits: int  # lookups that it served
-    priority: int
-    last_access: int  # in lookups since the cache was made
-    created: int
-    used_s: float  # the cache's clock at the last access
-    num_children: int  # those with pages
-    salt: bytes | None = None  # the last one on the way to its end, if there is any
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether its K/V is still to be computed."""
-        return self.holder != 0
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether nothing cached follows it."""
-        return self.num_children == 0
-
-    @property
-    def depth(self) -> int:
-        """Pages from the root to the end of this node's pages."""
-        return self.start + len(self.pages)
 
 
 class PageIndex:

@@ -8,8 +8,10 @@ from typing import Final, SupportsIndex
 
 from ramify.cache.key import CacheKey
 from ramify.cache.pages import Pages
-from ramify.cache.recorder import Histogram
 from ramify.errors import ConfigError
+
+NUM_BUCKETS: Final = 24
+PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further one at twice that
 
 
 def whole(name: str, value: SupportsIndex, least: int | None = 0, most: int | None = None) -> int:
@@ -89,6 +91,68 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts by age: bucket i has those below `bounds_s[i]` seconds, the last all others."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def bounds_s(self) -> tuple[float, ...]:
+        """1/256 s, and each further one twice that."""
+        return tuple(2.0**i / PER_SECOND for i in range(NUM_BUCKETS - 1))
+
+    @property
+    def total(self) -> int:
+        """All that was counted."""
+        return sum(self.counts)
+
+    def quantile_s(self, share: float) -> float:
+        """An upper bound in seconds that `share` of the counts stay below; 0 without counts."""
+        seen, total = 0, self.total
+        for count, bound in zip(self.counts, (*self.bounds_s, float("inf")), strict=True):
+            seen += count
+            if total and seen >= share * total:
+                return bound
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is known of a node, copied: for predicates, observers and tests."""
+
+    id: int
+    parent: int
+    namespace: bytes
+    atoms: bytes  # packed int32, those of evicted pages included; marks as numbers of this process
+    pages: Pages  # pages with K/V, or about to have it, from the node's beginning on
+    start: int  # pages above it
+    pins: int  # leases that end in it or below
+    holder: int  # 0: computed; else who is computing it
+    hits: int  # lookups that it served
+    priority: int
+    last_access: int  # in lookups since the cache was made
+    created: int
+    used_s: float  # the cache's clock at the last access
+    num_children: int  # those with pages
+    salt: bytes | None = None  # the last one on the way to its end, if there is any
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its K/V is still to be computed."""
+        return self.holder != 0
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing cached follows it."""
+        return self.num_children == 0
+
+    @property
+    def depth(self) -> int:
+        """Pages from the root to the end of this node's pages."""
+        return self.start + len(self.pages)
 
 
 @dataclass(frozen=True, slots=True)

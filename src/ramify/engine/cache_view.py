@@ -17,8 +17,7 @@ from ramify.cache.key import CacheKey
 from ramify.cache.leases import Pin
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.survey import Branch, begins_with, count_pages, survey, used_before
-from ramify.cache.tree import Node
-from ramify.cache.values import CacheStats
+from ramify.cache.values import CacheStats, Node
 from ramify.engine.core import EngineCore
 from ramify.engine.intake import checked_ids
 from ramify.engine.places import whose

@@ -17,8 +17,8 @@ from ramify.cache.explain import Explanation
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.survey import count_pages
-from ramify.cache.tree import Node
 from ramify.cache.trim import drop_beyond
+from ramify.cache.values import Node
 from ramify.engine.cache_view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
 from ramify.engine.intake import checked_ids
