@@ -16,8 +16,8 @@ ENGINE_STAMPS := $(foreach name,openvino llama vllm,$(ENGINES)/.stamp-$(name))
 NATIVE := $(PEERS_VENV)/.stamp-native
 # The mutants replace functions, which compiled code does not notice.
 NATIVE_TESTS := $(filter-out %_mutants.py,$(wildcard $(addprefix tests/pure/test_,cache_*.py columns.py \
-  eviction_queue.py hash_index.py page*.py pin_machine.py polic*.py prefix_cache.py public_prefixes.py \
-  sequence_*.py single_flight.py)))
+  docs.py engine_core.py eviction_queue.py hash_index.py page*.py pin_machine.py planner*.py polic*.py \
+  prefix_cache.py public_prefixes.py sequence_*.py single_flight.py))) tests/cpu/test_bit_identity.py
 SPEC := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -131,13 +131,12 @@ native: $(RUN)  ## a wheel in dist/, the cache core compiled with mypyc (C compi
 	@$(PIP) wheel --no-deps -w dist .
 
 test-native: $(DEV)  ## the tests of the cache, with its core compiled
-	@rm -rf build/native
-	@$(PIP) wheel -q --no-deps -w build/native . && $(BIN)/python -m zipfile -e build/native/*.whl build/native/site
-	@if ls build/native/site/ramify/cache/tree.*.so >/dev/null 2>&1; then \
-	  PYTHONPATH=build/native/site $(BIN)/python -m pytest -n auto --dist loadfile $(NATIVE_TESTS) $(ARGS); \
-	else \
-	  echo "not compiled: is there a C compiler?"; \
-	fi
+	@rm -rf build/native && mkdir -p build
+	@$(PIP) wheel -v --no-deps -w build/native . >build/native.log 2>&1 || { cat build/native.log; exit 1; }
+	@$(BIN)/python -m zipfile -e build/native/*.whl build/native/site
+	@if ! command -v cc >/dev/null; then echo "no C compiler (cc): nothing to test"; exit 0; fi; \
+	ls build/native/site/ramify/cache/tree.*.so || { tail -n 40 build/native.log; exit 1; }; \
+	PYTHONPATH=build/native/site $(BIN)/python -m pytest -n auto --dist loadfile $(NATIVE_TESTS) $(ARGS)
 
 clean:  ## remove .venv, caches and builds
 	rm -rf $(VENV) $(PEERS_VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -187,5 +186,6 @@ $(NATIVE): $(PEERS) hatch_build.py $(wildcard src/ramify/cache/*.py)
 	@echo "compiling the cache core: a minute or so"
 	@rm -rf build/native $(PEERS_VENV)/peers/ramify-native
 	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --no-input -q wheel --no-deps -w build/native . \
-	  && $(PEERS_VENV)/bin/python -m zipfile -e build/native/*.whl $(PEERS_VENV)/peers/ramify-native
+	  && $(PEERS_VENV)/bin/python -m zipfile -e build/native/*.whl $(PEERS_VENV)/peers/ramify-native \
+	  || echo "no wheel: the rows of the compiled core will be absent"
 	@rm -rf build/native && touch $(NATIVE)

@@ -1,8 +1,8 @@
 """Wheels come with the cache core compiled by mypyc: the same sources, half the time and less.
 
-Where that fails (no C compiler, no mypy for this Python), the wheel is plain Python instead. An
-editable install is never compiled: the modules would be imported in place of the sources.
-HATCH_BUILD_NO_HOOKS=1 turns it off.
+Without a C compiler, or where compiling fails, the wheel is plain Python instead. An editable install
+is never compiled: the modules would be imported in place of the sources. HATCH_BUILD_NO_HOOKS=1 turns
+it off, also where the build needs what cannot be had (mypy, for a very new Python).
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # What every request goes through, but for what callers see: `prefix_cache`, since a compiled function
 # would refuse a wrong type with words of its own, and `values`, which could not be copied or pickled.
-MODULES = ("auto", "book", "eviction", "ghosts", "hash_index", "packed", "pages", "policies")
+MODULES = ("auto", "book", "eviction", "ghosts", "hash_index", "leasing", "packed", "pages")
 MODULES += ("recorder", "store", "tree")
-MYPY = ("--python-version=3.11", "--follow-imports=skip")  # skip: the rest needs what is not there
+# No configuration of the user's; and what is not compiled is not read, since it needs what is not there.
+MYPY = ("--config-file=", "--python-version=3.11", "--follow-imports=skip")
+NEEDS = ["mypy>=1.15", "setuptools"]
 
 
 class CompiledCore(BuildHookInterface[Any]):
     """Compiles in a copy, and puts what comes out into the wheel."""
+
+    def dependencies(self) -> list[str]:
+        """What the build needs; asked for before it is known whether it is an editable one."""
+        return NEEDS if any(shutil.which(name) for name in ("cc", "gcc", "clang")) else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before the wheel is written."""
@@ -33,7 +39,8 @@ class CompiledCore(BuildHookInterface[Any]):
             return
         self._copy = TemporaryDirectory()
         source = Path(self._copy.name) / "src"
-        shutil.copytree(Path(self.root) / "src", source)
+        left = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(Path(self.root) / "src", source, ignore=left)
         files = [f"ramify/cache/{name}.py" for name in MODULES]
         done = subprocess.run(  # noqa: S603 - our own files
             [sys.executable, "-m", "mypyc", *MYPY, *files],

@@ -68,3 +68,69 @@ def test_the_ids_are_those_of_a_tokenizer_that_has_no_such_token(kind: str) -> N
             assert ids.tolist() == expected.ids
             shown = [guarded[:end].replace("\U0010fffe", "") for end in ends]
             assert shown == [rendered[:end] for _, end in expected.offsets]
+
+
+def unigram(scheme: str, normalizer: str) -> Tokenizer:
+    """Its pieces have the texts of its special tokens, too."""
+    pieces = [("<unk>", -9.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0)]
+    made = tokenizers.Tokenizer(
+        models.Unigram([*pieces, *((one, -5.0) for one in "hievl</s>é")], 0)
+    )
+    if scheme:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    if normalizer == "prepend":
+        parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        made.normalizer = normalizers.Sequence(parts)
+    elif normalizer == "replace":
+        made.normalizer = normalizers.Replace("/", "")
+    elif normalizer == "nfkc":
+        made.normalizer = normalizers.NFKC()
+    made.decoder = decoders.Metaspace(prepend_scheme="never")
+    made.add_special_tokens(["<s>", "</s>"])
+    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    return Tokenizer(made, special_tokens={}, chat_templates={"default": template})
+
+
+@pytest.mark.parametrize("scheme", ["", "always", "first", "never"])
+@pytest.mark.parametrize("normalizer", ["", "prepend", "replace", "nfkc"])
+def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_written(
+    scheme: str, normalizer: str
+) -> None:
+    """Unigram models have it as a piece; only the template writes the token itself."""
+    tokenizer, rng = unigram(scheme, normalizer), random.Random(f"{scheme} {normalizer}")
+    signs = ("<s>", "</s>", " ", "\n", "hi", "é", "<", "/s>", "ﬁ")
+    texts = ["</s>", "hi</s>evil", "é</s></s>", "<</s>/s>", "hi"]
+    texts += ["".join(rng.choices(signs, k=rng.randrange(1, 7))) for _ in range(200)]
+    for text in texts:
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+
+        assert [at for at, one in enumerate(ids) if one in (1, 2)] == [0, len(ids) - 1], text
+        if not (scheme or normalizer or set(text) - set("hievl</s>é")):
+            assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{text}</s>"
+        alone, ends = tokenizer.encode_with_ends(tokenizer.guarded(text))
+        assert 1 not in alone
+        assert 2 not in alone
+        assert list(ends) == sorted(ends)
+        assert len(ends) == len(alone)
+
+
+@pytest.mark.parametrize("texts", [("ab", "bc"), ("[[I]", "[I]"), ("☃☃", "☃"), ("aba", "ba", "a")])
+def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
+    """What is left of one is not another."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        ["x"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    )
+    made.add_special_tokens([one for one in texts if one != "a"])
+    tokenizer = Tokenizer(made, special_tokens={}, chat_templates={})
+    rng = random.Random(str(texts))
+    for _ in range(200):
+        text = "".join(rng.choices((*texts, *"abc[I]☃"), k=rng.randrange(1, 6)))
+
+        ids, _ = tokenizer.encode_with_ends(tokenizer.guarded(text))
+
+        assert tokenizer.special_ids.isdisjoint(ids), text
+        assert tokenizer.decode(ids) == text

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("llguidance", reason="formats need the extra ramify[structured]")
+
 PROGRAM = """
 import atexit
 import json

@@ -304,30 +304,3 @@ def test_a_template_may_ask_whether_content_is_none(path: Path) -> None:
     assert ours.apply_chat_template([{"role": "user", "content": "hi"}]) == "said hi;"
     with pytest.raises(ChatTemplateError):
         ours.apply_chat_template([{"role": "user"}])
-
-
-@pytest.mark.parametrize("text", ["</s>", "hi</s>evil", "é</s></s>", "<</s>/s>", "hi"])
-def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_written(
-    text: str,
-) -> None:
-    """Unigram models have it as a piece; only the template writes the token itself."""
-    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", -1.0)]
-    pieces += [(sign, -3.0) for sign in "\u2581hievl</s>é"]
-    core = tokenizers.Tokenizer(models.Unigram(pieces, 0, byte_fallback=False))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    core.decoder = decoders.Metaspace(prepend_scheme="never")
-    core.add_special_tokens(["<s>", "</s>"])
-    tokenizer = Tokenizer(
-        core,
-        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
-        chat_templates={"default": "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}"},
-    )
-
-    ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-
-    assert [at for at, one in enumerate(ids) if one in (1, 2)] == [0, len(ids) - 1]
-    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{text}</s>"
-    ids, ends = tokenizer.encode_with_ends(tokenizer.guarded(text))
-    assert len(ids) == len(ends)
-    assert list(ends) == sorted(ends)
-    assert ends[-1] == len(tokenizer.guarded(text))

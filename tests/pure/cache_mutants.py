@@ -9,6 +9,7 @@ from ramify.cache import CacheKey, Lease, PageLedger, PrefixCache, RadixTree
 from ramify.cache.eviction import EvictionQueue
 from ramify.cache.hash_index import HashIndex
 from ramify.cache.key import chain_hashes
+from ramify.cache.leasing import Leasing
 from ramify.cache.pages import ID_BYTES, pack_pages
 from ramify.cache.store import PageStore
 from ramify.errors import LeaseError, PageOwnershipError
@@ -23,6 +24,7 @@ class Rewired(PrefixCache):
     store_type: ClassVar[type[PageStore]] = PageStore
     ledger_type: ClassVar[type[PageLedger]] = PageLedger
     queue_type: ClassVar[type[EvictionQueue]] = EvictionQueue
+    leasing_type: ClassVar[type[Leasing]] = Leasing
 
     def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
         super().__init__(num_pages, page_size, **{**options, "index": "radix"})
@@ -30,6 +32,7 @@ class Rewired(PrefixCache):
         self._store.__class__ = self.store_type
         self._store.ledger.__class__ = self.ledger_type
         self._store.queue.__class__ = self.queue_type
+        self._leasing.__class__ = self.leasing_type
 
 
 # -- publish before compute ----------------------------------------------------------------
@@ -186,11 +189,15 @@ class PinnedEvicted(Rewired):
 # -- match off by one page -----------------------------------------------------------------
 
 
-class WholePromptMatched(PrefixCache):
+class _WholePromptLeasing(Leasing):
+    def usable(self, key: CacheKey) -> int:
+        return key.num_pages(self._page_size) * self._tree.page_bytes
+
+
+class WholePromptMatched(Rewired):
     """A prompt that is cached to its end is matched to its end: nothing is left to compute."""
 
-    def _usable(self, key: CacheKey) -> int:
-        return key.num_pages(self.page_size) * self._page_bytes
+    leasing_type = _WholePromptLeasing
 
 
 class _OverreachingTree(RadixTree):
@@ -207,11 +214,15 @@ class OnePageTooMany(Rewired):
     tree_type = _OverreachingTree
 
 
-class OnePageTooFew(PrefixCache):
+class _HesitantLeasing(Leasing):
+    def usable(self, key: CacheKey) -> int:
+        return max(0, super().usable(key) - self._tree.page_bytes)
+
+
+class OnePageTooFew(Rewired):
     """The last page of every match is computed again."""
 
-    def _usable(self, key: CacheKey) -> int:
-        return max(0, super()._usable(key) - self._page_bytes)
+    leasing_type = _HesitantLeasing
 
 
 # -- leak on abort -------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import numpy as np
 from ramify.attention.batch import AttentionBatch, sharing_arrays
 from ramify.attention.demand import num_pages_asked, require_plannable, sort_out
 from ramify.attention.sequence import RadixSequence
+from ramify.cache.book import Lease
 from ramify.cache.key import CacheKey, pack
 from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
-from ramify.cache.values import Lease
 from ramify.errors import CacheError, ConfigError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 

@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ramify.cache.book import Lease
 from ramify.cache.key import CacheKey
 from ramify.cache.marks import Media, Salt
-from ramify.cache.values import Lease
 
 
 @dataclass(slots=True, eq=False)

@@ -1,5 +1,6 @@
 """The cache core: who holds which page, and which prefixes are known. Standard library only."""
 
+from ramify.cache.book import Lease
 from ramify.cache.events import CacheEvent, Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation
 from ramify.cache.hash_index import INDICES
@@ -10,7 +11,7 @@ from ramify.cache.pages import PageLedger, Pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import CacheStats, Histogram, Lease, Match, Node
+from ramify.cache.values import CacheStats, Histogram, Match, Node
 
 __all__ = [
     "INDICES",

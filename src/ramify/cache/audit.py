@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from ramify.cache.book import Lease
 from ramify.cache.pages import ID_BYTES, Pages
 from ramify.cache.store import PageStore
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import Lease
 from ramify.errors import InvariantError
 
 

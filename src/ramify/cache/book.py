@@ -1,19 +1,72 @@
-"""Which leases are live, and which of them compute or wait for pending pages."""
+"""Leases: which are live, and which of them compute or wait for pending pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, ValuesView
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.pages import ID_BYTES, pack_pages
+from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import Lease
 from ramify.errors import LeaseError, PageOwnershipError
 
 UNCOUNTED = (0, -1, 0, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
+
+
+class Lease:
+    """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
+
+    `id`, `num_tokens`, `num_pending`, `key` and `pages` are for everybody to read; the other fields
+    are the cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
+    """
+
+    __slots__ = (
+        "counted",
+        "holder",
+        "id",
+        "node",
+        "num_pending",
+        "num_tokens",
+        "packed",
+        "source",
+        "withdrawn",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        source: CacheKey,
+        num_tokens: int,
+        packed: bytes,
+        node: int,
+        num_pending: int,
+        holder: int,
+        counted: tuple[int, int, int, int, int],
+    ) -> None:
+        self.id: Final = number
+        self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
+        self.num_pending: Final = num_pending  # of its last pages, not computed when it was made
+        self.source: Final = source  # begins with the prefix
+        self.packed: Final = packed  # its pages
+        self.node = node  # the prefix ends at this node's end; splits keep that true
+        self.holder: Final = holder  # passed on from a lease to the one that replaces it
+        self.counted: Final = counted  # what its lookup added to the statistics
+        self.withdrawn = False
+
+    @property
+    def key(self) -> CacheKey:
+        """Exactly the pinned prefix."""
+        return self.source.prefix(self.num_tokens)
+
+    @property
+    def pages(self) -> Pages:
+        """The prefix's pages, in order."""
+        return Pages(self.packed)
+
+    def __repr__(self) -> str:
+        return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
 
 
 class LeaseBook:

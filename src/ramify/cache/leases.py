@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
 
+from ramify.cache.book import Lease
 from ramify.cache.key import CacheKey
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import Lease, whole
+from ramify.cache.values import whole
 from ramify.errors import ConfigError, PinError
 
 MAX_REFUSALS = 16  # pins over the budget that explanations remember

@@ -113,11 +113,11 @@ class PageLedger:
         num_pages: pages 0 .. num_pages - 1 are managed; at least 1.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        if not 1 <= num_pages < 2**31:
+    def __init__(self, num_pages: SupportsIndex) -> None:
+        self.num_pages = index(num_pages)
+        if not 1 <= self.num_pages < 2**31:
             raise ConfigError(f"num_pages={num_pages} but a ledger has 1 to {2**31 - 1} pages")
-        self.num_pages = num_pages
-        self._free = array("i", range(num_pages))
+        self._free = array("i", range(self.num_pages))
         self._runs: dict[bytes, bytes] = {}  # first page → the whole run, packed
         self._num_private = 0
         self._free_set: frozenset[int] | None = None  # made when it is asked for

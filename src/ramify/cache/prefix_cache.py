@@ -7,20 +7,21 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from ramify.cache.audit import check_cache
-from ramify.cache.book import LeaseBook
+from ramify.cache.book import Lease, LeaseBook
 from ramify.cache.continuation import continuation
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
 from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
 from ramify.cache.key import CacheKey, atoms_of, pack
-from ramify.cache.leases import Pin, PinBoard, lifetime
+from ramify.cache.leases import Pin, lifetime
+from ramify.cache.leasing import Leasing
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.policies import POLICIES
 from ramify.cache.store import PageStore
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import CacheStats, Lease, Match, Node, whole
+from ramify.cache.values import CacheStats, Match, Node, whole
 from ramify.errors import ConfigError, LeaseError
 
 GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
@@ -73,7 +74,8 @@ class PrefixCache:
         self._store = PageStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
         self._page_bytes, self._book = tree.page_bytes, LeaseBook(tree)
         max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
-        self._pins = PinBoard(tree, max_pinned, clock, self._drop)
+        self._leasing = Leasing(self._store, self._book, max_pinned)
+        self._pins = self._leasing.pins
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class PrefixCache:
 
     def is_free(self, page: int) -> bool:
         """Whether nobody owns this page. O(num_pages): for checks."""
-        return self._store.ledger.is_free(page)
+        return self._store.ledger.is_free(whole("page", page, None))
 
     def match(self, key: CacheKey) -> Match:
         """The longest computed prefix of `key`, shorter than it; changes nothing.
@@ -98,7 +100,7 @@ class PrefixCache:
         Cost: a few memcmps per node on the path.
         """
         tree = self._tree
-        end = self._usable(key)
+        end = self._leasing.usable(key)
         root = tree.roots.get(key.namespace)
         if root is None:
             return Match(0, 0)
@@ -133,7 +135,7 @@ class PrefixCache:
         Warm pages that the lease would pin are counted once: as found, not as free.
         """
         self._pins.expire()
-        usable = self._usable(key)
+        usable = self._leasing.usable(key)
         num_pages = -(-(len(key) + whole("num_tokens", num_tokens)) // self.page_size)
         return num_pages <= self._store.room_for(key, usable)
 
@@ -146,7 +148,7 @@ class PrefixCache:
 
     def acquire(self, key: CacheKey) -> Lease:
         """Pin the longest computed prefix of `key`, shorter than it; it may be empty."""
-        return self._acquire(key, self._usable(key), pending=False)
+        return self._leasing.acquire(key, False)
 
     def attach(self, key: CacheKey) -> Lease:
         """Like `acquire`, but pages that a live leader has announced count too.
@@ -154,7 +156,7 @@ class PrefixCache:
         For a planner alone: it must run the caller and the leader in one step, or the caller
         after it.
         """
-        return self._acquire(key, self._usable(key), pending=True)
+        return self._leasing.acquire(key, True)
 
     def fork(self, lease: Lease, num_tokens: int | None = None) -> Lease:
         """Another lease on the same prefix, with a life of its own; no page is copied.
@@ -196,7 +198,7 @@ class PrefixCache:
                 "from no lookup; release it instead"
             )
         self._store.cancel_lookup(lease.node, lease.counted)
-        self._drop(lease)
+        self._leasing.drop(lease)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
         """End a lease; `private` pages of its owner become free. Published pages stay warm.
@@ -208,21 +210,7 @@ class PrefixCache:
                 (`withdraw` first).
             PageOwnershipError: a page of `private` is not private.
         """
-        self._book.require(lease, withdrawn=True)
-        packed = pack_pages(private)
-        if self._tree.holder[lease.node] and (announced := self._book.announced(lease)):
-            self._store.ledger.require_private(packed)
-            pins = self._tree.pins[announced[0]]
-            if pins > 1:
-                raise LeaseError(
-                    f"{pins - 1} other leases depend on pages that lease {lease.id} announced and "
-                    "did not compute; withdraw it first"
-                )
-            self._store.drop_pending(self._book.withdraw(announced[0], [lease]))
-        if packed:
-            self._store.ledger.give_back(packed)
-        self._book.close(lease)
-        self._store.finish(lease.node, lease.counted[1] // self.page_size, lease.counted[4])
+        self._leasing.release(lease, private)
 
     def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
         """Keep the longest computed prefix of `key`, all of it if possible, from eviction.
@@ -241,7 +229,7 @@ class PrefixCache:
         end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
         self._pins.expire()
         self._pins.allow(key, end)
-        lease = self._acquire(key, end, pending=False, counted=False)
+        lease = self._leasing.hold(key, end)
         return self._pins.add(lease, owner, ttl_s)
 
     def unpin(self, pin: Pin | int) -> None:
@@ -266,12 +254,7 @@ class PrefixCache:
         Raises:
             OutOfPagesError: even evicting everything would not give enough; nothing changed.
         """
-        store = self._store
-        missing = whole("num_pages", num_pages) - store.ledger.num_free
-        if missing > 0:
-            self._pins.expire()
-            store.make_room(num_pages, missing)
-        return Pages(store.ledger.take(num_pages))
+        return self._leasing.reserve(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Private pages that belong to no lease become free."""
@@ -289,15 +272,15 @@ class PrefixCache:
         """Evict runs of pages of which `predicate` is true and that nobody pins, from the tails.
 
         Args:
-            predicate: told a `Node`, which knows age, hits, namespace, depth and more; it must not
-                call the cache.
+            predicate: told a `Node`, which knows age, hits, namespace, depth and more; what it
+                returns counts as true or false; it must not call the cache.
             num_pages: at most so many; by default all.
 
         Returns how many pages. Cost: a look at every cached leaf.
         """
         self._pins.expire()
         limit = self.num_pages if num_pages is None else whole("num_pages", num_pages)
-        return self._store.evict_if(predicate, limit)
+        return self._store.evict_if(lambda node: bool(predicate(node)), limit)
 
     def set_priority(self, key: CacheKey, priority: int) -> int:
         """Give the cached prefix of `key` a priority for the policy "priority"; returns its tokens.
@@ -305,9 +288,9 @@ class PrefixCache:
         The prefix is what `match` finds. Nodes above it have at least its priority, and keep it.
         """
         priority = whole("priority", priority, -(2**31), 2**31 - 1)
-        lease = self._acquire(key, self._usable(key), pending=False, counted=False)
+        lease = self._leasing.hold(key, self._leasing.usable(key))
         self._store.set_priority(lease.node, priority)
-        self._drop(lease)
+        self._leasing.drop(lease)
         return lease.num_tokens
 
     def clear(self) -> int:
@@ -354,19 +337,7 @@ class PrefixCache:
                 published (publish the leader first).
             PageOwnershipError: too few pages, or one that is not private.
         """
-        self._book.require(lease)
-        packed, store = self._book.growth(lease, key, private), self._store
-        if self._tree.holder[lease.node]:
-            if self._book.is_blocked(lease):
-                raise LeaseError(
-                    f"lease {lease.id} depends on pages that are not computed yet; "
-                    "publish their leader first"
-                )
-            store.ledger.require_private(packed)
-            store.make_ready(self._book.announced(lease))
-        lease.node, pages = store.insert(lease.node, key, lease.num_tokens * ATOM_BYTES, packed)
-        end = lease.num_tokens + len(pages) // ID_BYTES * self.page_size
-        return self._book.replace(lease, key, end, lease.packed + pages)
+        return self._leasing.publish(lease, key, private)
 
     def withdraw(self, lease: Lease) -> list[Lease]:
         """Take back what a lease announced and did not compute; its pages become free.
@@ -464,37 +435,3 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything, O(nodes + pages). A contradiction raises InvariantError."""
         check_cache(self._store, self._book.live())
-
-    # -- inside ----------------------------------------------------------------------------
-
-    def _usable(self, key: CacheKey) -> int:
-        """Bytes of a key that may be found: at least one token is always computed."""
-        return max(0, len(atoms_of(key)) - 1) // self._page_bytes * self._page_bytes
-
-    def _acquire(self, key: CacheKey, end: int, *, pending: bool, counted: bool = True) -> Lease:
-        tree, store = self._tree, self._store
-        root = tree.roots.get(key.namespace)
-        if root is None:
-            root, path = tree.add_root(key.namespace), list[int]()
-        else:
-            path, part, covered = tree.find(root, key.atoms, end, pending=pending)
-            if part:
-                path.append(store.split(part, covered))
-        store.pin_path(root, path)
-        node, packed, num_pending = root, b"", 0
-        if path:
-            node, packed = path[-1], tree.path_pages(path)
-            if tree.holder[node]:
-                num_pending = sum(tree.resident[at] for at in path if tree.holder[at])
-        found = len(packed) // ID_BYTES * self.page_size
-        if not counted:
-            return self._book.open(key, found, packed, node, num_pending)
-        counts = store.count_lookup(path, node, key.atoms, found, end)
-        if path and self._pins.next_expiry_s < float("inf"):
-            self._pins.refresh(path)
-        return self._book.open(key, found, packed, node, num_pending, counts)
-
-    def _drop(self, lease: Lease) -> None:
-        """End a lease that was not used."""
-        self._book.close(lease)
-        self._store.unpin(lease.node)

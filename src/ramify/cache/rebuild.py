@@ -63,14 +63,9 @@ def rebuild(cache: PrefixCache) -> int:
     new.log.take_over(old.log)
     num_pins = len(cache._pins)
     fresh._pins.max_pages = cache._pins.max_pages
-    fresh._pins._release = cache._drop
     fresh._book._numbers = (
         cache._book._numbers
     )  # an old lease or pin must not be taken for a new one
-    cache._tree, cache._store, cache._book, cache._pins = (
-        fresh._tree,
-        new,
-        fresh._book,
-        fresh._pins,
-    )
+    cache._tree, cache._store, cache._book = fresh._tree, new, fresh._book
+    cache._leasing, cache._pins = fresh._leasing, fresh._pins
     return num_pins

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from operator import index
 from typing import Final, SupportsIndex
 
-from ramify.cache.key import CacheKey
 from ramify.cache.pages import Pages
 from ramify.errors import ConfigError
 
@@ -37,60 +36,6 @@ class Match:
 
     num_tokens: int
     num_pages: int
-
-
-class Lease:
-    """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
-
-    `id`, `num_tokens`, `num_pending`, `key` and `pages` are for everybody to read; the other fields
-    are the cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
-    """
-
-    __slots__ = (
-        "counted",
-        "holder",
-        "id",
-        "node",
-        "num_pending",
-        "num_tokens",
-        "packed",
-        "source",
-        "withdrawn",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        source: CacheKey,
-        num_tokens: int,
-        packed: bytes,
-        node: int,
-        num_pending: int,
-        holder: int,
-        counted: tuple[int, int, int, int, int],
-    ) -> None:
-        self.id: Final = number
-        self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
-        self.num_pending: Final = num_pending  # of its last pages, not computed when it was made
-        self.source: Final = source  # begins with the prefix
-        self.packed: Final = packed  # its pages
-        self.node = node  # the prefix ends at this node's end; splits keep that true
-        self.holder: Final = holder  # passed on from a lease to the one that replaces it
-        self.counted: Final = counted  # what its lookup added to the statistics
-        self.withdrawn = False
-
-    @property
-    def key(self) -> CacheKey:
-        """Exactly the pinned prefix."""
-        return self.source.prefix(self.num_tokens)
-
-    @property
-    def pages(self) -> Pages:
-        """The prefix's pages, in order."""
-        return Pages(self.packed)
-
-    def __repr__(self) -> str:
-        return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ class Guards:
     """Marks special tokens in what users write, and encodes text with such marks.
 
     Encoding replaces the template's own special tokens by aliases, which only a copy of the
-    tokenizer has: that copy reads all others as text. Everything else about a token, such as the
-    space that it takes with it, is the same.
+    tokenizer has: that copy reads all others as text. An alias takes the same space with it as its
+    token (`lstrip`, `rstrip`); it is one wherever its text stands (no `single_word`), as written.
     """
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
@@ -33,12 +33,15 @@ class Guards:
         self._cut = 0  # the id of a `GUARD`, which stands for nothing
 
     def guarded(self, value: Any) -> Any:
-        """What users wrote, nested as it may be, with a `GUARD` in every special token."""
+        """What users wrote, nested as it may be, with a `GUARD` after each sign of special tokens.
+
+        After each, since special tokens may overlap, or be a part of one another.
+        """
         if isinstance(value, str):
             if self._written is None:
                 return value
             text = value.replace(GUARD, "")
-            return self._written.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+            return self._written.sub(lambda found: GUARD.join((*found[0], "")), text)
         if isinstance(value, Mapping):
             return {
                 self.guarded(name) if isinstance(name, str) else name: self.guarded(one)
@@ -53,23 +56,28 @@ class Guards:
         if GUARD not in text or self._written is None:
             return None
         borders = [found.span() for found in self._written.finditer(text)]
-        ids, ends = self._encode(text, borders, ())
-        starts = [start for start, _ in borders]
-        as_token = {  # the vocabulary has the text of a special token, but not of its halves
-            bisect_right(starts, end - 1)
-            for one, begin, end in zip(ids, (0, *ends), ends, strict=False)
-            if one in self._special and GUARD in text[begin:end].lstrip(GUARD)
-        }
-        if as_token:
-            ids, ends = self._encode(text, borders, as_token)
+        ids, begins, ends = self._encode(text, borders, ())
+        starts, at, written = [start for start, _ in borders], 0, list[str]()
+        for start, end in (*borders, (len(text), len(text))):
+            written.append(text[at:start].replace(GUARD, ""))
+            at = end
+        as_token = set[int]()  # stretches whose text the vocabulary takes for a special token
+        for one, begin, end in zip(ids, begins, ends, strict=True):
+            if one in self._special:  # what is unknown may be one that nobody has written
+                number = bisect_right(starts, end - 1)
+                is_guarded = GUARD in text[begin:end].lstrip(GUARD)
+                if is_guarded or self._special[one].content in written[number]:
+                    as_token.add(number)
+        if as_token:  # but it has not the token's characters for that
+            ids, _, ends = self._encode(text, borders, as_token)
         return array("i", (self._ids.get(one, one) for one in ids)), ends
 
     def _encode(
         self, text: str, borders: list[tuple[int, int]], cut: Collection[int]
-    ) -> tuple[list[int], array[int]]:
-        """Ids, still those of aliases; the stretches between borders that `cut` names are cut.
+    ) -> tuple[list[int], list[int], array[int]]:
+        """Ids, still those of aliases, and where each begins and ends.
 
-        Elsewhere the guards are taken out, so that a text has the ids that it has without them.
+        The stretches between borders that `cut` names are cut at every guard; elsewhere the guards are taken out, so that a text has the ids that it has without them.
         """
         plain = self._plain or self._with_aliases()
         pieces, places, at = list[str](), [0], 0  # places: of each border between characters
@@ -84,8 +92,9 @@ class Guards:
             at = end
         found = plain.encode("".join(pieces), add_special_tokens=False)
         kept = [at for at, one in enumerate(found.ids) if one != self._cut]
-        ids, offsets = found.ids, found.offsets
-        return [ids[at] for at in kept], array("i", (places[offsets[at][1]] for at in kept))
+        offsets = [found.offsets[at] for at in kept]
+        ends = array("i", (places[end] for _, end in offsets))
+        return [found.ids[at] for at in kept], [places[begin] for begin, _ in offsets], ends
 
     def _with_aliases(self) -> tokenizers.Tokenizer:
         """A copy that reads special tokens as text, and has a token in place of each."""

@@ -29,15 +29,34 @@ EXIT_S = 10.0  # that a program waits at its end for formats that are being comp
 MAX_KEPT = 256  # formats, refused ones included, that need not be compiled again
 
 
-_working = weakref.WeakSet[threading.Thread]()
+class _Workers:
+    """Threads that compile; one that came back to an interpreter which is gone would crash it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = weakref.WeakSet[threading.Thread]()
+        self._is_over = False
+
+    def start(self, worker: threading.Thread) -> bool:
+        """Start a thread, unless the program ends."""
+        with self._lock:
+            if not self._is_over:
+                worker.start()
+                self._started.add(worker)
+            return not self._is_over
+
+    def finish(self) -> None:
+        """The program ends: wait for those that are at work, `EXIT_S` seconds at most."""
+        with self._lock:
+            self._is_over = True
+            workers = list(self._started)
+        deadline = time.monotonic() + EXIT_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
 
 
-@atexit.register
-def _finish() -> None:
-    """A compiler that came back to an interpreter which is gone would crash the program."""
-    deadline = time.monotonic() + EXIT_S
-    for worker in list(_working):
-        worker.join(max(0.0, deadline - time.monotonic()))
+_workers = _Workers()
+atexit.register(_workers.finish)
 
 
 class FormatMatcher:
@@ -203,8 +222,9 @@ class Formats:
                 self._slots.release()
 
         worker = threading.Thread(target=work, name="ramify-format", daemon=True)
-        _working.add(worker)
-        worker.start()
+        if not _workers.start(worker):
+            self._slots.release()
+            raise InvalidParamsError("structured", "given", "None: the program is about to end")
         worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             if spec not in self._kept:  # until it is compiled after all
