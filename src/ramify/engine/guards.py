@@ -62,12 +62,14 @@ class Guards:
             written.append(text[at:start].replace(GUARD, ""))
             at = end
         as_token = set[int]()  # stretches whose text the vocabulary takes for a special token
+        maybe = set[tuple[int, int]]()  # what is unknown is often one that nobody has written
         for one, begin, end in zip(ids, begins, ends, strict=True):
-            if one in self._special:  # what is unknown may be one that nobody has written
+            if one in self._special:
                 number = bisect_right(starts, end - 1)
-                is_guarded = GUARD in text[begin:end].lstrip(GUARD)
-                if is_guarded or self._special[one].content in written[number]:
+                maybe.add((number, one))
+                if GUARD in text[begin:end].lstrip(GUARD):
                     as_token.add(number)
+        as_token |= {at for at, one in maybe if self._special[one].content in written[at]}
         if as_token:  # but it has not the token's characters for that
             ids, _, ends = self._encode(text, borders, as_token)
         return array("i", (self._ids.get(one, one) for one in ids)), ends
@@ -77,7 +79,8 @@ class Guards:
     ) -> tuple[list[int], list[int], array[int]]:
         """Ids, still those of aliases, and where each begins and ends.
 
-        The stretches between borders that `cut` names are cut at every guard; elsewhere the guards are taken out, so that a text has the ids that it has without them.
+        The stretches between borders that `cut` names are cut at every guard; elsewhere the guards
+        are taken out, so that a text has the ids that it has without them.
         """
         plain = self._plain or self._with_aliases()
         pieces, places, at = list[str](), [0], 0  # places: of each border between characters
