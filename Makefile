@@ -134,7 +134,7 @@ test-native: $(DEV)  ## the tests of the cache, with its core compiled
 	@rm -rf build/native && mkdir -p build
 	@$(PIP) wheel -v --no-deps -w build/native . >build/native.log 2>&1 || { cat build/native.log; exit 1; }
 	@$(BIN)/python -m zipfile -e build/native/*.whl build/native/site
-	@if ! command -v cc >/dev/null; then echo "no C compiler (cc): nothing to test"; exit 0; fi; \
+	@if ! { command -v cc || command -v gcc || command -v clang; } >/dev/null; then echo "no C compiler: nothing to test"; exit 0; fi; \
 	ls build/native/site/ramify/cache/tree.*.so || { tail -n 40 build/native.log; exit 1; }; \
 	PYTHONPATH=build/native/site $(BIN)/python -m pytest -n auto --dist loadfile $(NATIVE_TESTS) $(ARGS)
 
@@ -187,5 +187,5 @@ $(NATIVE): $(PEERS) hatch_build.py $(wildcard src/ramify/cache/*.py)
 	@rm -rf build/native $(PEERS_VENV)/peers/ramify-native
 	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --no-input -q wheel --no-deps -w build/native . \
 	  && $(PEERS_VENV)/bin/python -m zipfile -e build/native/*.whl $(PEERS_VENV)/peers/ramify-native \
-	  || echo "no wheel: the rows of the compiled core will be absent"
-	@rm -rf build/native && touch $(NATIVE)
+	  && touch $(NATIVE) || echo "no wheel: the rows of the compiled core will be absent"
+	@rm -rf build/native

@@ -134,3 +134,13 @@ def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
 
         assert tokenizer.special_ids.isdisjoint(ids), text
         assert tokenizer.decode(ids) == text
+
+
+def test_many_special_tokens_that_are_written_take_no_longer_each() -> None:
+    """Were it quadratic, as it was once, this would take minutes."""
+    tokenizer = unigram("always", "")
+
+    ids, ends = tokenizer.encode_with_ends(tokenizer.guarded("</s>" * 40_000))
+
+    assert len(ids) == len(ends) > 40_000
+    assert 2 not in ids

@@ -91,7 +91,11 @@ class PrefixCache:
         return self._store.ledger.num_free + self._store.num_evictable
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody owns this page. O(num_pages): for checks."""
+        """Whether nobody owns this page. O(num_pages): for checks.
+
+        Raises:
+            ConfigError: `page` is no whole number.
+        """
         return self._store.ledger.is_free(whole("page", page, None))
 
     def match(self, key: CacheKey) -> Match:
@@ -375,6 +379,7 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or others depend on those pages.
         """
+        num_tokens = whole("num_tokens", num_tokens)
         if not self.can_retract(lease, num_tokens):
             raise LeaseError(
                 f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"

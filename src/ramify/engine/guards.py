@@ -19,6 +19,10 @@ class Guards:
     Encoding replaces the template's own special tokens by aliases, which only a copy of the
     tokenizer has: that copy reads all others as text. An alias takes the same space with it as its
     token (`lstrip`, `rstrip`); it is one wherever its text stands (no `single_word`), as written.
+
+    Two kinds of text still become special tokens, where the vocabulary has the token's text as a
+    piece (Unigram models, as a rule): what only a normalizer makes that text of ("＜/s＞"), and a
+    token of a single sign, which cannot be cut.
     """
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
@@ -94,10 +98,11 @@ class Guards:
                 places.extend([end] * len(pieces[-1]))
             at = end
         found = plain.encode("".join(pieces), add_special_tokens=False)
-        kept = [at for at, one in enumerate(found.ids) if one != self._cut]
-        offsets = [found.offsets[at] for at in kept]
-        ends = array("i", (places[end] for _, end in offsets))
-        return [found.ids[at] for at in kept], [places[begin] for begin, _ in offsets], ends
+        ids, offsets = found.ids, found.offsets  # each of which is a new list
+        kept = [at for at, one in enumerate(ids) if one != self._cut]
+        begins = [places[offsets[at][0]] for at in kept]
+        ends = array("i", (places[offsets[at][1]] for at in kept))
+        return [ids[at] for at in kept], begins, ends
 
     def _with_aliases(self) -> tokenizers.Tokenizer:
         """A copy that reads special tokens as text, and has a token in place of each."""

@@ -222,9 +222,17 @@ class Formats:
                 self._slots.release()
 
         worker = threading.Thread(target=work, name="ramify-format", daemon=True)
-        if not _workers.start(worker):
+        try:
+            is_started = _workers.start(worker)
+        except RuntimeError:  # no more threads
+            is_started = False
+        if not is_started:
             self._slots.release()
-            raise InvalidParamsError("structured", "given", "None: the program is about to end")
+            raise InvalidParamsError(
+                "structured",
+                "given",
+                "None: there is no thread to compile it in, or the program ends",
+            )
         worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             if spec not in self._kept:  # until it is compiled after all

@@ -147,7 +147,7 @@ class Tokenizer:
         return array("i", found.ids), array("i", (end for _, end in found.offsets))
 
     def guarded(self, value: Any) -> Any:
-        """What users wrote, nested as it may be, with a guard in every special token.
+        """What users wrote, nested as it may be, with guards in every special token.
 
         `encode_with_ends` takes such tokens for the text that they are to their writer, so that a
         message cannot end itself and begin another. Texts without special tokens stay the same.
