@@ -103,7 +103,7 @@ class Leasing:
 
     def reserve(self, num_pages: Any) -> Pages:
         """See `PrefixCache.reserve`."""
-        is_count = type(num_pages) is int and num_pages >= 0
+        is_count = type(num_pages) is int and num_pages >= 0  # as a rule: it need not be checked
         count: int = num_pages if is_count else whole("num_pages", num_pages)
         store = self._store
         missing = count - store.ledger.num_free
