@@ -20,12 +20,13 @@ from numba import njit, prange
 
 from ramify.attention import row_ops
 from ramify.attention.compiled import compiled
-from ramify.attention.simd import F32, LINE, element_at, prefetch, put_float, take_next
+from ramify.attention.simd import F32, element_at, put_float, take_next
 from ramify.models import panel_tiles, row_tiles
 from ramify.models.panel_tiles import (
     GROUPS,
     PANEL,
     TILES,
+    UNROLLED,
     add_line,
     bf16_0,
     bf16_1,
@@ -50,9 +51,10 @@ from ramify.models.panel_tiles import (
 from ramify.models.row_tiles import scale_row, sum_squares
 
 BLOCK_ROWS = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
+AHEAD = 4  # strips between what is read and what is fetched
 STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (measured, AVX2)
 _PANEL, _STRIP, _GROUPS, _TILES = PANEL, STRIP, GROUPS, TILES  # globals are constants to Numba
-_LINE = LINE
+_AHEAD, _UNROLLED = AHEAD, UNROLLED
 _ROUND = 8  # rows are packed so many elements at a time
 
 _LARGEST = len(TILES) - 1
@@ -88,38 +90,39 @@ def inverse_rms(total: float, width: int, eps: float) -> Any:
 
 @_jit
 def _add_strip(
-    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, c: int, c_stride: int, depth: int
+    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, ahead: int, gap: int, c: int,
+    c_stride: int, depth: int,
 ) -> None:  # fmt: skip
     """The tile of that number for `group` panels: one, or as many as `GROUPS` says."""
     if kind == F32:
         if tile == 4:
-            f32_4(a, b, b_stride, c, c_stride, depth)
+            f32_4(a, b, b_stride, ahead, gap, c, c_stride, depth)
         elif tile == 3:
-            f32_3(a, b, b_stride, c, c_stride, depth)
+            f32_3(a, b, b_stride, ahead, gap, c, c_stride, depth)
         elif tile == 2:
-            f32_2(a, b, b_stride, c, c_stride, depth)
+            f32_2(a, b, b_stride, ahead, gap, c, c_stride, depth)
         elif tile == 1 and group == 1:
-            f32_1(a, b, b_stride, c, c_stride, depth)
+            f32_1(a, b, b_stride, ahead, gap, c, c_stride, depth)
         elif tile == 1:
-            f32_wide_1(a, b, b_stride, c, c_stride, depth)
+            f32_wide_1(a, b, b_stride, ahead, gap, c, c_stride, depth)
         elif group == 1:
-            f32_0(a, b, b_stride, c, c_stride, depth)
+            f32_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
         else:
-            f32_wide_0(a, b, b_stride, c, c_stride, depth)
+            f32_wide_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 4:
-        bf16_4(a, b, b_stride, c, c_stride, depth)
+        bf16_4(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 3:
-        bf16_3(a, b, b_stride, c, c_stride, depth)
+        bf16_3(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 2:
-        bf16_2(a, b, b_stride, c, c_stride, depth)
+        bf16_2(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 1 and group == 1:
-        bf16_1(a, b, b_stride, c, c_stride, depth)
+        bf16_1(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 1:
-        bf16_wide_1(a, b, b_stride, c, c_stride, depth)
+        bf16_wide_1(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif group == 1:
-        bf16_0(a, b, b_stride, c, c_stride, depth)
+        bf16_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
     else:
-        bf16_wide_0(a, b, b_stride, c, c_stride, depth)
+        bf16_wide_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
 
 
 @_jit
@@ -209,13 +212,6 @@ def _num_small(tile: int, rows: int) -> int:
 
 
 @_jit
-def _fetch(start: int, count: int) -> None:
-    """Begin to fetch some bytes into the second-level cache."""
-    for at in range(start, start + count, _LINE):
-        prefetch(at, 2)
-
-
-@_jit
 def _multiply_block(
     product: Product,
     tile: int,
@@ -235,9 +231,10 @@ def _multiply_block(
     large = num_large * tile_rows  # rows in large tiles
     padded = large + num_small * small_rows
     b_stride, c_stride = size * _PANEL * width, 4 * _PANEL * padded
-    num_tiles = num_large + num_small
-    # With fewer, what comes next is fetched faster than it is used, and the tile waits for its own.
-    is_fetched = num_tiles >= (4 if product.kind == F32 else 2)
+    # A tile fetches its share of a later strip (of this panel or of the next: they follow each other)
+    # between its own arithmetic: all at once, it would wait for its own.
+    share = size * _PANEL * _STRIP // (num_large + num_small)
+    gap = share * _UNROLLED // _STRIP
     unit = 2 if product.mode == GATE else 1  # panels that make one of the result
     while panel < end:
         group = _GROUPS[tile]
@@ -251,18 +248,19 @@ def _multiply_block(
             weight, into = product.weight + b_stride * (panel + p), sums + c_stride * p
             for k in range(0, width, _STRIP):
                 depth, b = min(_STRIP, width - k), weight + size * _PANEL * k
-                after = b + size * _PANEL * depth  # what the next strip, or panel, will read
-                share = size * _PANEL * _STRIP // num_tiles if is_fetched else 0
+                ahead = b + _AHEAD * size * _PANEL * _STRIP
                 for t in range(num_large):
-                    _fetch(after + share * t, share)
                     a = packed + 4 * tile_rows * (t * width + k)
                     c = into + 4 * _PANEL * tile_rows * t
-                    _add_strip(product.kind, tile, group, a, b, b_stride, c, c_stride, depth)
+                    _add_strip(product.kind, tile, group, a, b, b_stride, ahead, gap, c, c_stride,
+                               depth)  # fmt: skip
+                    ahead += share
                 for t in range(num_small):
-                    _fetch(after + share * (num_large + t), share)
                     row = large + t * small_rows
                     a, c = packed + 4 * (row * width + small_rows * k), into + 4 * _PANEL * row
-                    _add_strip(product.kind, tile - 1, group, a, b, b_stride, c, c_stride, depth)
+                    _add_strip(product.kind, tile - 1, group, a, b, b_stride, ahead, gap, c,
+                               c_stride, depth)  # fmt: skip
+                    ahead += share
         for p in range(0, several, unit):
             at = (panel + p) // unit * _PANEL
             out = product.out + product.out_stride * first + size * at

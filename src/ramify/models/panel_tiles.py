@@ -14,6 +14,7 @@ from ramify.attention.simd import (
     BF16,
     F32,
     LANES,
+    LINE,
     SIZES,
     _call,
     _const,
@@ -23,6 +24,7 @@ from ramify.attention.simd import (
     _i32,
     _i64,
     _load,
+    _prefetch,
     _store,
     _transposed,
     _vec,
@@ -34,6 +36,7 @@ PANEL = 2 * LANES
 # the registers beside a line of weights and one element of a row.
 TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
 GROUPS = (4, 2, 1, 1, 1)  # panels that a tile of so few rows computes at once, for the same reason
+UNROLLED = 4  # inner elements between two looks at what is fetched meanwhile
 _int = types.int64
 
 
@@ -49,36 +52,65 @@ def _line(builder: Any, address: Any, kind: int) -> list[Any]:
     return [builder.bitcast(half, _vec(LANES)) for half in (low, high)]
 
 
+def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any]) -> None:
+    """sums[r, v] += column[r] * vectors[v], for all rows; `column` is the address of the first."""
+    at = iter(sums)
+    for r in range(len(sums) // len(vectors)):
+        x = _load(builder, builder.add(column, _i64(4 * r)), _f32)
+        wide = _fill(builder, x, LANES)
+        for vector, one in zip(vectors, at, strict=False):
+            builder.store(_call(builder, "fma", wide, vector, builder.load(one)), one)
+
+
+def _fetch(builder: Any, place: Any, gap: Any, count: int) -> None:
+    """Begin to fetch `count` lines, or a single one where the next call is so near."""
+    _prefetch(builder, place, 2)
+    with builder.if_then(builder.icmp_signed(">", gap, _i64(LINE))):
+        for line in range(1, count):
+            _prefetch(builder, builder.add(place, _i64(LINE * line)), 2)
+
+
 def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
+    line_bytes = PANEL * SIZES[kind]
+
     @intrinsic
-    def tile(_: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any) -> Any:
+    def tile(
+        _: Any, a: Any, b: Any, b_stride: Any, ahead: Any, gap: Any, c: Any, c_stride: Any, depth: Any
+    ) -> Any:  # fmt: skip
         """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
 
         Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
-        [num_rows, PANEL], both float32.
+        [num_rows, PANEL], both float32. Meanwhile what lies at `ahead` is fetched, every `UNROLLED`
+        elements as much as they read, and `gap` bytes further: each line once, by a tile that takes
+        its time. Several panels are read as fast as they come from memory without.
         """
 
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            a, b, b_stride, c, c_stride, depth = args
+            a, b, b_stride, ahead, gap, c, c_stride, depth = args
             sums = [
                 cgutils.alloca_once(builder, _vec(LANES)) for _ in range(2 * num_rows * num_panels)
             ]
             for one in sums:
                 builder.store(_const(0.0, LANES), one)
             starts = [builder.add(b, builder.mul(b_stride, _i64(p))) for p in range(num_panels)]
-            with cgutils.for_range(builder, depth) as loop:
-                step = builder.mul(loop.index, _i64(PANEL * SIZES[kind]))
+
+            def add(k: Any) -> None:
+                step = builder.mul(k, _i64(line_bytes))
                 lines = [_line(builder, builder.add(start, step), kind) for start in starts]
-                column = builder.add(a, builder.mul(loop.index, _i64(4 * num_rows)))
-                at = iter(sums)
-                for r in range(num_rows):
-                    x = _load(builder, builder.add(column, _i64(4 * r)), _f32)
-                    wide = _fill(builder, x, LANES)
-                    for line in lines:
-                        for other in line:
-                            one = next(at)
-                            total = _call(builder, "fma", wide, other, builder.load(one))
-                            builder.store(total, one)
+                column = builder.add(a, builder.mul(k, _i64(4 * num_rows)))
+                _accumulate(builder, sums, column, [half for line in lines for half in line])
+
+            rounds = builder.udiv(depth, _i64(UNROLLED))
+            with cgutils.for_range(builder, rounds) as loop:
+                if num_panels == 1:
+                    place = builder.add(ahead, builder.mul(loop.index, gap))
+                    _fetch(builder, place, gap, UNROLLED * line_bytes // LINE)
+                first = builder.mul(loop.index, _i64(UNROLLED))
+                for k in range(UNROLLED):
+                    add(builder.add(first, _i64(k)))
+            done = builder.mul(rounds, _i64(UNROLLED))
+            with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
+                add(builder.add(done, loop.index))
             at = iter(sums)
             for r in range(num_rows):
                 for p in range(num_panels):
@@ -89,7 +121,7 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
                         _store(builder, builder.fadd(before, builder.load(next(at))), place)
             return context.get_dummy_value()
 
-        return types.void(_int, _int, _int, _int, _int, _int), code
+        return types.void(*[_int] * 8), code
 
     return tile
 
