@@ -16,7 +16,7 @@ from numba import njit, prange
 
 from ramify.attention import direct, kernel_args, row_ops
 from ramify.attention.compiled import compiled
-from ramify.attention.kernel_args import Block, Part, Rows, Shape
+from ramify.attention.kernel_args import Block, Later, Part, Rows, Shape
 from ramify.attention.row_ops import divide_row, scale_up
 from ramify.attention.simd import (
     F32,
@@ -24,6 +24,7 @@ from ramify.attention.simd import (
     TILE_COLUMNS,
     TILE_ROWS,
     copy_row,
+    copy_values,
     element_at,
     exp_of,
     fold_row,
@@ -42,14 +43,13 @@ from ramify.attention.simd import (
     tile_4,
     tile_6,
     transpose_keys,
-    widen_row,
 )
 
 BLOCK_KEYS = 256
 DIRECT_ROWS = 8  # up to so many rows of a task read a block where it lies; more have it laid out
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
 _DIRECT, _DIRECT_TILE, _AT_ONCE = DIRECT_ROWS, direct.TILES[-1], direct.KEYS
-_scores, _mix, _LINE, _AHEAD = direct.scores, direct.mix, LINE, direct.AHEAD
+_scores, _mix, _LINE = direct.scores, direct.mix, LINE
 _NOTHING = np.float32(-np.inf)
 
 
@@ -65,12 +65,12 @@ _jit = njit(nogil=True, error_model="numpy")
 
 
 @_jit
-def _fetch(part: Part, source: int, offsets: int, count: int, soon: bool) -> None:
-    """Begin to fetch some rows of a plane, into the first-level cache if they are wanted soon."""
-    for i in range(count):
-        at = source + int_at(offsets + 8 * i)
-        for line in range(0, part.width * stored_size(part), _LINE):
-            prefetch(at + line, 3) if soon else prefetch(at + line, 2)
+def _fetch(block: Block, begin: int, end: int) -> None:
+    """Begin to fetch some rows of a block into the second-level cache."""
+    for i in range(begin, end):
+        at = block.source + int_at(block.offsets + 8 * i)
+        for line in range(0, block.part.width * stored_size(block.part), _LINE):
+            prefetch(at + line, 2)
 
 
 @_jit
@@ -86,7 +86,6 @@ def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
     for j in range(0, count, 8):
         where, scale = keys.offsets + 8 * j, keys.factors + 4 * j
         to = into + 4 * (j // _COLUMNS * depth * _COLUMNS + j % _COLUMNS)
-        _fetch(part, source, where + 8 * _AHEAD, 8, True)
         transpose_keys(part, source, where, scale, to, _COLUMNS, whole)
     for d in range(whole, part.width):
         for j in range(count):
@@ -99,22 +98,22 @@ def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
 @_jit
 def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
     """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32."""
-    part = values.part
-    for j in range(count):
-        if j % 8 == 0:
-            _fetch(part, values.source, values.offsets + 8 * (j + _AHEAD), 8, True)
-        row = values.source + int_at(values.offsets + 8 * j)
-        factor = element_at(values.factors + 4 * j, 0)
-        for d in range(0, stride, _COLUMNS):
-            to = into + 4 * _COLUMNS * (d // _COLUMNS * _BLOCK + j)
-            width = max(0, min(_COLUMNS, part.width - d))
-            whole = width - width % 8
-            widen_row(part, row + d * stored_size(part), to, whole, factor)
-            for i in range(whole, width):
-                x = stored_at(part, row + (d + i) * stored_size(part))
-                put_float(to + 4 * i, x * factor)
-            for i in range(width, _COLUMNS):
-                put_float(to + 4 * i, np.float32(0.0))
+    part, size = values.part, stored_size(values.part)
+    tiles = part.width // _COLUMNS
+    tile = 4 * _COLUMNS * _BLOCK
+    copy_values(part, values.source, values.offsets, values.factors, count, into, tile, tiles)
+    for d in range(tiles * _COLUMNS, stride, _COLUMNS):
+        for j in range(count):
+            at = values.source + int_at(values.offsets + 8 * j) + d * size
+            factor = element_at(values.factors + 4 * j, 0)
+            to = into + tile * (d // _COLUMNS) + 4 * _COLUMNS * j
+            for i in range(_COLUMNS):
+                x = (
+                    stored_at(part, at + i * size) * factor
+                    if d + i < part.width
+                    else np.float32(0.0)
+                )
+                put_float(to + 4 * i, x)
 
 
 @_jit
@@ -143,14 +142,16 @@ def _scale(part: Part, slots: Any, count: int, num_heads: int, head: int, factor
 @_jit
 def _product(
     num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
-    depth: int, num_columns: int,
+    depth: int, num_columns: int, later: Later,
 ) -> None:  # fmt: skip
     """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles.
 
     Args:
         b: address of the first tile, [depth, TILE_COLUMNS]; the next is `b_tile` bytes further.
+        later: fetched meanwhile, a little after each tile: all at once, the next would wait.
     """
-    done = 0
+    done, fetched = 0, later.begin
+    share = -(-(later.end - later.begin) * _COLUMNS // num_columns)
     while done < num_rows:
         left = num_rows - done
         x, y = a + 4 * done * a_stride, c + 4 * done * c_stride
@@ -165,6 +166,12 @@ def _product(
                 tile_2(x, a_stride, at, _COLUMNS, to, c_stride, depth)
             else:
                 tile_1(x, a_stride, at, _COLUMNS, to, c_stride, depth)
+            if fetched < later.end:
+                upto = min(fetched + share, later.end)
+                _fetch(later.keys, fetched, upto)
+                if later.values.part.address != later.keys.part.address:  # latents are both
+                    _fetch(later.values, fetched, upto)
+                fetched = upto
         done += rows
 
 
@@ -190,7 +197,9 @@ def _tile_of(num_rows: int) -> int:
 
 
 @_jit
-def _score(shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, into: int) -> None:
+def _score(
+    shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, into: int, later: Later
+) -> None:  # fmt: skip
     """Scores of some rows with keys [low, high) of a block, up to a whole tile."""
     low, high = span
     depth = shape.key_dim
@@ -198,7 +207,7 @@ def _score(shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, in
         width = -(-(high - low) // _COLUMNS) * _COLUMNS
         tile = 4 * _COLUMNS * depth
         first = keys.packed + low // _COLUMNS * tile
-        _product(num_rows, queries, depth, first, tile, into, _BLOCK, depth, width)
+        _product(num_rows, queries, depth, first, tile, into, _BLOCK, depth, width, later)
         return
     _scores(keys.part, keys.source, keys.offsets + 8 * low, keys.factors + 4 * low,
             -(-(high - low) // _AT_ONCE), depth, queries, num_rows - 1, _tile_of(num_rows), into,
@@ -206,14 +215,16 @@ def _score(shape: Shape, keys: Block, queries: int, num_rows: int, span: Any, in
 
 
 @_jit
-def _weigh(shape: Shape, values: Block, weights: int, num_rows: int, span: Any, into: int) -> None:
+def _weigh(
+    shape: Shape, values: Block, weights: int, num_rows: int, span: Any, into: int, later: Later
+) -> None:  # fmt: skip
     """Weighted sums over values [low, high) of a block."""
     low, high = span
     stride = shape.value_stride
     if values.packed:
         first = values.packed + 4 * _COLUMNS * low
         _product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * _BLOCK, into, stride,
-                 high - low, stride)  # fmt: skip
+                 high - low, stride, later)  # fmt: skip
         return
     tile = _tile_of(num_rows)
     for d in range(tile * stride):
@@ -225,13 +236,14 @@ def _weigh(shape: Shape, values: Block, weights: int, num_rows: int, span: Any, 
 @_jit
 def _attend_tile(
     shape: Shape, queries: int, num_rows: int, first_row: int, seen: Any, keys: Block, values: Block,
-    partial: int, scores: int, tops: Any, state: Any, state_rows: Any,
+    partial: int, scores: int, tops: Any, state: Any, state_rows: Any, later: Later,
 ) -> None:  # fmt: skip
     """Rows [first_row, first_row + num_rows) of a task against a block.
 
     `seen[row]` is how many of the block's keys a row sees, counted from the block's first, if no
     window cuts off the beginning; it may be negative or beyond the block.
     """
+    nothing = Later(later.keys, later.values, 0, 0)
     low, high = _BLOCK, 0
     for r in range(first_row, first_row + num_rows):
         end = seen[r]
@@ -243,7 +255,7 @@ def _attend_tile(
     width = -(-(high - low) // _COLUMNS) * _COLUMNS
     into, stride = scores, shape.value_stride
     mine = queries + 4 * shape.key_dim * first_row
-    _score(shape, keys, mine, num_rows, (low, high), into)
+    _score(shape, keys, mine, num_rows, (low, high), into, later)
     for r in range(num_rows):
         row, end = into + 4 * _BLOCK * r, seen[first_row + r] - low
         if shape.soft_cap > 0:
@@ -254,7 +266,7 @@ def _attend_tile(
             for j in range(min(width, end - shape.window)):
                 put_float(row + 4 * j, _NOTHING)
         tops[2 * r], tops[2 * r + 1] = softmax_row(row, width)
-    _weigh(shape, values, into, num_rows, (low, high), partial)
+    _weigh(shape, values, into, num_rows, (low, high), partial, nothing)
     for r in range(num_rows):
         if not is_finite(partial + 4 * stride * r, stride):
             # 0 times what a row does not see may be NaN: over its own keys alone
@@ -262,7 +274,7 @@ def _attend_tile(
             begin, end = max(0, end - shape.window) if shape.window else 0, min(end, high - low)
             if begin < end:
                 _weigh(shape, values, into + 4 * (_BLOCK * r + begin), 1,
-                       (low + begin, low + end), partial + 4 * stride * r)  # fmt: skip
+                       (low + begin, low + end), partial + 4 * stride * r, nothing)  # fmt: skip
         if tops[2 * r] != _NOTHING:  # else the row sees nothing of this block
             _fold(state, state_rows[first_row + r], tops[2 * r], tops[2 * r + 1],
                   partial + 4 * stride * r, stride)  # fmt: skip
@@ -301,9 +313,9 @@ def _attend_task(
 ) -> None:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
-    Between tiles of rows K/V of the next head or block is fetched, a share at a time, and again a
-    little ahead while it is laid out (the next block's keys and values follow this one's). Few rows
-    read a block where it lies, and `direct` fetches a little ahead.
+    Between tiles K/V of the next head or block is fetched, a share at a time, and again a little
+    ahead while it is laid out (the next block's keys and values follow this one's). Few rows read a
+    block where it lies, and `direct` fetches a little ahead.
     """
     seq, first, count, head0, head1, group0, group1, block0, block1 = task
     depth, stride, num_heads = shape.key_dim, shape.value_stride, shape.num_heads
@@ -396,14 +408,14 @@ def _attend_task(
                     _pack_keys(of_rope, keys + 4 * _COLUMNS * latent.width, depth, num_keys)
                 _pack_values(of_values, values, stride, num_keys)
             mine = folded + 4 * depth * (h - head0) * num_rows
+            next_keys_block = Block(latent, next_key, next_keys_at, 0, 0)
+            next_values_block = Block(value, next_value, next_values_at, 0, 0)
             for r in range(0, num_rows, tile_rows):
-                _attend_tile(shape, mine, min(tile_rows, num_rows - r), r, seen, of_keys, of_values,
-                             partial, scores, tops, state, state_rows[(h - head0) * num_rows :])  # fmt: skip
-                begin = r * num_next // num_rows
-                share = min(r + tile_rows, num_rows) * num_next // num_rows - begin
-                _fetch(latent, next_key, next_keys_at + 8 * begin, share, False)
-                if value.address != latent.address:  # latents are both
-                    _fetch(value, next_value, next_values_at + 8 * begin, share, False)
+                end = min(r + tile_rows, num_rows)
+                later = Later(next_keys_block, next_values_block, r * num_next // num_rows,
+                              end * num_next // num_rows)  # fmt: skip
+                _attend_tile(shape, mine, end - r, r, seen, of_keys, of_values, partial, scores, tops,
+                             state, state_rows[(h - head0) * num_rows :], later)  # fmt: skip
     for t in range(count):
         if positions[first + t] < task[8] * _BLOCK:
             for h in range(head1 - head0):

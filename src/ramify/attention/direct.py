@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ramify.attention.simd import (
+    AHEAD,
     INT8,
     LINE,
     SIZES,
@@ -30,13 +31,11 @@ from ramify.attention.simd import (
     _transposed,
     _vec,
     _widen,
+    prefetch_keys,
     stored_as,
 )
 
-KEYS = 8  # whose scores are made at once
-# What is read so many keys later is fetched between the arithmetic: all at once, the processor would
-# stand still until the last is on its way.
-AHEAD = 16
+KEYS = 8  # whose scores are made at once, as many as `prefetch_keys` fetches
 TILES = (1, 2, 4)  # query rows of a tile; where it has more rows than there are, the last repeats
 _VECTORS = {1: 4, 2: 4, 4: 2}  # of a result that a tile of so many rows makes at once
 _int = types.int64
@@ -94,7 +93,7 @@ def scores(
             with cgutils.for_range(builder, groups) as group:
                 first = builder.mul(group.index, _i64(KEYS))
                 keys = [builder.add(first, _i64(i)) for i in range(KEYS)]
-                later = builder.add(first, _i64(AHEAD))
+                later = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
                 starts = [builder.add(source, _offset(builder, offsets, key)) for key in keys]
                 scales = [_factor(builder, factors, key) for key in keys if stored >= INT8]
                 for one in sums:
@@ -104,12 +103,7 @@ def scores(
                     found = [_widen(builder, builder.add(one, step), stored) for one in starts]
                     if scales:
                         found = [builder.fmul(*one) for one in zip(found, scales, strict=True)]
-                    for k in range(SIZES[stored]):  # so many of the lines of as many later keys
-                        line = builder.add(builder.mul(loop.index, _i64(SIZES[stored])), _i64(k))
-                        key = builder.add(builder.and_(line, _i64(KEYS - 1)), later)
-                        at = builder.add(source, _offset(builder, offsets, key))
-                        part_of_it = builder.mul(builder.lshr(line, _i64(3)), _i64(LINE))
-                        _prefetch(builder, builder.add(at, part_of_it), 3)
+                    prefetch_keys(builder, source, later, loop.index, stored)
                     for d, column in enumerate(_transposed(builder, found)):
                         place = builder.add(builder.mul(loop.index, _i64(32)), _i64(4 * d))
                         for row, one in zip(rows, sums, strict=True):

@@ -63,6 +63,15 @@ class Block(NamedTuple):
     packed: int  # of them laid out, or 0: they are read where they lie
 
 
+class Later(NamedTuple):
+    """Keys and values that a task reads next: some of them are fetched during each tile of rows."""
+
+    keys: Block
+    values: Block
+    begin: int
+    end: int  # those [begin, end) of both are still to be fetched
+
+
 class Rows(NamedTuple):
     """Queries and results as a kernel sees them."""
 

@@ -26,6 +26,7 @@ TILE_ROWS = (
 F32, BF16, F16, INT8, FP8 = range(5)  # what K/V is stored in
 SIZES = (4, 2, 2, 1, 1)  # bytes of each
 LINE = 64  # bytes of a cache line
+AHEAD = 16  # keys between those that are read and those that are fetched meanwhile
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _STORED = (_f32, ir.IntType(16), ir.HalfType(), ir.IntType(8), ir.IntType(8))
@@ -343,6 +344,32 @@ def has_scales(_: Any, part: Any) -> Any:
     return types.boolean(part), code
 
 
+def _prefetch(builder: Any, address: Any, level: int) -> None:
+    """Begin to fetch the cache line of an address; level 3 is the nearest, 2 the one behind it."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, data = _i32(0), _i32(1)
+    builder.call(fetch, [builder.inttoptr(address, pointer), read, _i32(level), data])
+
+
+def prefetch_keys(builder: Any, source: Any, offsets: Any, index: Any, stored: int) -> None:
+    """Begin to fetch eight keys into the first level, a share of their lines at a time.
+
+    All at once, the processor would stand still until the last is on its way.
+
+    Args:
+        offsets: address of int64, bytes from `source` to each key.
+        index: which eight elements of other keys are read now; the share is as large.
+    """
+    for k in range(SIZES[stored]):
+        line = builder.add(builder.mul(index, _i64(SIZES[stored])), _i64(k))
+        key = builder.and_(line, _i64(7))
+        start = builder.add(source, _load(builder, _step(builder, offsets, key, 8), _i64))
+        at = builder.mul(builder.lshr(line, _i64(3)), _i64(LINE))
+        _prefetch(builder, builder.add(start, at), 3)
+
+
 @intrinsic
 def transpose_keys(
     _: Any, part: Any, source: Any, offsets: Any, factors: Any, into: Any, stride: Any, width: Any
@@ -351,7 +378,8 @@ def transpose_keys(
 
     Args:
         part: its type says what the keys are stored in.
-        offsets, factors: addresses of eight int64, bytes from `source`, and of eight floats.
+        offsets, factors: addresses of int64, bytes from `source` to eight keys, with `AHEAD` more
+            behind them; and of eight floats.
         stride: floats from one line of `into` to the next.
         width: elements of a key, a multiple of 8.
     """
@@ -367,6 +395,9 @@ def transpose_keys(
             scales.append(_fill(builder, factor, 8))
         with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
             step = builder.mul(loop.index, _i64(8 * SIZES[stored]))
+            prefetch_keys(
+                builder, source, builder.add(offsets, _i64(8 * AHEAD)), loop.index, stored
+            )
             keys = [_widen(builder, builder.add(start, step), stored) for start in starts]
             keys = [builder.fmul(key, scale) for key, scale in zip(keys, scales, strict=True)]
             line = _step(builder, into, builder.mul(loop.index, stride), 32)
@@ -378,19 +409,41 @@ def transpose_keys(
 
 
 @intrinsic
-def widen_row(_: Any, part: Any, source: Any, into: Any, width: Any, factor: Any) -> Any:
-    """`width` elements, a multiple of 8, in float32, times `factor`."""
+def copy_values(
+    _: Any, part: Any, source: Any, offsets: Any, factors: Any, count: Any, into: Any, stride: Any, tiles: Any
+) -> Any:  # fmt: skip
+    """`count` values as `tiles` tiles of `TILE_COLUMNS`, in float32, each value times its factor.
+
+    Args:
+        part: its type says what the values are stored in.
+        offsets, factors: addresses of int64, bytes from `source` to each value, with `AHEAD` more
+            behind the last; and of as many floats as there are values.
+        into, stride: address of the first tile, [count, TILE_COLUMNS], and bytes from tile to tile.
+    """
     stored = stored_as(part)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        _, source, into, width, factor = args
-        scale = _fill(builder, factor, 8)
-        with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
-            x = _widen(builder, _step(builder, source, loop.index, 8 * SIZES[stored]), stored)
-            _store(builder, builder.fmul(x, scale), _step(builder, into, loop.index, 32))
+        _, source, offsets, factors, count, into, stride, tiles = args
+        with cgutils.for_range(builder, count) as values:
+            place = _step(builder, offsets, values.index, 8)
+            start = builder.add(source, _load(builder, place, _i64))
+            later = _load(builder, builder.add(place, _i64(8 * AHEAD)), _i64)
+            ahead = builder.add(source, later)
+            factor = _load(builder, _step(builder, factors, values.index, 4), _f32)
+            scale = _fill(builder, factor, 8)
+            line = _step(builder, into, values.index, 4 * TILE_COLUMNS)
+            with cgutils.for_range(builder, tiles) as loop:
+                step = builder.mul(loop.index, _i64(TILE_COLUMNS * SIZES[stored]))
+                for at in range(0, TILE_COLUMNS * SIZES[stored], LINE):
+                    _prefetch(builder, builder.add(builder.add(ahead, step), _i64(at)), 3)
+                to = builder.add(line, builder.mul(loop.index, stride))
+                for at in range(0, TILE_COLUMNS, 8):
+                    place = builder.add(builder.add(start, step), _i64(at * SIZES[stored]))
+                    x = _widen(builder, place, stored)
+                    _store(builder, builder.fmul(x, scale), builder.add(to, _i64(4 * at)))
         return context.get_dummy_value()
 
-    return types.void(part, _int, _int, _int, _float), code
+    return types.void(part, *[_int] * 7), code
 
 
 @intrinsic
@@ -433,15 +486,6 @@ def put_float(_: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_int, _float), code
-
-
-def _prefetch(builder: Any, address: Any, level: int) -> None:
-    """Begin to fetch the cache line of an address; level 3 is the nearest, 2 the one behind it."""
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, data = _i32(0), _i32(1)
-    builder.call(fetch, [builder.inttoptr(address, pointer), read, _i32(level), data])
 
 
 @intrinsic(prefer_literal=True)
