@@ -7,7 +7,7 @@ score over the elements of a key, and for each element of a result over the keys
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba import types
@@ -28,9 +28,10 @@ from ramify.attention.simd import (
     _prefetch,
     _step,
     _store,
-    _transposed,
     _vec,
     _widen,
+    in_columns,
+    key_columns,
     prefetch_keys,
     stored_as,
 )
@@ -65,10 +66,36 @@ def _factor(builder: Any, factors: Any, index: Any) -> Any:
     return _fill(builder, _load(builder, _step(builder, factors, index, 4), _f32), 8)
 
 
+def _fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
+    """What begins to fetch one more line of some rows, into the second level, at each call.
+
+    Args:
+        later: an address, that of int64 with the bytes from it to each row, how many rows there are
+            (at least one) and how many lines a row has. Behind the last row, it comes once more.
+    """
+    source, offsets, num_rows, num_lines = later
+    at_row, at_line = (cgutils.alloca_once(builder, _i64) for _ in range(2))
+    for place in (at_row, at_line):
+        builder.store(_i64(0), place)
+
+    def fetch() -> None:
+        row, line = builder.load(at_row), builder.load(at_line)
+        start = builder.add(source, _offset(builder, offsets, row))
+        _prefetch(builder, builder.add(start, builder.mul(line, _i64(LINE))), 2)
+        line = builder.add(line, _i64(1))
+        is_end = builder.icmp_signed(">=", line, num_lines)
+        builder.store(builder.select(is_end, _i64(0), line), at_line)
+        below = builder.add(row, builder.zext(is_end, _i64))
+        is_row = builder.icmp_signed("<", below, num_rows)
+        builder.store(builder.select(is_row, below, row), at_row)
+
+    return fetch
+
+
 @intrinsic
 def scores(
     _: Any, part: Any, source: Any, offsets: Any, factors: Any, groups: Any, width: Any,
-    queries: Any, last: Any, tile: Any, into: Any, stride: Any,
+    queries: Any, last: Any, tile: Any, into: Any, stride: Any, later: Any,
 ) -> Any:  # fmt: skip
     """into[r, j] = queries[r] . key j, for `groups` times `KEYS` keys and the rows of a tile.
 
@@ -80,11 +107,13 @@ def scores(
         queries: address of [last + 1, width] float32.
         tile: one of `TILES`; as many rows are written.
         stride: bytes from row to row of `into`.
+        later: what is fetched meanwhile, see `_fetcher`.
     """
     stored = stored_as(part)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        _, source, offsets, factors, groups, width, queries, last, tile, into, stride = args
+        _, source, offsets, factors, groups, width, queries, last, tile, into, stride = args[:11]
+        fetch = _fetcher(builder, cgutils.unpack_tuple(builder, args[11], 4))
         row_bytes = builder.mul(width, _i64(4))
 
         def emit(num_rows: int) -> None:
@@ -93,23 +122,32 @@ def scores(
             with cgutils.for_range(builder, groups) as group:
                 first = builder.mul(group.index, _i64(KEYS))
                 keys = [builder.add(first, _i64(i)) for i in range(KEYS)]
-                later = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
+                soon = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
                 starts = [builder.add(source, _offset(builder, offsets, key)) for key in keys]
-                scales = [_factor(builder, factors, key) for key in keys if stored >= INT8]
+                scales = _load(builder, _step(builder, factors, first, 4), _vec(8))
                 for one in sums:
                     builder.store(_const(0.0, 8), one)
-                with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
-                    step = builder.mul(loop.index, _i64(8 * SIZES[stored]))
-                    found = [_widen(builder, builder.add(one, step), stored) for one in starts]
-                    if scales:
-                        found = [builder.fmul(*one) for one in zip(found, scales, strict=True)]
-                    prefetch_keys(builder, source, later, loop.index, stored)
-                    for d, column in enumerate(_transposed(builder, found)):
-                        place = builder.add(builder.mul(loop.index, _i64(32)), _i64(4 * d))
+
+                def add(element: Any, count: int) -> None:
+                    """So many elements of the keys, to the sums of all rows."""
+                    begin = builder.mul(element, _i64(SIZES[stored]))
+                    for eight in range(count // 8):
+                        index = builder.add(builder.udiv(element, _i64(8)), _i64(eight))
+                        prefetch_keys(builder, source, soon, index, stored)
+                        for _ in range(SIZES[stored]):
+                            fetch()
+                    places = [builder.add(start, begin) for start in starts]
+                    columns = key_columns(builder, places, stored, count)
+                    if stored >= INT8:
+                        columns = [builder.fmul(column, scales) for column in columns]
+                    for d, column in enumerate(columns):
+                        place = builder.mul(builder.add(element, _i64(d)), _i64(4))
                         for row, one in zip(rows, sums, strict=True):
                             x = _fill(builder, _load(builder, builder.add(row, place), _f32), 8)
                             total = _call(builder, "fma", x, column, builder.load(one))
                             builder.store(total, one)
+
+                in_columns(builder, width, stored, add)
                 for r, one in enumerate(sums):
                     at = builder.add(into, builder.mul(stride, _i64(r)))
                     total = builder.fadd(builder.load(one), _const(0.0, 8))
@@ -118,13 +156,13 @@ def scores(
         _each(builder, tile, emit)
         return context.get_dummy_value()
 
-    return types.void(part, *[_int] * 10), code
+    return types.void(part, *[_int] * 10, later), code
 
 
 @intrinsic
 def mix(
     _: Any, part: Any, source: Any, offsets: Any, factors: Any, count: Any, width: Any,
-    weights: Any, stride: Any, last: Any, tile: Any, into: Any, into_stride: Any,
+    weights: Any, stride: Any, last: Any, tile: Any, into: Any, into_stride: Any, later: Any,
 ) -> Any:  # fmt: skip
     """into[r, :width] += sum over j < count of weights[r, j] * value j, for the rows of a tile.
 
@@ -136,12 +174,14 @@ def mix(
         weights: address of the float32 rows 0 to `last`, `stride` bytes from each to the next.
         tile: one of `TILES`; as many rows are written.
         into_stride: bytes from row to row of `into`.
+        later: what is fetched meanwhile, see `_fetcher`.
     """
     stored = stored_as(part)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, factors, count, width = args[:6]
-        weights, stride, last, tile, into, into_stride = args[6:]
+        weights, stride, last, tile, into, into_stride = args[6:12]
+        fetch = _fetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
 
         def columns(num_rows: int, vectors: int, begin: Any, steps: Any) -> None:
             """`steps` times so many vectors of each row, from the element `begin` on."""
@@ -162,10 +202,11 @@ def mix(
                 start = builder.add(source, builder.mul(column, _i64(SIZES[stored])))
                 with cgutils.for_range(builder, count) as keys:
                     at = builder.add(start, _offset(builder, offsets, keys.index))
-                    later = builder.add(keys.index, _i64(AHEAD))
-                    ahead = builder.add(start, _offset(builder, offsets, later))
+                    soon = builder.add(keys.index, _i64(AHEAD))
+                    ahead = builder.add(start, _offset(builder, offsets, soon))
                     for line in range(0, 8 * vectors * SIZES[stored], LINE):
                         _prefetch(builder, builder.add(ahead, _i64(line)), 3)
+                        fetch()
                     value = [
                         _widen(builder, builder.add(at, _i64(8 * v * SIZES[stored])), stored)
                         for v in range(vectors)
@@ -195,4 +236,4 @@ def mix(
         _each(builder, tile, emit)
         return context.get_dummy_value()
 
-    return types.void(part, *[_int] * 11), code
+    return types.void(part, *[_int] * 11, later), code

@@ -64,12 +64,33 @@ class Block(NamedTuple):
 
 
 class Later(NamedTuple):
-    """Keys and values that a task reads next: some of them are fetched during each tile of rows."""
+    """Keys and values that a task, or the next one, reads later: fetched during a tile of rows."""
 
     keys: Block
     values: Block
     begin: int
     end: int  # those [begin, end) of both are still to be fetched
+
+
+class Few(NamedTuple):
+    """A block, several heads and few rows, as `few_rows` sees them: addresses and counts."""
+
+    keys: Part
+    values: Part
+    head: int  # the first of the heads
+    num_heads: int
+    num_rows: int  # of each head
+    key_offsets: (
+        int  # of [BLOCK_KEYS] int64: bytes from the plane's address; AHEAD more behind them
+    )
+    value_offsets: int
+    queries: int  # of [num_heads, num_rows, key_dim] float32
+    scores: int  # of room for [num_heads, tiled rows, BLOCK_KEYS] float32
+    partial: int  # of room for [num_heads, tiled rows, value_stride] float32
+    next_offsets: int  # of the keys of the next block, or of the next task's first
+    next_count: int
+    next_head: int
+    next_heads: int
 
 
 class Rows(NamedTuple):

@@ -149,6 +149,36 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return [_shuffle(builder, fours[i], fours[i + 4], half) for half in halves for i in range(4)]
 
 
+def key_columns(builder: Any, places: list[Any], kind: int, count: int) -> list[Any]:
+    """`count` elements of eight keys, a vector of float32 for each element; count: 8, or 16 of BF16.
+
+    Two elements of bfloat16 are turned as one of 32 bits, which takes half the shuffles.
+    """
+    if count == 8:
+        return _transposed(builder, [_widen(builder, place, kind) for place in places])
+    ints = _vec(8, _i32)
+    rows = [builder.bitcast(_load(builder, place, ints), _vec(8)) for place in places]
+    columns = []
+    for pair in _transposed(builder, rows):
+        bits = builder.bitcast(pair, ints)
+        low = builder.shl(bits, _const(16, 8, _i32))
+        high = builder.and_(bits, _const(-(1 << 16), 8, _i32))
+        columns += [builder.bitcast(half, _vec(8)) for half in (low, high)]
+    return columns
+
+
+def in_columns(builder: Any, width: Any, kind: int, body: Callable[[Any, int], None]) -> None:
+    """`body(first, count)` over all elements of keys, as many at once as `key_columns` can take."""
+    at_once = 16 if kind == BF16 else 8
+    rounds = builder.udiv(width, _i64(at_once))
+    with cgutils.for_range(builder, rounds) as loop:
+        body(builder.mul(loop.index, _i64(at_once)), at_once)
+    if at_once > 8:
+        done = builder.mul(rounds, _i64(at_once))
+        with builder.if_then(builder.icmp_signed("<", done, width)):
+            body(done, 8)
+
+
 def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """One value of a vector: halves combined until one is left."""
     lanes = vector.type.count
@@ -387,22 +417,26 @@ def transpose_keys(
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, factors, into, stride, width = args
-        starts, scales = [], []
+        starts = []
         for i in range(8):
             offset = _load(builder, builder.add(offsets, _i64(8 * i)), _i64)
             starts.append(builder.add(source, offset))
-            factor = _load(builder, builder.add(factors, _i64(4 * i)), _f32)
-            scales.append(_fill(builder, factor, 8))
-        with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
-            step = builder.mul(loop.index, _i64(8 * SIZES[stored]))
-            prefetch_keys(
-                builder, source, builder.add(offsets, _i64(8 * AHEAD)), loop.index, stored
-            )
-            keys = [_widen(builder, builder.add(start, step), stored) for start in starts]
-            keys = [builder.fmul(key, scale) for key, scale in zip(keys, scales, strict=True)]
-            line = _step(builder, into, builder.mul(loop.index, stride), 32)
-            for i, column in enumerate(_transposed(builder, keys)):
-                _store(builder, column, builder.add(line, builder.mul(stride, _i64(4 * i))))
+        scales = _load(builder, factors, _vec(8))
+        later = builder.add(offsets, _i64(8 * AHEAD))
+
+        def put(element: Any, count: int) -> None:
+            """So many elements of the keys."""
+            for eight in range(count // 8):
+                index = builder.add(builder.udiv(element, _i64(8)), _i64(eight))
+                prefetch_keys(builder, source, later, index, stored)
+            begin = builder.mul(element, _i64(SIZES[stored]))
+            places = [builder.add(start, begin) for start in starts]
+            line = builder.add(into, builder.mul(builder.mul(element, stride), _i64(4)))
+            for i, column in enumerate(key_columns(builder, places, stored, count)):
+                at = builder.add(line, builder.mul(stride, _i64(4 * i)))
+                _store(builder, builder.fmul(column, scales), at)
+
+        in_columns(builder, width, stored, put)
         return context.get_dummy_value()
 
     return types.void(part, _int, _int, _int, _int, _int, _int), code
