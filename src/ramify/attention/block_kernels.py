@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from ramify.attention import block_rows, direct, few_rows, kernel_args, row_ops
+from ramify.attention import block_rows, direct, few_rows, kernel_args, key_vectors, row_ops
 from ramify.attention.block_rows import (
     BLOCK_KEYS,
     NOTHING,
@@ -31,13 +31,13 @@ from ramify.attention.block_rows import (
 from ramify.attention.compiled import compiled
 from ramify.attention.few_rows import FEW_ROWS, attend_few, is_plain
 from ramify.attention.kernel_args import Block, Few, Later, Part, Rows, Shape
+from ramify.attention.key_vectors import copy_values, transpose_keys
 from ramify.attention.row_ops import divide_row, scale_up
 from ramify.attention.simd import (
     F32,
     LINE,
     TILE_COLUMNS,
     TILE_ROWS,
-    copy_values,
     element_at,
     int_at,
     is_finite,
@@ -50,7 +50,6 @@ from ramify.attention.simd import (
     tile_2,
     tile_4,
     tile_6,
-    transpose_keys,
 )
 
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
@@ -384,5 +383,6 @@ attend = compiled(
     direct.__file__,
     few_rows.__file__,
     kernel_args.__file__,
+    key_vectors.__file__,
     row_ops.__file__,
 )

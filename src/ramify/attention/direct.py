@@ -14,8 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.attention.key_vectors import AHEAD, in_columns, key_columns, prefetch_keys
 from ramify.attention.simd import (
-    AHEAD,
     INT8,
     LINE,
     SIZES,
@@ -30,9 +30,6 @@ from ramify.attention.simd import (
     _store,
     _vec,
     _widen,
-    in_columns,
-    key_columns,
-    prefetch_keys,
     stored_as,
 )
 

@@ -28,7 +28,7 @@ from ramify.errors import ConfigError
 
 BLOCK_KEYS = 256  # as in block_kernels, which is imported on use: it loads Numba
 TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
-FEW_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side
+FEW_ROWS = 32  # with fewer, a task takes many heads: their K/V lies side by side in memory
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 KINDS[torch.float8_e4m3fn] = 4
@@ -98,12 +98,13 @@ class TreeBackend:
         for members, end in shared_runs(batch):
             first = members[0]
             tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            self._cut(rows, phases, level[first], first, tokens, (done[first], end))
+            self._cut(rows, phases, level[first], first, tokens, (done[first], end), batch.num_seqs)
             for i in members:
                 done[i], level[i] = end, level[i] + 1
         for i, kv_len in enumerate(batch.seq_lens_kv.tolist()):
             tokens = np.arange(starts[i], starts[i + 1])
-            self._cut(rows, phases, level[i], i, tokens, (done[i], -(-kv_len // BLOCK_KEYS)))
+            last = -(-kv_len // BLOCK_KEYS)
+            self._cut(rows, phases, level[i], i, tokens, (done[i], last), batch.num_seqs)
         arrays = [
             np.array(sorted(phase, key=_cost, reverse=True), np.int64) for phase in phases if phase
         ]
@@ -125,8 +126,9 @@ class TreeBackend:
         seq: int,
         tokens: NDArray[np.int64],
         blocks: tuple[int, int],
+        num_seqs: int,
     ) -> None:
-        """Tasks for some tokens of q against blocks [from, to) of a request's keys."""
+        """Tasks for some tokens of q against blocks [from, to) of a request's keys, one of so many."""
         group, heads = self.spec.group, self.spec.num_kv_heads
         begin, end = blocks
         wanted = TASKS_PER_WORKER * self._num_workers
@@ -140,7 +142,8 @@ class TreeBackend:
             if stop <= begin:
                 continue
             pieces = -(-wanted // len(tiles))  # tasks to make of this tile, if it can be cut so far
-            head_step = 1 if len(tile) * group >= FEW_ROWS else max(1, heads // pieces)
+            few = 2 * self._num_workers if num_seqs < wanted else 1  # then each has some anyway
+            head_step = 1 if len(tile) * group >= FEW_ROWS else max(1, heads // few)
             least = min(pieces, 2 * self._num_workers)  # heads of a group read the same keys
             group_step = max(1, group * heads // least) if heads < least else group
             for head in range(0, heads, head_step):
@@ -240,7 +243,7 @@ class TreeBackend:
         phases: list[list[tuple[int, ...]]] = []
         for token in range(plan.num_tokens):
             blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
-            self._cut(rows, phases, 0, token, np.array([token]), blocks)
+            self._cut(rows, phases, 0, token, np.array([token]), blocks, plan.num_tokens)
         arrays = [np.array(phase, np.int64) for phase in phases if phase]
         group = self.spec.num_heads
         return Tasks(

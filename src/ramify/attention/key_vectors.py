@@ -1,0 +1,160 @@
+"""Keys and values from where they lie to vectors of float32, as LLVM IR: `simd` for few and for many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.attention.simd import (
+    BF16,
+    LINE,
+    SIZES,
+    TILE_COLUMNS,
+    _const,
+    _f32,
+    _fill,
+    _i32,
+    _i64,
+    _load,
+    _prefetch,
+    _step,
+    _store,
+    _transposed,
+    _vec,
+    _widen,
+    stored_as,
+)
+
+AHEAD = 16  # keys between those that are read and those that are fetched meanwhile
+_int = types.int64
+
+
+def key_columns(builder: Any, places: list[Any], kind: int, count: int) -> list[Any]:
+    """`count` elements of eight keys, a vector of float32 for each element; count: 8, or 16 of BF16.
+
+    Two elements of bfloat16 are turned as one of 32 bits, which takes half the shuffles.
+    """
+    if count == 8:
+        return _transposed(builder, [_widen(builder, place, kind) for place in places])
+    ints = _vec(8, _i32)
+    rows = [builder.bitcast(_load(builder, place, ints), _vec(8)) for place in places]
+    columns = []
+    for pair in _transposed(builder, rows):
+        bits = builder.bitcast(pair, ints)
+        low = builder.shl(bits, _const(16, 8, _i32))
+        high = builder.and_(bits, _const(-(1 << 16), 8, _i32))
+        columns += [builder.bitcast(half, _vec(8)) for half in (low, high)]
+    return columns
+
+
+def in_columns(builder: Any, width: Any, kind: int, body: Callable[[Any, int], None]) -> None:
+    """`body(first, count)` over all elements of keys, as many at once as `key_columns` can take."""
+    at_once = 16 if kind == BF16 else 8
+    rounds = builder.udiv(width, _i64(at_once))
+    with cgutils.for_range(builder, rounds) as loop:
+        body(builder.mul(loop.index, _i64(at_once)), at_once)
+    if at_once > 8:
+        done = builder.mul(rounds, _i64(at_once))
+        with builder.if_then(builder.icmp_signed("<", done, width)):
+            body(done, 8)
+
+
+def prefetch_keys(builder: Any, source: Any, offsets: Any, index: Any, stored: int) -> None:
+    """Begin to fetch eight keys into the first level, a share of their lines at a time.
+
+    All at once, the processor would stand still until the last is on its way.
+
+    Args:
+        offsets: address of int64, bytes from `source` to each key.
+        index: which eight elements of other keys are read now; the share is as large.
+    """
+    for k in range(SIZES[stored]):
+        line = builder.add(builder.mul(index, _i64(SIZES[stored])), _i64(k))
+        key = builder.and_(line, _i64(7))
+        start = builder.add(source, _load(builder, _step(builder, offsets, key, 8), _i64))
+        at = builder.mul(builder.lshr(line, _i64(3)), _i64(LINE))
+        _prefetch(builder, builder.add(start, at), 3)
+
+
+@intrinsic
+def transpose_keys(
+    _: Any, part: Any, source: Any, offsets: Any, factors: Any, into: Any, stride: Any, width: Any
+) -> Any:
+    """Eight keys as columns of `into`, in float32, each times its factor.
+
+    Args:
+        part: its type says what the keys are stored in.
+        offsets, factors: addresses of int64, bytes from `source` to eight keys, with `AHEAD` more
+            behind them; and of eight floats.
+        stride: floats from one line of `into` to the next.
+        width: elements of a key, a multiple of 8.
+    """
+    stored = stored_as(part)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _, source, offsets, factors, into, stride, width = args
+        starts = []
+        for i in range(8):
+            offset = _load(builder, builder.add(offsets, _i64(8 * i)), _i64)
+            starts.append(builder.add(source, offset))
+        scales = _load(builder, factors, _vec(8))
+        later = builder.add(offsets, _i64(8 * AHEAD))
+
+        def put(element: Any, count: int) -> None:
+            """So many elements of the keys."""
+            for eight in range(count // 8):
+                index = builder.add(builder.udiv(element, _i64(8)), _i64(eight))
+                prefetch_keys(builder, source, later, index, stored)
+            begin = builder.mul(element, _i64(SIZES[stored]))
+            places = [builder.add(start, begin) for start in starts]
+            line = builder.add(into, builder.mul(builder.mul(element, stride), _i64(4)))
+            for i, column in enumerate(key_columns(builder, places, stored, count)):
+                at = builder.add(line, builder.mul(stride, _i64(4 * i)))
+                _store(builder, builder.fmul(column, scales), at)
+
+        in_columns(builder, width, stored, put)
+        return context.get_dummy_value()
+
+    return types.void(part, _int, _int, _int, _int, _int, _int), code
+
+
+@intrinsic
+def copy_values(
+    _: Any, part: Any, source: Any, offsets: Any, factors: Any, count: Any, into: Any, stride: Any, tiles: Any
+) -> Any:  # fmt: skip
+    """`count` values as `tiles` tiles of `TILE_COLUMNS`, in float32, each value times its factor.
+
+    Args:
+        part: its type says what the values are stored in.
+        offsets, factors: addresses of int64, bytes from `source` to each value, with `AHEAD` more
+            behind the last; and of as many floats as there are values.
+        into, stride: address of the first tile, [count, TILE_COLUMNS], and bytes from tile to tile.
+    """
+    stored = stored_as(part)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _, source, offsets, factors, count, into, stride, tiles = args
+        with cgutils.for_range(builder, count) as values:
+            place = _step(builder, offsets, values.index, 8)
+            start = builder.add(source, _load(builder, place, _i64))
+            later = _load(builder, builder.add(place, _i64(8 * AHEAD)), _i64)
+            ahead = builder.add(source, later)
+            factor = _load(builder, _step(builder, factors, values.index, 4), _f32)
+            scale = _fill(builder, factor, 8)
+            line = _step(builder, into, values.index, 4 * TILE_COLUMNS)
+            with cgutils.for_range(builder, tiles) as loop:
+                step = builder.mul(loop.index, _i64(TILE_COLUMNS * SIZES[stored]))
+                for at in range(0, TILE_COLUMNS * SIZES[stored], LINE):
+                    _prefetch(builder, builder.add(builder.add(ahead, step), _i64(at)), 3)
+                to = builder.add(line, builder.mul(loop.index, stride))
+                for at in range(0, TILE_COLUMNS, 8):
+                    place = builder.add(builder.add(start, step), _i64(at * SIZES[stored]))
+                    x = _widen(builder, place, stored)
+                    _store(builder, builder.fmul(x, scale), builder.add(to, _i64(4 * at)))
+        return context.get_dummy_value()
+
+    return types.void(part, *[_int] * 7), code
