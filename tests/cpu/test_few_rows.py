@@ -1,0 +1,77 @@
+"""Rows that read K/V where it lies have the bits of rows that have it laid out, whoever shares a task."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ramify.attention.tree import TreeBackend
+from tests.cpu.attention_cases import (
+    CPU,
+    assert_same_bits,
+    batch_of,
+    pages_of,
+    planes_of,
+    run,
+    spec_of,
+)
+from tests.cpu.attention_cases import Step as Case
+
+LENGTHS = [1, 17, 31, 32, 33, 63, 64, 65, 96, 128, 250, 255, 256, 257, 288, 289, 511, 513, 700, 40]
+KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3), (15, 5), (8, 1)])
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 64])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_has_the_bits_that_it_has_in_a_chunk(
+    kind: torch.dtype, head_dim: int, heads: int, kv_heads: int, window: int | None
+) -> None:
+    """One token of each of 20 requests (all heads in a task), of 3 (some heads), and in chunks of 17."""
+    spec = spec_of(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=4, kv_dtype=kind,
+        windows=(window,), soft_cap=5.0 if head_dim == 24 else None,
+    )  # fmt: skip
+    noise = torch.Generator().manual_seed(head_dim + heads)
+    lengths = [length + 16 for length in LENGTHS]
+    rows = pages_of(lengths, 4, noise)
+    planes = planes_of(spec, rows, lengths, noise)
+    backend = TreeBackend(spec, CPU)
+
+    chunks = batch_of(spec, [(length - 17, 17) for length in lengths], rows)
+    q = torch.randn(chunks.num_tokens, heads, head_dim, generator=noise)
+    in_chunks = run(backend, Case(chunks, q, planes, None))
+
+    for at in (0, 7, 16):
+        mine = torch.arange(at, chunks.num_tokens, 17)
+        shares = [(length - 17 + at, 1) for length in lengths]
+        one_each = batch_of(spec, shares, rows)
+        together = run(backend, Case(one_each, q[mine], planes, None))
+        assert_same_bits(together, in_chunks[mine])
+        for begin, end in pairwise([0, 3, 4, 11, len(lengths)]):
+            few = batch_of(spec, shares[begin:end], rows[begin:end])
+            alone = run(backend, Case(few, q[mine[begin:end]], planes, None))
+            assert_same_bits(alone, together[begin:end])
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 10))
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
+    """Tiles of 1, 2 and 4 rows, whole and not: 1 to 9 tokens with 1 to 3 heads in a group."""
+    spec = spec_of(num_heads=2 * group, num_kv_heads=2, head_dim=24)
+    noise = torch.Generator().manual_seed(num_tokens)
+    lengths = [300, 270, 45]
+    rows = pages_of(lengths, 8, noise)
+    planes = planes_of(spec, rows, lengths, noise)
+    backend = TreeBackend(spec, CPU)
+
+    chunks = batch_of(spec, [(length - 40, 40) for length in lengths], rows)
+    q = torch.randn(chunks.num_tokens, 2 * group, 24, generator=noise)
+    in_chunks = run(backend, Case(chunks, q, planes, None)).view(3, 40, 2 * group, 24)
+    some = batch_of(spec, [(length - num_tokens, num_tokens) for length in lengths], rows)
+    mine = q.view(3, 40, 2 * group, 24)[:, 40 - num_tokens :].flatten(0, 1)
+
+    found = run(backend, Case(some, mine, planes, None))
+
+    assert_same_bits(found, in_chunks[:, 40 - num_tokens :].flatten(0, 1))
