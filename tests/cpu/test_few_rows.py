@@ -75,3 +75,53 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
     found = run(backend, Case(some, mine, planes, None))
 
     assert_same_bits(found, in_chunks[:, 40 - num_tokens :].flatten(0, 1))
+
+
+@pytest.mark.parametrize("kv_len", [257, 272, 20])
+def test_scores_that_are_no_numbers_are_no_reason_to_look_away(kv_len: int) -> None:
+    """NaN in the last keys, or scores of -inf alone, make a row NaN, whoever shares its task."""
+    spec = spec_of(num_heads=2, num_kv_heads=1, head_dim=8)
+    noise = torch.Generator().manual_seed(0)
+    rows = pages_of([kv_len], 8, noise)
+    backend = TreeBackend(spec, CPU)
+    for broken, query in ((torch.nan, 1.0), (-1e30, 1e30)):
+        planes = planes_of(spec, rows, [kv_len], noise)
+        first = 256 if kv_len > 256 else 0
+        for position in range(first, kv_len):
+            planes["k"][rows[0][position // 8], position % 8] = broken
+        for num_tokens in (1, 2, 9):
+            q = torch.full((num_tokens, 2, 8), query)
+            batch = batch_of(spec, [(kv_len - num_tokens, num_tokens)], rows)
+            found = run(backend, Case(batch, q, planes, None))
+            if torch.isnan(torch.tensor(broken)) or first == 0:
+                assert found[-1].isnan().all()
+
+
+def test_tasks_are_cut_by_what_they_cost() -> None:
+    """A shared prefix and one long request are work for several; equal requests are a task each."""
+    spec = spec_of(num_heads=8, num_kv_heads=8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        backend = TreeBackend(spec, CPU)
+    finally:
+        torch.set_num_threads(before)
+
+    def costs(lengths: list[int], shared: int = 0) -> list[list[int]]:
+        noise = torch.Generator().manual_seed(0)
+        rows = pages_of(lengths, 8, noise)
+        for one in rows[1:]:
+            one[: shared // 8] = rows[0][: shared // 8]
+        sharing = [(-1, 0)] + [(0, shared)] * (len(rows) - 1) if shared else None
+        batch = batch_of(spec, [(length - 1, 1) for length in lengths], rows, sharing)
+        phases = backend.plan(batch).phases
+        return [[int(t[2] * (t[4] - t[3]) * (t[8] - t[7])) for t in phase] for phase in phases]
+
+    prefix, _ = costs([2100] * 16, shared=2048)
+    assert len(prefix) == 8 and max(prefix) == min(prefix)
+    (one_long,) = costs([8192] + [101] * 7)
+    assert max(one_long) <= sum(one_long) // 4
+    (equal,) = costs([2000] * 16)
+    assert len(equal) == 16
+    (alone,) = costs([2000])
+    assert len(alone) == 4

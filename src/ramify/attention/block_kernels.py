@@ -17,7 +17,6 @@ from numba import prange
 from ramify.attention import block_rows, direct, few_rows, kernel_args, key_vectors, row_ops
 from ramify.attention.block_rows import (
     BLOCK_KEYS,
-    NOTHING,
     address,
     find_slots,
     fold,
@@ -53,7 +52,7 @@ from ramify.attention.simd import (
 )
 
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
-_FEW, _LINE, _NOTHING = FEW_ROWS, LINE, NOTHING
+_FEW, _LINE = FEW_ROWS, LINE
 _TILED = few_rows.room(FEW_ROWS)
 
 
@@ -180,12 +179,11 @@ def _attend_tile(
     _weigh(shape, values, scores, num_rows, (low, high), partial, later)
     for r in range(num_rows):
         sums = partial + 4 * stride * r
-        if not is_finite(sums, stride):
-            begin, end = own_keys(shape, seen[first_row + r] - low, high - low)
-            if begin < end:
+        begin, end = own_keys(shape, seen[first_row + r] - low, high - low)
+        if begin < end:
+            if not is_finite(sums, stride):
                 _weigh(shape, values, scores + 4 * (_BLOCK * r + begin), 1,
                        (low + begin, low + end), sums, later)  # fmt: skip
-        if tops[2 * r] != _NOTHING:  # else the row sees nothing of this block
             fold(state, state_rows[first_row + r], tops[2 * r], tops[2 * r + 1], sums, stride)
 
 

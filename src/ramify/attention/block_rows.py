@@ -31,7 +31,7 @@ jit = njit(nogil=True, error_model="numpy")
 
 @jit
 def address(array: Any) -> Any:
-    """Signed: to Numba, the sum of an unsigned number and a signed one is a float."""
+    """Signed: to Numba, what is unsigned in one branch and signed in another is a float."""
     return np.int64(array.ctypes.data)
 
 
@@ -102,7 +102,7 @@ def soften(shape: Shape, row: int, end: int, width: int) -> Any:
 
 @jit
 def own_keys(shape: Shape, end: int, high: int) -> Any:
-    """Keys [from, to) that one row sees; 0 times what it does not see may be NaN."""
+    """Keys [from, to) that one row sees, if any; 0 times what it does not see may be NaN."""
     return max(0, end - shape.window) if shape.window else 0, min(end, high)
 
 

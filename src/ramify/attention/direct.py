@@ -1,4 +1,4 @@
-"""Few query rows against a block of keys that is read where it lies: `simd` for `block_kernels`.
+"""Few query rows against some keys that are read where they lie: `simd` for `few_rows`.
 
 To lay a block out pays only when many rows read it. What is here gives the very bits of
 `simd.tile_1` and its like on a block that was laid out: one chain of fused multiply-adds for each

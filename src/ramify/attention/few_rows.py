@@ -12,7 +12,6 @@ from typing import Any
 from ramify.attention import direct
 from ramify.attention.block_rows import (
     BLOCK_KEYS,
-    NOTHING,
     fold,
     jit,
     own_keys,
@@ -33,13 +32,13 @@ from ramify.attention.simd import (
 FEW_ROWS = 8  # up to so many rows of a task read a block where it lies
 AT_ONCE = 32  # keys that all heads read before the next
 UNITS_AHEAD = 2  # times as many keys, or values, lie between what is read and what is fetched
-_BLOCK, _COLUMNS, _LINE, _NOTHING = BLOCK_KEYS, TILE_COLUMNS, LINE, NOTHING  # constants to Numba
+_BLOCK, _COLUMNS, _LINE = BLOCK_KEYS, TILE_COLUMNS, LINE  # globals are constants to Numba
 _AT_ONCE, _AHEAD, _TILE, _KEYS = AT_ONCE, UNITS_AHEAD, direct.TILES[-1], direct.KEYS
 _scores, _mix = direct.scores, direct.mix
 
 
 def room(num_rows: int) -> int:
-    """Rows that tiles for so many rows of a head write."""
+    """Rows that tiles for so many rows of a head write at most."""
     return num_rows if num_rows < 3 else -(-num_rows // direct.TILES[-1]) * direct.TILES[-1]
 
 
@@ -82,7 +81,7 @@ def _wanted(few: Few, unit: int, span: Any) -> Any:
 
 @jit
 def _share(wanted: Any, number: int, of: int) -> Any:
-    """A part of the rows that are wanted; if there is none, a line that is there already."""
+    """A part of the rows that are wanted; if there is none, any line."""
     source, offsets, rows, lines = wanted
     begin, end = number * rows // of, (number + 1) * rows // of
     if begin >= end:
@@ -164,12 +163,11 @@ def attend_few(
         for r in range(few.num_rows):
             at, place = 2 * (h * few.num_rows + r), h * rows + r
             sums = few.partial + 4 * stride * place
-            if not is_finite(sums, stride):
-                begin, end = own_keys(shape, seen[r] - low, high - low)
-                if begin < end:
+            begin, end = own_keys(shape, seen[r] - low, high - low)
+            if begin < end:
+                if not is_finite(sums, stride):
                     _weigh_alone(shape, few, (low + begin, low + end), h, slots, value_factors,
                                  few.scores + 4 * (_BLOCK * place + begin), sums)  # fmt: skip
-            if tops[at] != _NOTHING:  # else the row sees nothing of this block
                 fold(state, state_rows[at // 2], tops[at], tops[at + 1], sums, stride)
 
 

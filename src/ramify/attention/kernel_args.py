@@ -58,9 +58,9 @@ class Block(NamedTuple):
 
     part: Part
     source: int  # of the head in the first slot
-    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each; `direct.AHEAD` more behind them
-    factors: int  # of [BLOCK_KEYS] float32
-    packed: int  # of them laid out, or 0: they are read where they lie
+    offsets: int  # of [BLOCK_KEYS] int64: bytes from there to each; `key_vectors.AHEAD` more behind
+    factors: int  # of [BLOCK_KEYS] float32; 0 for those that are only fetched
+    packed: int  # of them laid out; 0 for those that are not, or only fetched
 
 
 class Later(NamedTuple):

@@ -26,7 +26,7 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.exact import Exactness
 from ramify.errors import ConfigError
 
-BLOCK_KEYS = 256  # as in block_kernels, which is imported on use: it loads Numba
+BLOCK_KEYS = 256  # as in block_rows, which is imported on use: it loads Numba
 TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
 FEW_ROWS = 32  # with fewer, a task takes many heads: their K/V lies side by side in memory
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
@@ -95,16 +95,21 @@ class TreeBackend:
         rows = _Rows(batch.positions.astype(np.int64))
         phases: list[list[tuple[int, ...]]] = []
         done, level = [0] * batch.num_seqs, [0] * batch.num_seqs
+        wanted = TASKS_PER_WORKER * self._num_workers
         for members, end in shared_runs(batch):
             first = members[0]
             tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            self._cut(rows, phases, level[first], first, tokens, (done[first], end), batch.num_seqs)
+            self._cut(rows, phases, level[first], first, tokens, (done[first], end), wanted)
             for i in members:
                 done[i], level[i] = end, level[i] + 1
-        for i, kv_len in enumerate(batch.seq_lens_kv.tolist()):
+        lasts = [-(-kv_len // BLOCK_KEYS) for kv_len in batch.seq_lens_kv.tolist()]
+        total = sum(lasts) - sum(done)
+        for i, last in enumerate(lasts):
             tokens = np.arange(starts[i], starts[i + 1])
-            last = -(-kv_len // BLOCK_KEYS)
-            self._cut(rows, phases, level[i], i, tokens, (done[i], last), batch.num_seqs)
+            # As few as will do: two workers that read halves of the same rows hinder each other.
+            pieces = -(-wanted * (last - done[i]) // max(1, total))
+            pieces = min(pieces, 2 * self._num_workers)
+            self._cut(rows, phases, level[i], i, tokens, (done[i], last), pieces)
         arrays = [
             np.array(sorted(phase, key=_cost, reverse=True), np.int64) for phase in phases if phase
         ]
@@ -126,12 +131,11 @@ class TreeBackend:
         seq: int,
         tokens: NDArray[np.int64],
         blocks: tuple[int, int],
-        num_seqs: int,
+        pieces: int,
     ) -> None:
-        """Tasks for some tokens of q against blocks [from, to) of a request's keys, one of so many."""
+        """Tasks for some tokens of q against blocks [from, to) of a request's keys: about so many."""
         group, heads = self.spec.group, self.spec.num_kv_heads
         begin, end = blocks
-        wanted = TASKS_PER_WORKER * self._num_workers
         while len(phases) <= level:
             phases.append([])
         per_task = max(1, TASK_ROWS // group)
@@ -141,10 +145,9 @@ class TreeBackend:
             stop = min(end, highest // BLOCK_KEYS + 1)
             if stop <= begin:
                 continue
-            pieces = -(-wanted // len(tiles))  # tasks to make of this tile, if it can be cut so far
-            few = 2 * self._num_workers if num_seqs < wanted else 1  # then each has some anyway
-            head_step = 1 if len(tile) * group >= FEW_ROWS else max(1, heads // few)
-            least = min(pieces, 2 * self._num_workers)  # heads of a group read the same keys
+            of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
+            head_step = 1 if len(tile) * group >= FEW_ROWS else -(-heads // of_tile)
+            least = min(of_tile, 2 * self._num_workers)  # heads of a group read the same keys
             group_step = max(1, group * heads // least) if heads < least else group
             for head in range(0, heads, head_step):
                 for g in range(0, group, group_step):
@@ -241,9 +244,11 @@ class TreeBackend:
         slots = pages * plan.page_size + np.maximum(chosen, 0) % plan.page_size
         rows = _Rows(counts - 1)
         phases: list[list[tuple[int, ...]]] = []
+        wanted = TASKS_PER_WORKER * self._num_workers
         for token in range(plan.num_tokens):
             blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
-            self._cut(rows, phases, 0, token, np.array([token]), blocks, plan.num_tokens)
+            pieces = min(-(-wanted // plan.num_tokens), 2 * self._num_workers)
+            self._cut(rows, phases, 0, token, np.array([token]), blocks, pieces)
         arrays = [np.array(phase, np.int64) for phase in phases if phase]
         group = self.spec.num_heads
         return Tasks(

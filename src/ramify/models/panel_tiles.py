@@ -81,8 +81,8 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
 
         Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
         [num_rows, PANEL], both float32. Meanwhile what lies at `ahead` is fetched, every `UNROLLED`
-        elements as much as they read, and `gap` bytes further: each line once, by a tile that takes
-        its time. Several panels are read as fast as they come from memory without.
+        elements as much as they read, or a line where `gap` is no larger, and `gap` bytes further.
+        Several panels are read as fast as they come from memory without.
         """
 
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
