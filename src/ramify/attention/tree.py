@@ -28,7 +28,7 @@ from ramify.errors import ConfigError
 
 BLOCK_KEYS = 256  # as in block_rows, which is imported on use: it loads Numba
 TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
-FEW_ROWS = 32  # with fewer, a task takes many heads: their K/V lies side by side in memory
+ONE_HEAD_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side in memory
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 KINDS[torch.float8_e4m3fn] = 4
@@ -146,7 +146,7 @@ class TreeBackend:
             if stop <= begin:
                 continue
             of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
-            head_step = 1 if len(tile) * group >= FEW_ROWS else -(-heads // of_tile)
+            head_step = 1 if len(tile) * group >= ONE_HEAD_ROWS else -(-heads // of_tile)
             least = min(of_tile, 2 * self._num_workers)  # heads of a group read the same keys
             group_step = max(1, group * heads // least) if heads < least else group
             for head in range(0, heads, head_step):
