@@ -23,8 +23,8 @@ from ramify.attention.simd import (
 )
 
 BLOCK_KEYS = 256
-NOTHING = np.float32(-np.inf)  # the score of a key that a row does not see
-_BLOCK, _COLUMNS, _NOTHING = BLOCK_KEYS, TILE_COLUMNS, NOTHING  # globals are constants to Numba
+_NOTHING = np.float32(-np.inf)  # the score of a key that a row does not see
+_BLOCK, _COLUMNS = BLOCK_KEYS, TILE_COLUMNS  # globals are constants to Numba
 
 jit = njit(nogil=True, error_model="numpy")
 

@@ -14,9 +14,9 @@ from ramify.attention.simd import (
     LINE,
     SIZES,
     TILE_COLUMNS,
-    _const,
     _f32,
     _fill,
+    _halves_of,
     _i32,
     _i64,
     _load,
@@ -44,10 +44,7 @@ def key_columns(builder: Any, places: list[Any], kind: int, count: int) -> list[
     rows = [builder.bitcast(_load(builder, place, ints), _vec(8)) for place in places]
     columns = []
     for pair in _transposed(builder, rows):
-        bits = builder.bitcast(pair, ints)
-        low = builder.shl(bits, _const(16, 8, _i32))
-        high = builder.and_(bits, _const(-(1 << 16), 8, _i32))
-        columns += [builder.bitcast(half, _vec(8)) for half in (low, high)]
+        columns += _halves_of(builder, builder.bitcast(pair, ints))
     return columns
 
 

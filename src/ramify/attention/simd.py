@@ -132,6 +132,14 @@ def _widen(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
 
 
+def _halves_of(builder: Any, pairs: Any) -> list[Any]:
+    """Two vectors of bfloat16, in the low and the high halves of 32-bit words, as float32."""
+    lanes = pairs.type.count
+    low = builder.shl(pairs, _const(16, lanes, _i32))
+    high = builder.and_(pairs, _const(-(1 << 16), lanes, _i32))
+    return [builder.bitcast(half, _vec(lanes)) for half in (low, high)]
+
+
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Eight vectors of 8 as columns: interleaved by 1 and 2 within 128-bit halves, then across."""
     pairs = []

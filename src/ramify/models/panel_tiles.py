@@ -21,6 +21,7 @@ from ramify.attention.simd import (
     _exp,
     _f32,
     _fill,
+    _halves_of,
     _i32,
     _i64,
     _load,
@@ -46,10 +47,7 @@ def _line(builder: Any, address: Any, kind: int) -> list[Any]:
         return [
             _load(builder, builder.add(address, _i64(4 * LANES * v)), _vec(LANES)) for v in (0, 1)
         ]
-    pairs = _load(builder, address, _vec(LANES, _i32))
-    low = builder.shl(pairs, _const(16, LANES, _i32))
-    high = builder.and_(pairs, _const(-(1 << 16), LANES, _i32))
-    return [builder.bitcast(half, _vec(LANES)) for half in (low, high)]
+    return _halves_of(builder, _load(builder, address, _vec(LANES, _i32)))
 
 
 def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any]) -> None:
