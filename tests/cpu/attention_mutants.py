@@ -10,7 +10,8 @@ from torch import Tensor
 from ramify.attention import mla
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend, Lanes
-from ramify.attention.tree import Tasks, TreeBackend
+from ramify.attention.tasks import Tasks
+from ramify.attention.tree import TreeBackend
 from ramify.kv.pool import KVPool
 from ramify.kv.quantise import dequantise
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from ramify.attention.backend import AttentionSpec
 from ramify.attention.tree import TreeBackend
 from tests.cpu.attention_cases import (
     CPU,
@@ -19,6 +20,15 @@ from tests.cpu.attention_cases import Step as Case
 
 LENGTHS = [1, 17, 31, 32, 33, 63, 64, 65, 96, 128, 250, 255, 256, 257, 288, 289, 511, 513, 700, 40]
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+
+
+def backend_of(spec: AttentionSpec, num_workers: int) -> TreeBackend:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_workers)
+    try:
+        return TreeBackend(spec, CPU)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -77,6 +87,34 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
     assert_same_bits(found, in_chunks[:, 40 - num_tokens :].flatten(0, 1))
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (6, 3), (10, 5)])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_blocks_that_several_workers_read(
+    num_workers: int, heads: int, kv_heads: int, window: int | None
+) -> None:
+    """Blocks of one request, or of a prefix that two share, cut among workers: the bits of a chunk."""
+    spec = spec_of(num_heads=heads, num_kv_heads=kv_heads, head_dim=8, windows=(window,))
+    noise = torch.Generator().manual_seed(num_workers + heads)
+    backend = backend_of(spec, num_workers)
+    for kv_len in (300, 512, 513, 769, 1024, 1100, 1800):
+        rows = pages_of([kv_len] * 2, 8, noise)
+        rows[1][: (kv_len - 3) // 8] = rows[0][: (kv_len - 3) // 8]
+        sharing = [(-1, 0), (0, (kv_len - 3) // 8 * 8)]
+        planes = planes_of(spec, rows, [kv_len] * 2, noise)
+        chunks = batch_of(spec, [(kv_len - 20, 20)] * 2, rows)
+        q = torch.randn(40, heads, 8, generator=noise)
+        in_chunks = run(backend, Case(chunks, q, planes, None)).view(2, 20, heads, 8)
+        for num_tokens in (1, 2, 3):
+            mine = q.view(2, 20, heads, 8)[:, -num_tokens:]
+            alone = batch_of(spec, [(kv_len - num_tokens, num_tokens)], rows[:1])
+            found = run(backend, Case(alone, mine[0], planes, None))
+            assert_same_bits(found, in_chunks[0, -num_tokens:])
+            both = batch_of(spec, [(kv_len - num_tokens, num_tokens)] * 2, rows, sharing)
+            found = run(backend, Case(both, mine.flatten(0, 1), planes, None))
+            assert_same_bits(found, in_chunks[:, -num_tokens:].flatten(0, 1))
+
+
 @pytest.mark.parametrize(
     ("kv_len", "broken", "query"),
     [(257, torch.nan, 1.0), (272, torch.nan, 1.0), (20, torch.nan, 1.0), (20, -1e30, 1e30)],
@@ -102,12 +140,7 @@ def test_scores_that_are_no_numbers_are_no_reason_to_look_away(
 def test_tasks_are_cut_by_what_they_cost() -> None:
     """A shared prefix and one long request are work for several; equal requests are a task each."""
     spec = spec_of(num_heads=8, num_kv_heads=8)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        backend = TreeBackend(spec, CPU)
-    finally:
-        torch.set_num_threads(before)
+    backend = backend_of(spec, 2)
 
     def costs(lengths: list[int], shared: int = 0) -> list[list[int]]:
         noise = torch.Generator().manual_seed(0)
@@ -122,8 +155,12 @@ def test_tasks_are_cut_by_what_they_cost() -> None:
     prefix, _ = costs([2100] * 16, shared=2048)
     assert len(prefix) == 8 and max(prefix) == min(prefix)
     (one_long,) = costs([8192] + [101] * 7)
-    assert max(one_long) <= sum(one_long) // 4
+    assert one_long == [8] * 39
     (equal,) = costs([2000] * 16)
     assert len(equal) == 16
     (alone,) = costs([2000])
-    assert len(alone) == 4
+    assert alone == [8] * 8
+    (odd,) = costs([2100])
+    assert odd == [8] * 8 + [4] * 2
+    (short,) = costs([200])
+    assert short == [2] * 4

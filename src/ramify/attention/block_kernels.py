@@ -221,11 +221,41 @@ def _put_mean(rows: Rows, row: int, shape: Shape, sums: int, weight: float) -> N
 
 
 @jit
+def _join(
+    shape: Shape, task: Any, joint: Any, tokens: Any, positions: Any, rows: Rows, state: Any
+) -> None:
+    """What tasks made of single blocks, folded in order; rows that now have their last are written.
+
+    The bits are those of one task that folds each block when it has read it.
+    """
+    begin, end, at = joint[0], joint[1], joint[2]
+    first, count, group = task[1], task[2], shape.num_heads // shape.num_kv_heads
+    for h in range(shape.num_kv_heads):
+        for t in range(count):
+            for g in range(group):
+                row = tokens[first + t] * shape.num_heads + h * group + g
+                if begin == 0:
+                    state[row, 1] = 0.0
+                place = at + (h * count + t) * group + g
+                for _ in range(begin, end):
+                    top, weight = state[place, 0], state[place, 1]
+                    if weight != np.float32(0.0):  # nothing was seen of a block without weight
+                        sums = state[place].ctypes.data + 8
+                        fold(state, row, top, weight, sums, shape.value_stride)
+                    place += count * shape.num_heads
+                if positions[first + t] < end * _BLOCK:
+                    _put_mean(rows, row, shape, state[row].ctypes.data + 8, state[row, 1])
+
+
+@jit
 def _attend_task(
-    shape: Shape, latent: Part, rope: Part, value: Part, tasks: Any, number: int, shared: int,
-    tokens: Any, positions: Any, table: Any, rows: Rows, state: Any, scratch: Any,
+    shape: Shape, latent: Part, rope: Part, value: Part, tasks: Any, joints: Any, number: int,
+    counters: Any, tokens: Any, positions: Any, table: Any, rows: Rows, state: Any, scratch: Any,
 ) -> Any:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
+
+    The task of a joint has one block, whose result goes into rows of `state` that are its own; the
+    last to finish folds them all.
 
     Returns the number of the next task for this worker: its first block is fetched during the last
     of this one.
@@ -233,7 +263,7 @@ def _attend_task(
     Between tiles K/V of the next head or block is fetched, a share at a time, and again a little
     ahead while it is laid out (the next block's keys and values follow this one's).
     """
-    seq, first, count, head0, head1, group0, group1, block0, _ = tasks[number]
+    seq, first, count, head0, head1, group0, group1, block0, _, joint = tasks[number]
     depth, stride, num_heads = shape.key_dim, shape.value_stride, shape.num_heads
     heads, whole_group, group = shape.num_kv_heads, num_heads // shape.num_kv_heads, group1 - group0
     num_rows = count * group
@@ -270,10 +300,13 @@ def _attend_task(
             for g in range(group):
                 row = tokens[first + t] * num_heads + h * whole_group + group0 + g
                 place = (h - head0) * num_rows + t * group + g
-                state_rows[place] = row
                 to = folded + 4 * depth * place
                 _take_query(rows, tokens[first + t], h * whole_group + group0 + g, shape, to)
-                if block0 == 0:
+                if joint >= 0:  # group0 is 0 here
+                    row = joints[joint, 2] + (block0 - joints[joint, 0]) * count * num_heads
+                    row += (h * count + t) * group + g
+                state_rows[place] = row
+                if block0 == 0 or joint >= 0:
                     state[row, 1] = 0.0
     block0, block1, highest = reach(shape, tasks[number], positions)
     following, next_head0, next_heads = np.int64(-1), head0, head1 - head0
@@ -291,7 +324,7 @@ def _attend_task(
             left = min(_BLOCK, highest + 1 - start - _BLOCK)
             find_slots(table, seq, shape.page_size, start + _BLOCK, left, next_slots)
         else:
-            following = take_next(shared)
+            following = take_next(address(counters))
             if following < len(tasks):
                 task = tasks[following]
                 begin, end, last = reach(shape, task, positions)
@@ -338,40 +371,48 @@ def _attend_task(
                 _attend_tile(shape, mine, min(_ROWS, num_rows - r), r, seen, of_keys, of_values,
                              partial, scores, tops, state, state_rows[(h - head0) * num_rows :],
                              later)  # fmt: skip
-    for t in range(count):
-        if positions[first + t] < tasks[number][8] * _BLOCK:
-            for h in range(head1 - head0):
-                for g in range(group):
-                    row = state_rows[h * num_rows + t * group + g]
-                    _put_mean(rows, row, shape, state[row].ctypes.data + 8, state[row, 1])
-    return following if following >= 0 else take_next(shared)
+    if joint < 0:
+        for t in range(count):
+            if positions[first + t] < tasks[number][8] * _BLOCK:
+                for place in range(t * group, (head1 - head0) * num_rows, num_rows):
+                    for g in range(group):
+                        row = state_rows[place + g]
+                        _put_mean(rows, row, shape, state[row].ctypes.data + 8, state[row, 1])
+    elif take_next(address(counters) + 8 * (1 + joint)) == joints[joint, 3] - 1:
+        counters[1 + joint] = 0  # for the next launch
+        _join(shape, tasks[number], joints[joint], tokens, positions, rows, state)
+    return following if following >= 0 else take_next(address(counters))
 
 
 def _attend(
-    shape: Shape, latent: Part, rope: Part, value: Part, tasks: Any, tokens: Any, positions: Any, table: Any,
-    rows: Rows, state: Any, scratch: Any, counter: Any,
+    shape: Shape, latent: Part, rope: Part, value: Part, tasks: Any, joints: Any, tokens: Any, positions: Any,
+    table: Any, rows: Rows, state: Any, scratch: Any, counters: Any,
 ) -> None:  # fmt: skip
     """Run all tasks of a phase; workers take the next one as they become free.
 
     Args:
         latent, rope, value: the planes: keys (all of them, or latents), their rotary part or none,
             values.
-        tasks: [n, 9] int64: row of `table`; tokens [first, first + count) of `tokens` and
-            `positions`; K/V heads from, to; heads of their groups from, to; blocks from, to.
+        tasks: [n, 10] int64: row of `table`; tokens [first, first + count) of `tokens` and
+            `positions`; K/V heads from, to; heads of their groups from, to; blocks from, to; the
+            joint that it is a part of, or -1.
+        joints: [m, 4] int64: blocks from, to; the first row of `state` for what tasks make of a
+            single block, by block, K/V head, token and head of its group; the number of tasks.
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
         rows: queries and results.
-        state: [T * num_heads, 2 + value_stride] float32, kept between phases.
+        state: [T * num_heads and those of the joints, 2 + value_stride] float32, kept between
+            phases.
         scratch: [num_workers, scratch_floats] float32.
-        counter: [1] int64, for the workers to share.
+        counters: [1 + m] int64, for the workers to share: the next task, and by joint how many
+            tasks are done: 0 before and after.
     """
-    counter[0] = shape.num_workers  # the first ones are given out
-    shared = counter.ctypes.data
+    counters[0] = shape.num_workers  # the first ones are given out
     for worker in prange(shape.num_workers):
         at = np.int64(worker)
         while at < len(tasks):
-            at = _attend_task(shape, latent, rope, value, tasks, at, shared, tokens, positions, table,
-                              rows, state, scratch[worker])  # fmt: skip
+            at = _attend_task(shape, latent, rope, value, tasks, joints, at, counters, tokens, positions,
+                              table, rows, state, scratch[worker])  # fmt: skip
 
 
 attend = compiled(

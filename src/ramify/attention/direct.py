@@ -8,14 +8,16 @@ score over the elements of a key, and for each element of a result over the keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.attention.key_vectors import AHEAD, in_columns, key_columns, prefetch_keys
+from ramify.attention.key_vectors import AHEAD, key_columns, prefetch_keys
 from ramify.attention.simd import (
+    BF16,
     INT8,
     LINE,
     SIZES,
@@ -23,9 +25,12 @@ from ramify.attention.simd import (
     _const,
     _f32,
     _fill,
+    _halves_of,
+    _i32,
     _i64,
     _load,
     _prefetch,
+    _shuffle,
     _step,
     _store,
     _vec,
@@ -33,7 +38,7 @@ from ramify.attention.simd import (
     stored_as,
 )
 
-KEYS = 8  # whose scores are made at once, as many as `prefetch_keys` fetches
+KEYS = 8  # a vector of scores; as many as `prefetch_keys` fetches
 TILES = (1, 2, 4)  # query rows of a tile; where it has more rows than there are, the last repeats
 _VECTORS = {1: 4, 2: 4, 4: 2}  # of a result that a tile of so many rows makes at once
 _int = types.int64
@@ -71,22 +76,67 @@ def _fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
             (at least one) and how many lines a row has. Behind the last row, it comes once more.
     """
     source, offsets, num_rows, num_lines = later
-    at_row, at_line = (cgutils.alloca_once(builder, _i64) for _ in range(2))
-    for place in (at_row, at_line):
-        builder.store(_i64(0), place)
+    row_bytes = builder.mul(num_lines, _i64(LINE))
+    last = _step(builder, offsets, builder.sub(num_rows, _i64(1)), 8)
+    line, end, row = (cgutils.alloca_once(builder, _i64) for _ in range(3))
+
+    def begin(place: Any) -> None:
+        """The row whose offset lies there."""
+        start = builder.add(source, _load(builder, place, _i64))
+        builder.store(start, line)
+        builder.store(builder.add(start, row_bytes), end)
+        builder.store(place, row)
 
     def fetch() -> None:
-        row, line = builder.load(at_row), builder.load(at_line)
-        start = builder.add(source, _offset(builder, offsets, row))
-        _prefetch(builder, builder.add(start, builder.mul(line, _i64(LINE))), 2)
-        line = builder.add(line, _i64(1))
-        is_end = builder.icmp_signed(">=", line, num_lines)
-        builder.store(builder.select(is_end, _i64(0), line), at_line)
-        below = builder.add(row, builder.zext(is_end, _i64))
-        is_row = builder.icmp_signed("<", below, num_rows)
-        builder.store(builder.select(is_row, below, row), at_row)
+        _prefetch(builder, builder.load(line), 2)
+        further = builder.add(builder.load(line), _i64(LINE))
+        builder.store(further, line)
+        with builder.if_then(builder.icmp_signed(">=", further, builder.load(end)), likely=False):
+            below = builder.add(builder.load(row), _i64(8))
+            is_row = builder.icmp_signed("<=", below, last)
+            begin(builder.select(is_row, below, last))
 
+    begin(offsets)
     return fetch
+
+
+def _is_apart(stored: int, count: int) -> bool:
+    """Whether so many vectors of values come as `_apart` makes them: it is half the work."""
+    return stored == BF16 and count > 1
+
+
+def _apart(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Two and two vectors as one of their even elements and one of their odd ones."""
+    return _paired(builder, vectors, [[*range(at, 16, 2)] for at in (0, 1)])
+
+
+def _together(builder: Any, vectors: list[Any]) -> list[Any]:
+    """What `_apart` took apart."""
+    halves = [[at + i // 2 + i % 2 * 8 for i in range(8)] for at in (0, 4)]
+    return _paired(builder, vectors, halves)
+
+
+def _paired(builder: Any, vectors: list[Any], halves: list[list[int]]) -> list[Any]:
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [_shuffle(builder, a, b, places) for a, b in pairs for places in halves]
+
+
+def _take_sums(builder: Any, places: list[Any], sums: list[Any], *, is_apart: bool) -> None:
+    found = [_load(builder, place, _vec(8)) for place in places]
+    for x, one in zip(_apart(builder, found) if is_apart else found, sums, strict=True):
+        builder.store(x, one)
+
+
+def _accumulate(builder: Any, x: Any, vectors: list[Any], sums: list[Any]) -> None:
+    for y, one in zip(vectors, sums, strict=True):
+        builder.store(_call(builder, "fma", x, y, builder.load(one)), one)
+
+
+def _put_sums(builder: Any, sums: list[Any], places: list[Any], *, is_apart: bool = False) -> None:
+    """Sums that end in +0."""
+    found = [builder.fadd(builder.load(one), _const(0.0, 8)) for one in sums]
+    for x, place in zip(_together(builder, found) if is_apart else found, places, strict=True):
+        _store(builder, x, place)
 
 
 @intrinsic
@@ -107,53 +157,75 @@ def scores(
         later: what is fetched meanwhile, see `_fetcher`.
     """
     stored = stored_as(part)
+    # Side by side, chains of additions wait less; in other kinds a group fills the registers.
+    at_once = 2 if stored == BF16 else 1
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, factors, groups, width, queries, last, tile, into, stride = args[:11]
         fetch = _fetcher(builder, cgutils.unpack_tuple(builder, args[11], 4))
         row_bytes = builder.mul(width, _i64(4))
 
+        def columns_of(first: Any, element: Any) -> list[Any]:
+            """Eight elements of the keys of a group; what is read later is fetched."""
+            index = builder.udiv(element, _i64(8))
+            soon = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
+            prefetch_keys(builder, source, soon, index, stored)
+            for _ in range(SIZES[stored]):
+                fetch()
+            begin = builder.add(source, builder.mul(element, _i64(SIZES[stored])))
+            keys = [_offset(builder, offsets, builder.add(first, _i64(i))) for i in range(KEYS)]
+            columns = key_columns(builder, [builder.add(begin, key) for key in keys], stored)
+            if stored >= INT8:
+                scales = _load(builder, _step(builder, factors, first, 4), _vec(8))
+                columns = [builder.fmul(column, scales) for column in columns]
+            return columns
+
+        def some(rows: list[Any], begin: Any, rounds: Any, count: int) -> None:
+            """`rounds` times so many groups, from the group `begin` on."""
+            sums = [[cgutils.alloca_once(builder, _vec(8)) for _ in range(count)] for _ in rows]
+            with cgutils.for_range(builder, rounds) as loop:
+                group = builder.add(begin, builder.mul(loop.index, _i64(count)))
+                firsts = [
+                    builder.mul(builder.add(group, _i64(i)), _i64(KEYS)) for i in range(count)
+                ]
+                for one in chain.from_iterable(sums):
+                    builder.store(_const(0.0, 8), one)
+                with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as eights:
+                    element = builder.mul(eights.index, _i64(8))
+                    columns = [columns_of(first, element) for first in firsts]
+                    for d in range(8):
+                        place = builder.mul(builder.add(element, _i64(d)), _i64(4))
+                        for row, mine in zip(rows, sums, strict=True):
+                            x = _fill(builder, _load(builder, builder.add(row, place), _f32), 8)
+                            _accumulate(builder, x, [of_group[d] for of_group in columns], mine)
+                for r, mine in enumerate(sums):
+                    line = builder.add(into, builder.mul(stride, _i64(r)))
+                    _put_sums(builder, mine, [_step(builder, line, first, 4) for first in firsts])
+
         def emit(num_rows: int) -> None:
             rows = _rows(builder, queries, row_bytes, last, num_rows)
-            sums = [cgutils.alloca_once(builder, _vec(8)) for _ in rows]
-            with cgutils.for_range(builder, groups) as group:
-                first = builder.mul(group.index, _i64(KEYS))
-                keys = [builder.add(first, _i64(i)) for i in range(KEYS)]
-                soon = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
-                starts = [builder.add(source, _offset(builder, offsets, key)) for key in keys]
-                scales = _load(builder, _step(builder, factors, first, 4), _vec(8))
-                for one in sums:
-                    builder.store(_const(0.0, 8), one)
-
-                def add(element: Any, count: int) -> None:
-                    """So many elements of the keys, to the sums of all rows."""
-                    begin = builder.mul(element, _i64(SIZES[stored]))
-                    for eight in range(count // 8):
-                        index = builder.add(builder.udiv(element, _i64(8)), _i64(eight))
-                        prefetch_keys(builder, source, soon, index, stored)
-                        for _ in range(SIZES[stored]):
-                            fetch()
-                    places = [builder.add(start, begin) for start in starts]
-                    columns = key_columns(builder, places, stored, count)
-                    if stored >= INT8:
-                        columns = [builder.fmul(column, scales) for column in columns]
-                    for d, column in enumerate(columns):
-                        place = builder.mul(builder.add(element, _i64(d)), _i64(4))
-                        for row, one in zip(rows, sums, strict=True):
-                            x = _fill(builder, _load(builder, builder.add(row, place), _f32), 8)
-                            total = _call(builder, "fma", x, column, builder.load(one))
-                            builder.store(total, one)
-
-                in_columns(builder, width, stored, add)
-                for r, one in enumerate(sums):
-                    at = builder.add(into, builder.mul(stride, _i64(r)))
-                    total = builder.fadd(builder.load(one), _const(0.0, 8))
-                    _store(builder, total, _step(builder, at, first, 4))
+            rounds = builder.udiv(groups, _i64(at_once))
+            some(rows, _i64(0), rounds, at_once)
+            done = builder.mul(rounds, _i64(at_once))
+            if at_once > 1:
+                some(rows, done, builder.sub(groups, done), 1)
 
         _each(builder, tile, emit)
         return context.get_dummy_value()
 
     return types.void(part, *[_int] * 10, later), code
+
+
+def _values_at(builder: Any, address: Any, stored: int, count: int) -> list[Any]:
+    """So many vectors of 8 elements; those of bfloat16 as `_apart` would make them."""
+    if not _is_apart(stored, count):
+        places = [builder.add(address, _i64(8 * v * SIZES[stored])) for v in range(count)]
+        return [_widen(builder, place, stored) for place in places]
+    vectors = []
+    for v in range(0, count, 2):
+        pairs = _load(builder, builder.add(address, _i64(16 * v)), _vec(8, _i32))
+        vectors += _halves_of(builder, pairs)
+    return vectors
 
 
 @intrinsic
@@ -183,44 +255,33 @@ def mix(
         def columns(num_rows: int, vectors: int, begin: Any, steps: Any) -> None:
             """`steps` times so many vectors of each row, from the element `begin` on."""
             rows = _rows(builder, weights, stride, last, num_rows)
-            sums = [cgutils.alloca_once(builder, _vec(8)) for _ in range(num_rows * vectors)]
+            sums = [[cgutils.alloca_once(builder, _vec(8)) for _ in range(vectors)] for _ in rows]
+            is_apart = _is_apart(stored, vectors)
             with cgutils.for_range(builder, steps) as loop:
                 column = builder.add(begin, builder.mul(loop.index, _i64(8 * vectors)))
-                places = [
-                    builder.add(
-                        builder.add(into, builder.mul(into_stride, _i64(r))),
-                        builder.mul(builder.add(column, _i64(8 * v)), _i64(4)),
-                    )
-                    for r in range(num_rows)
-                    for v in range(vectors)
-                ]
-                for one, place in zip(sums, places, strict=True):
-                    builder.store(_load(builder, place, _vec(8)), one)
                 start = builder.add(source, builder.mul(column, _i64(SIZES[stored])))
+                first = _step(builder, into, column, 4)
+                lines = [
+                    builder.add(first, builder.mul(into_stride, _i64(r))) for r in range(num_rows)
+                ]
+                places = [[builder.add(at, _i64(32 * v)) for v in range(vectors)] for at in lines]
+                for mine, at in zip(sums, places, strict=True):
+                    _take_sums(builder, at, mine, is_apart=is_apart)
+
                 with cgutils.for_range(builder, count) as keys:
-                    at = builder.add(start, _offset(builder, offsets, keys.index))
-                    soon = builder.add(keys.index, _i64(AHEAD))
-                    ahead = builder.add(start, _offset(builder, offsets, soon))
+                    soon = _offset(builder, offsets, builder.add(keys.index, _i64(AHEAD)))
                     for line in range(0, 8 * vectors * SIZES[stored], LINE):
-                        _prefetch(builder, builder.add(ahead, _i64(line)), 3)
+                        _prefetch(builder, builder.add(builder.add(start, soon), _i64(line)), 3)
                         fetch()
-                    value = [
-                        _widen(builder, builder.add(at, _i64(8 * v * SIZES[stored])), stored)
-                        for v in range(vectors)
-                    ]
+                    at = builder.add(start, _offset(builder, offsets, keys.index))
+                    value = _values_at(builder, at, stored, vectors)
                     if stored >= INT8:
                         scale = _factor(builder, factors, keys.index)
                         value = [builder.fmul(one, scale) for one in value]
-                    for r, row in enumerate(rows):
-                        weight = _load(builder, _step(builder, row, keys.index, 4), _f32)
-                        wide = _fill(builder, weight, 8)
-                        for v, one in enumerate(value):
-                            total = sums[r * vectors + v]
-                            builder.store(
-                                _call(builder, "fma", wide, one, builder.load(total)), total
-                            )
-                for one, place in zip(sums, places, strict=True):
-                    _store(builder, builder.fadd(builder.load(one), _const(0.0, 8)), place)
+                    for row, mine in zip(rows, sums, strict=True):
+                        _accumulate(builder, _factor(builder, row, keys.index), value, mine)
+                for mine, at in zip(sums, places, strict=True):
+                    _put_sums(builder, mine, at, is_apart=is_apart)
 
         def emit(num_rows: int) -> None:
             vectors = _VECTORS[num_rows]

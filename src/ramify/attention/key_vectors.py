@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -21,6 +20,7 @@ from ramify.attention.simd import (
     _i64,
     _load,
     _prefetch,
+    _shuffle,
     _step,
     _store,
     _transposed,
@@ -33,31 +33,35 @@ AHEAD = 16  # keys between those that are read and those that are fetched meanwh
 _int = types.int64
 
 
-def key_columns(builder: Any, places: list[Any], kind: int, count: int) -> list[Any]:
-    """`count` elements of eight keys, a vector of float32 for each element; count: 8, or 16 of BF16.
-
-    Two elements of bfloat16 are turned as one of 32 bits, which takes half the shuffles.
-    """
-    if count == 8:
+def key_columns(builder: Any, places: list[Any], kind: int) -> list[Any]:
+    """Eight elements of eight keys: a vector of float32 for each element."""
+    if kind != BF16:
         return _transposed(builder, [_widen(builder, place, kind) for place in places])
-    ints = _vec(8, _i32)
-    rows = [builder.bitcast(_load(builder, place, ints), _vec(8)) for place in places]
     columns = []
-    for pair in _transposed(builder, rows):
-        columns += _halves_of(builder, builder.bitcast(pair, ints))
+    for pair in _turned_pairs(builder, places):
+        columns += _halves_of(builder, pair)
     return columns
 
 
-def in_columns(builder: Any, width: Any, kind: int, body: Callable[[Any, int], None]) -> None:
-    """`body(first, count)` over all elements of keys, as many at once as `key_columns` can take."""
-    at_once = 16 if kind == BF16 else 8
-    rounds = builder.udiv(width, _i64(at_once))
-    with cgutils.for_range(builder, rounds) as loop:
-        body(builder.mul(loop.index, _i64(at_once)), at_once)
-    if at_once > 8:
-        done = builder.mul(rounds, _i64(at_once))
-        with builder.if_then(builder.icmp_signed("<", done, width)):
-            body(done, 8)
+def _turned_pairs(builder: Any, places: list[Any]) -> list[Any]:
+    """Four words of 32 bits, two elements each, of eight keys: a vector for each word.
+
+    A key's words fill half a vector, behind them are those of the key four further: so half as many
+    shuffles turn them as with elements one by one, and nothing crosses the middle.
+    """
+    four, all_eight = _vec(4, _i32), list(range(8))
+    rows = [
+        _shuffle(builder, _load(builder, one, four), _load(builder, other, four), all_eight)
+        for one, other in zip(places[:4], places[4:], strict=True)
+    ]
+    turned = []
+    for at in (0, 2):
+        by_one = [at, at + 8, at + 1, at + 9, at + 4, at + 12, at + 5, at + 13]
+        low, high = (_shuffle(builder, rows[i], rows[i + 1], by_one) for i in (0, 2))
+        for word in (0, 2):
+            by_two = [word, word + 1, word + 8, word + 9, word + 4, word + 5, word + 12, word + 13]
+            turned.append(_shuffle(builder, low, high, by_two))
+    return turned
 
 
 def prefetch_keys(builder: Any, source: Any, offsets: Any, index: Any, stored: int) -> None:
@@ -101,19 +105,15 @@ def transpose_keys(
         scales = _load(builder, factors, _vec(8))
         later = builder.add(offsets, _i64(8 * AHEAD))
 
-        def put(element: Any, count: int) -> None:
-            """So many elements of the keys."""
-            for eight in range(count // 8):
-                index = builder.add(builder.udiv(element, _i64(8)), _i64(eight))
-                prefetch_keys(builder, source, later, index, stored)
+        with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
+            prefetch_keys(builder, source, later, loop.index, stored)
+            element = builder.mul(loop.index, _i64(8))
             begin = builder.mul(element, _i64(SIZES[stored]))
             places = [builder.add(start, begin) for start in starts]
             line = builder.add(into, builder.mul(builder.mul(element, stride), _i64(4)))
-            for i, column in enumerate(key_columns(builder, places, stored, count)):
+            for i, column in enumerate(key_columns(builder, places, stored)):
                 at = builder.add(line, builder.mul(stride, _i64(4 * i)))
                 _store(builder, builder.fmul(column, scales), at)
-
-        in_columns(builder, width, stored, put)
         return context.get_dummy_value()
 
     return types.void(part, _int, _int, _int, _int, _int, _int), code

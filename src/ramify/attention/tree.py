@@ -1,10 +1,6 @@
 """Exact attention on CPU that reads a shared prefix once: rows that read the same keys go together.
 
-`plan` cuts a step into tasks: some query rows, some heads, a run of key blocks. Requests that begin
-with the same pages (the tree says so) form one task for the blocks in them, so that a block is read
-and laid out once for all; then each goes on alone. Tasks of one phase may run in any order; a row's
-phases follow each other, so that its blocks are folded left to right. What a task is decides who
-shares a read and never a bit of the result: see `block_kernels`.
+`plan` cuts a step into tasks (see `tasks`), `run` runs them for a layer (see `block_kernels`).
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from operator import is_not
 from typing import Any
 
@@ -24,28 +20,12 @@ from torch import Tensor
 from ramify.attention.backend import AttentionSpec, told
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exact import Exactness
+from ramify.attention.tasks import BLOCK_KEYS, Cut, Tasks
 from ramify.errors import ConfigError
 
-BLOCK_KEYS = 256  # as in block_rows, which is imported on use: it loads Numba
-TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
-ONE_HEAD_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side in memory
-TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 KINDS[torch.float8_e4m3fn] = 4
 ROW_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # queries and results of the kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Tasks:
-    """A step, cut up: see `block_kernels.attend` for the columns of a task."""
-
-    phases: list[NDArray[np.int64]]  # [n, 9] each
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    table: NDArray[np.int32]
-    page_size: int
-    num_tokens: int
-    max_rows: int  # of a task, in all its heads
 
 
 class TreeBackend:
@@ -59,7 +39,7 @@ class TreeBackend:
         self._num_workers = max(1, torch.get_num_threads())
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
-        self._counter = np.zeros(1, np.int64)
+        self._counters = np.zeros(1, np.int64)
         # by layer, for the very same planes: asking a tensor costs a microsecond
         self._parts: dict[int, tuple[tuple[Tensor, ...], list[Any]]] = {}
         self._shapes: dict[tuple[int, int], Any] = {}
@@ -91,70 +71,12 @@ class TreeBackend:
 
     def plan(self, batch: AttentionBatch) -> Tasks:
         """Who reads what together, and in which order."""
-        starts = batch.cu_seqlens_q.tolist()
-        rows = _Rows(batch.positions.astype(np.int64))
-        phases: list[list[tuple[int, ...]]] = []
-        done, level = [0] * batch.num_seqs, [0] * batch.num_seqs
-        wanted = TASKS_PER_WORKER * self._num_workers
-        for members, end in shared_runs(batch):
-            first = members[0]
-            tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            self._cut(rows, phases, level[first], first, tokens, (done[first], end), wanted)
-            for i in members:
-                done[i], level[i] = end, level[i] + 1
-        lasts = [-(-kv_len // BLOCK_KEYS) for kv_len in batch.seq_lens_kv.tolist()]
-        total = sum(lasts) - sum(done)
-        for i, last in enumerate(lasts):
-            tokens = np.arange(starts[i], starts[i + 1])
-            # As few as will do: two workers that read halves of the same rows hinder each other.
-            pieces = -(-wanted * (last - done[i]) // max(1, total))
-            pieces = min(pieces, 2 * self._num_workers)
-            self._cut(rows, phases, level[i], i, tokens, (done[i], last), pieces)
-        arrays = [
-            np.array(sorted(phase, key=_cost, reverse=True), np.int64) for phase in phases if phase
-        ]
-        most = [int(((a[:, 4] - a[:, 3]) * a[:, 2] * (a[:, 6] - a[:, 5])).max()) for a in arrays]
-        return Tasks(
-            arrays,
-            *rows.arrays(),
-            table=frozen(batch.block_table),
-            page_size=batch.page_size,
-            num_tokens=batch.num_tokens,
-            max_rows=max(most, default=0),
-        )
+        cut = self._cut(batch.positions.astype(np.int64))
+        cut.add_all(batch)
+        return cut.done(batch.block_table, batch.page_size)
 
-    def _cut(
-        self,
-        rows: _Rows,
-        phases: list[list[tuple[int, ...]]],
-        level: int,
-        seq: int,
-        tokens: NDArray[np.int64],
-        blocks: tuple[int, int],
-        pieces: int,
-    ) -> None:
-        """Tasks for some tokens of q against blocks [from, to) of a request's keys: about so many."""
-        group, heads = self.spec.group, self.spec.num_kv_heads
-        begin, end = blocks
-        while len(phases) <= level:
-            phases.append([])
-        per_task = max(1, TASK_ROWS // group)
-        tiles = [tokens[at : at + per_task] for at in range(0, len(tokens), per_task)]
-        for tile in tiles:
-            first, highest = rows.add(tile)
-            stop = min(end, highest // BLOCK_KEYS + 1)
-            if stop <= begin:
-                continue
-            of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
-            head_step = 1 if len(tile) * group >= ONE_HEAD_ROWS else -(-heads // of_tile)
-            least = min(of_tile, 2 * self._num_workers)  # heads of a group read the same keys
-            group_step = max(1, group * heads // least) if heads < least else group
-            for head in range(0, heads, head_step):
-                for g in range(0, group, group_step):
-                    phases[level].append(
-                        (seq, first, len(tile), head, min(heads, head + head_step),
-                         g, min(group, g + group_step), begin, stop)
-                    )  # fmt: skip
+    def _cut(self, positions: NDArray[np.int64]) -> Cut:
+        return Cut(self.spec, self._num_workers, 2 + self._value_stride, positions)
 
     # -- once per layer ----------------------------------------------------------------------
 
@@ -214,8 +136,8 @@ class TreeBackend:
         rows = self._args.Rows(kind, q.data_ptr(), stride, out.data_ptr())
         for tasks in plan.phases:
             self._kernels.attend(
-                shape, *parts, tasks, plan.tokens, plan.positions, plan.table,
-                rows, self._state, self._scratch, self._counter,
+                shape, *parts, tasks, plan.joints, plan.tokens, plan.positions, plan.table,
+                rows, self._state, self._scratch, self._counters,
             )  # fmt: skip
 
     def _reserve(self, shape: Any, plan: Tasks) -> None:
@@ -223,9 +145,10 @@ class TreeBackend:
         floats = self._kernels.scratch_floats(shape, plan.max_rows)
         if self._scratch.shape[1] < floats:
             self._scratch = np.zeros((self._num_workers, floats), np.float32)
-        num_rows = plan.num_tokens * self.spec.num_heads
-        if len(self._state) < num_rows:
-            self._state = np.zeros((num_rows, 2 + self._value_stride), np.float32)
+        if len(self._state) < plan.state_rows:
+            self._state = np.zeros((plan.state_rows, 2 + self._value_stride), np.float32)
+        if len(self._counters) <= len(plan.joints):
+            self._counters = np.zeros(1 + len(plan.joints), np.int64)
 
     def _sparse(self, plan: Tasks, selected: Tensor) -> Tasks:
         """Each token as a request of its own over the keys that were selected for it.
@@ -242,71 +165,25 @@ class TreeBackend:
         assert (chosen <= position[:, None]).all(), "a key after its query was selected"
         pages = plan.table[owner[:, None], np.maximum(chosen, 0) // plan.page_size]
         slots = pages * plan.page_size + np.maximum(chosen, 0) % plan.page_size
-        rows = _Rows(counts - 1)
-        phases: list[list[tuple[int, ...]]] = []
-        wanted = TASKS_PER_WORKER * self._num_workers
+        cut = self._cut(counts - 1)
+        pieces = min(-(-cut.wanted // plan.num_tokens), 2 * self._num_workers)
         for token in range(plan.num_tokens):
             blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
-            pieces = min(-(-wanted // plan.num_tokens), 2 * self._num_workers)
-            self._cut(rows, phases, 0, token, np.array([token]), blocks, pieces)
-        arrays = [np.array(phase, np.int64) for phase in phases if phase]
-        group = self.spec.num_heads
-        return Tasks(
-            arrays, *rows.arrays(), frozen(slots.astype(np.int32)), 1, plan.num_tokens, group
-        )
+            cut.add(0, token, np.array([token]), blocks, pieces)
+        return cut.done(slots.astype(np.int32), 1)
 
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""
         q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim)
         empty = torch.zeros(1, 1, 1, 8).to(self.spec.plane_dtype)
-        nothing = np.zeros(0, np.int64)
-        table = frozen(np.zeros((0, 1), np.int32))
-        plan = Tasks([np.zeros((0, 9), np.int64)], nothing, nothing, table, 1, 0, 0)
+        nothing = self._cut(np.zeros(0, np.int64)).done(np.zeros((0, 1), np.int32), 1)
+        plan = replace(nothing, phases=[np.zeros((0, 10), np.int64)])
         out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
         self._launch(plan, q, self._told(parts_of({"k": empty, "v": empty})), out, 0)
 
     def _told(self, parts: Sequence[tuple[int, ...]]) -> list[Any]:
         """Parts as the kernel takes them: it is compiled for each kind."""
         return [self._args.PARTS[kind](*part) for kind, *part in parts]
-
-
-class _Rows:
-    """Tokens of q as the tasks list them, each with its position."""
-
-    def __init__(self, positions: NDArray[np.int64]) -> None:
-        self._all = positions
-        self._tokens: list[NDArray[np.int64]] = []
-        self._count = 0
-
-    def add(self, tokens: NDArray[np.int64]) -> tuple[int, int]:
-        """List some tokens: where they begin, and the last position among them."""
-        first = self._count
-        self._tokens.append(tokens)
-        self._count += len(tokens)
-        return first, int(self._all[tokens].max())
-
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
-        return tokens, self._all[tokens]
-
-
-def shared_runs(batch: AttentionBatch) -> list[tuple[list[int], int]]:
-    """Requests that read the same whole blocks, and up to which block; shorter runs first.
-
-    Each request's runs follow each other: the first begins at block 0, the next where one ends.
-    """
-    ends = sorted({int(length) // BLOCK_KEYS for length in batch.shared_len} - {0})
-    runs: list[tuple[list[int], int]] = []
-    for end in ends:
-        groups: dict[int, list[int]] = {}
-        for i, leader in enumerate(batch.leaders(end * BLOCK_KEYS)):
-            groups.setdefault(leader, []).append(i)
-        for members in groups.values():
-            if len(members) > 1:
-                # the same requests have a longer run in common than was thought so far
-                runs = [run for run in runs if run[0] != members]
-                runs.append((members, end))
-    return runs
 
 
 def check_planes(planes: Mapping[str, Tensor], spec: AttentionSpec) -> None:
@@ -360,18 +237,6 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
         head,
         scales,
     )
-
-
-def _cost(task: Sequence[int]) -> int:
-    _, _, count, head0, head1, group0, group1, block0, block1 = task
-    return count * (head1 - head0) * (group1 - group0) * (block1 - block0)
-
-
-def frozen(array: NDArray[np.int32]) -> NDArray[np.int32]:
-    """A read-only view in C order: for any other kind of array the kernel would be compiled anew."""
-    view = np.ascontiguousarray(array).view()
-    view.flags.writeable = False
-    return view
 
 
 def use_threads(count: int) -> None:

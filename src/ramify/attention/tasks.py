@@ -1,0 +1,211 @@
+"""A step of attention, cut into tasks: some query rows, some heads, a run of key blocks.
+
+Requests that begin with the same pages (the tree says so) form one task for the blocks in them, so
+that a block is read and laid out once for all; then each goes on alone. Tasks of one phase may run
+in any order; a row's phases follow each other, so that its blocks are folded left to right. Where
+few rows read many blocks, workers take the blocks, and whoever finishes last folds them in order.
+What a task is decides who shares a read and never a bit of the result: see `block_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ramify.attention.backend import AttentionSpec
+from ramify.attention.batch import AttentionBatch
+
+BLOCK_KEYS = 256  # as in block_rows, which is imported on use: it loads Numba
+TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
+ONE_HEAD_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side in memory
+TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
+JOINT_FLOATS = 1 << 22  # for results of single blocks; with more, heads are cut instead
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """A step, cut up: see `block_kernels.attend` for the columns of a task and of a joint."""
+
+    phases: list[NDArray[np.int64]]  # [n, 10] each
+    joints: NDArray[np.int64]  # [m, 4]
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    table: NDArray[np.int32]
+    page_size: int
+    num_tokens: int
+    max_rows: int  # of a task, in all its heads
+    state_rows: int  # of all tokens and heads, then of the joints
+
+
+class Cut:
+    """Tasks in the making.
+
+    Args:
+        positions: [T] int64, of each token of q in its request.
+        width: floats of a row of `state`.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, num_workers: int, width: int, positions: NDArray[np.int64]
+    ) -> None:
+        self._heads, self._group = spec.num_kv_heads, spec.group
+        self._num_workers, self._width = num_workers, width
+        self._positions = positions
+        self._tokens: list[NDArray[np.int64]] = []
+        self._count = 0
+        self._phases: list[list[tuple[int, ...]]] = []
+        self._joints: list[tuple[int, ...]] = []
+        self._state_rows = len(positions) * spec.num_heads
+
+    @property
+    def wanted(self) -> int:
+        """Pieces of a whole step, about."""
+        return TASKS_PER_WORKER * self._num_workers
+
+    def add_all(self, batch: AttentionBatch) -> None:
+        """All rows of a step with all that they see: what they share first."""
+        starts = batch.cu_seqlens_q.tolist()
+        done, level = [0] * batch.num_seqs, [0] * batch.num_seqs
+        for members, end in shared_runs(batch):
+            first = members[0]
+            tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            self.add(level[first], first, tokens, (done[first], end), self.wanted)
+            for i in members:
+                done[i], level[i] = end, level[i] + 1
+        lasts = [-(-kv_len // BLOCK_KEYS) for kv_len in batch.seq_lens_kv.tolist()]
+        total = sum(lasts) - sum(done)
+        for i, last in enumerate(lasts):
+            tokens = np.arange(starts[i], starts[i + 1])
+            # As few as will do: two workers that read halves of the same rows hinder each other.
+            pieces = -(-self.wanted * (last - done[i]) // max(1, total))
+            pieces = min(pieces, 2 * self._num_workers)
+            self.add(level[i], i, tokens, (done[i], last), pieces)
+
+    def add(
+        self,
+        level: int,
+        seq: int,
+        tokens: NDArray[np.int64],
+        blocks: tuple[int, int],
+        pieces: int,
+    ) -> None:
+        """Tasks for some tokens of q against blocks [from, to) of a request's keys: about so many.
+
+        Args:
+            level: the phase.
+        """
+        begin, end = blocks
+        while len(self._phases) <= level:
+            self._phases.append([])
+        tasks = self._phases[level]
+        per_task = max(1, TASK_ROWS // self._group)
+        tiles = [tokens[at : at + per_task] for at in range(0, len(tokens), per_task)]
+        for tile in tiles:
+            first, highest = self._list(tile)
+            stop = min(end, highest // BLOCK_KEYS + 1)
+            if stop <= begin:
+                continue
+            of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
+            rows = seq, first, len(tile)
+            if of_tile > 1 and self._is_joint(len(tile), stop - begin):
+                tasks += self._by_blocks(rows, begin, stop)
+            else:
+                tasks += self._by_heads(rows, begin, stop, of_tile)
+
+    def done(self, table: NDArray[np.int32], page_size: int) -> Tasks:
+        """Those with the highest cost first."""
+        arrays = [
+            np.array(sorted(phase, key=_cost, reverse=True), np.int64)
+            for phase in self._phases
+            if phase
+        ]
+        most = [int(((a[:, 4] - a[:, 3]) * a[:, 2] * (a[:, 6] - a[:, 5])).max()) for a in arrays]
+        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
+        return Tasks(
+            arrays,
+            np.array(self._joints, np.int64).reshape(-1, 4),
+            tokens,
+            self._positions[tokens],
+            table=frozen(table),
+            page_size=page_size,
+            num_tokens=len(self._positions),
+            max_rows=max(most, default=0),
+            state_rows=self._state_rows,
+        )
+
+    def _list(self, tokens: NDArray[np.int64]) -> tuple[int, int]:
+        """List some tokens: where they begin, and the last position among them."""
+        first = self._count
+        self._tokens.append(tokens)
+        self._count += len(tokens)
+        return first, int(self._positions[tokens].max())
+
+    def _is_joint(self, num_tokens: int, num_blocks: int) -> bool:
+        """Whether blocks are cut, in place of heads: few rows, whose K/V lies side by side."""
+        if num_tokens * self._group >= ONE_HEAD_ROWS or num_blocks < self._num_workers:
+            return False
+        rows = num_tokens * self._group * self._heads * num_blocks
+        return rows * self._width <= JOINT_FLOATS
+
+    def _by_blocks(
+        self, rows: tuple[int, int, int], begin: int, stop: int
+    ) -> list[tuple[int, ...]]:
+        """A block a task, as many for each worker; some heads of each block that is left over."""
+        heads, workers, joint = self._heads, self._num_workers, len(self._joints)
+        whole = begin + (stop - begin) // workers * workers
+        tasks: list[tuple[int, ...]] = []
+        for block in range(begin, stop):
+            step = heads if block < whole else -(-heads // workers)
+            for head in range(0, heads, step):
+                span = head, min(heads, head + step), 0, self._group, block, block + 1
+                tasks.append((*rows, *span, joint))
+        self._joints.append((begin, stop, self._state_rows, len(tasks)))
+        self._state_rows += (stop - begin) * rows[2] * heads * self._group
+        return tasks
+
+    def _by_heads(
+        self, rows: tuple[int, int, int], begin: int, stop: int, pieces: int
+    ) -> list[tuple[int, ...]]:
+        group, heads = self._group, self._heads
+        head_step = 1 if rows[2] * group >= ONE_HEAD_ROWS else -(-heads // pieces)
+        least = min(pieces, 2 * self._num_workers)  # heads of a group read the same keys
+        group_step = max(1, group * heads // least) if heads < least else group
+        return [
+            (*rows, head, min(heads, head + head_step), g, min(group, g + group_step), begin, stop, -1)
+            for head in range(0, heads, head_step)
+            for g in range(0, group, group_step)
+        ]  # fmt: skip
+
+
+def shared_runs(batch: AttentionBatch) -> list[tuple[list[int], int]]:
+    """Requests that read the same whole blocks, and up to which block; shorter runs first.
+
+    Each request's runs follow each other: the first begins at block 0, the next where one ends.
+    """
+    ends = sorted({int(length) // BLOCK_KEYS for length in batch.shared_len} - {0})
+    runs: list[tuple[list[int], int]] = []
+    for end in ends:
+        groups: dict[int, list[int]] = {}
+        for i, leader in enumerate(batch.leaders(end * BLOCK_KEYS)):
+            groups.setdefault(leader, []).append(i)
+        for members in groups.values():
+            if len(members) > 1:
+                # the same requests have a longer run in common than was thought so far
+                runs = [run for run in runs if run[0] != members]
+                runs.append((members, end))
+    return runs
+
+
+def _cost(task: Sequence[int]) -> int:
+    _, _, count, head0, head1, group0, group1, block0, block1, _ = task
+    return count * (head1 - head0) * (group1 - group0) * (block1 - block0)
+
+
+def frozen(array: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A read-only view in C order: for any other kind of array the kernel would be compiled anew."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
