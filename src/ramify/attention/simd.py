@@ -330,6 +330,17 @@ def stored_as(part: Any) -> int:
 
 
 @intrinsic
+def moved(_: Any, part: Any, address: Any) -> Any:
+    """The same plane of another layer: a `Part` with another address."""
+    place = part.instance_class._fields.index("address")
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.insert_value(args[0], args[1], place)
+
+    return part(part, _int), code
+
+
+@intrinsic
 def stored_size(_: Any, part: Any) -> Any:
     """Bytes of an element of a plane."""
     size = SIZES[stored_as(part)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ BLOCK_KEYS = 256  # as in block_rows, which is imported on use: it loads Numba
 TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
 ONE_HEAD_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side in memory
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
+WIDTH = 10  # columns of a task
 JOINT_FLOATS = 1 << 22  # for results of single blocks; with more, heads are cut instead
 
 
@@ -29,7 +31,8 @@ JOINT_FLOATS = 1 << 22  # for results of single blocks; with more, heads are cut
 class Tasks:
     """A step, cut up: see `block_kernels.attend` for the columns of a task and of a joint."""
 
-    phases: list[NDArray[np.int64]]  # [n, 10] each
+    tasks: NDArray[np.int64]  # [n, 10], phase by phase
+    starts: NDArray[np.int64]  # [phases + 1]: where each begins among them, and the end
     joints: NDArray[np.int64]  # [m, 4]
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -38,6 +41,11 @@ class Tasks:
     num_tokens: int
     max_rows: int  # of a task, in all its heads
     state_rows: int  # of all tokens and heads, then of the joints
+
+    @property
+    def phases(self) -> list[NDArray[np.int64]]:
+        """The tasks of each."""
+        return [self.tasks[a:b] for a, b in pairwise(self.starts.tolist())]
 
 
 class Cut:
@@ -117,15 +125,13 @@ class Cut:
 
     def done(self, table: NDArray[np.int32], page_size: int) -> Tasks:
         """Those with the highest cost first."""
-        arrays = [
-            np.array(sorted(phase, key=_cost, reverse=True), np.int64)
-            for phase in self._phases
-            if phase
-        ]
-        most = [int(((a[:, 4] - a[:, 3]) * a[:, 2] * (a[:, 6] - a[:, 5])).max()) for a in arrays]
+        phases = [sorted(phase, key=_cost, reverse=True) for phase in self._phases if phase]
+        tasks = np.array([*chain.from_iterable(phases)], np.int64).reshape(-1, WIDTH)
+        most = ((tasks[:, 4] - tasks[:, 3]) * tasks[:, 2] * (tasks[:, 6] - tasks[:, 5])).tolist()
         tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
         return Tasks(
-            arrays,
+            tasks,
+            np.cumsum([0, *map(len, phases)]),
             np.array(self._joints, np.int64).reshape(-1, 4),
             tokens,
             self._positions[tokens],

@@ -36,7 +36,7 @@ class TreeBackend:
 
         self.spec, self.device = spec, device
         self._kernels, self._args = block_kernels, kernel_args
-        self._num_workers = max(1, torch.get_num_threads())
+        self.num_workers = max(1, torch.get_num_threads())
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
         self._counters = np.zeros(1, np.int64)
@@ -45,7 +45,7 @@ class TreeBackend:
         self._shapes: dict[tuple[int, int], Any] = {}
         self._scratch = np.zeros((0, 0), np.float32)
         self._state = np.zeros((0, 0), np.float32)
-        use_threads(self._num_workers)
+        use_threads(self.num_workers)
         self._compile()
 
     @classmethod
@@ -76,7 +76,7 @@ class TreeBackend:
         return cut.done(batch.block_table, batch.page_size)
 
     def _cut(self, positions: NDArray[np.int64]) -> Cut:
-        return Cut(self.spec, self._num_workers, 2 + self._value_stride, positions)
+        return Cut(self.spec, self.num_workers, 2 + self._value_stride, positions)
 
     # -- once per layer ----------------------------------------------------------------------
 
@@ -111,6 +111,18 @@ class TreeBackend:
         self._launch(plan, q, self._parts_of(layer, planes), out, window or 0)
         return out
 
+    def arguments(self, plan: Tasks, planes: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """The last arguments of `layer_kernels.run_layers` for a step, all layers having one window.
+
+        Args:
+            planes: of the first layer.
+        """
+        shape = self._prepared(plan, self.spec.windows[0] or 0)
+        return (
+            shape, *self._parts_of(0, planes), plan.tasks, plan.starts, plan.joints,
+            plan.tokens, plan.positions, plan.table, self._state, self._scratch, self._counters,
+        )  # fmt: skip
+
     def _parts_of(self, layer: int, planes: Mapping[str, Tensor]) -> list[Any]:
         tensors = tuple(planes.values())
         known, parts = self._parts.get(layer, (None, []))
@@ -123,15 +135,7 @@ class TreeBackend:
     def _launch(
         self, plan: Tasks, q: Tensor, parts: Sequence[Any], out: Tensor, window: int
     ) -> None:
-        spec = self.spec
-        shape = self._shapes.get((plan.page_size, window))
-        if shape is None:
-            shape = self._shapes[plan.page_size, window] = self._args.Shape(
-                plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
-                self._value_stride, window, self._num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
-            )  # fmt: skip
-        self._reserve(shape, plan)
-        use_threads(self._num_workers)
+        shape = self._prepared(plan, window)
         kind, stride = ROW_KINDS[q.dtype], q.stride(0) * q.element_size()
         rows = self._args.Rows(kind, q.data_ptr(), stride, out.data_ptr())
         for tasks in plan.phases:
@@ -140,11 +144,24 @@ class TreeBackend:
                 rows, self._state, self._scratch, self._counters,
             )  # fmt: skip
 
+    def _prepared(self, plan: Tasks, window: int) -> Any:
+        """The shape of a launch, for which there is room afterwards."""
+        spec = self.spec
+        shape = self._shapes.get((plan.page_size, window))
+        if shape is None:
+            shape = self._shapes[plan.page_size, window] = self._args.Shape(
+                plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
+                self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
+            )  # fmt: skip
+        self._reserve(shape, plan)
+        use_threads(self.num_workers)
+        return shape
+
     def _reserve(self, shape: Any, plan: Tasks) -> None:
         """Kept between steps: a fresh allocation costs more than it is used for."""
         floats = self._kernels.scratch_floats(shape, plan.max_rows)
         if self._scratch.shape[1] < floats:
-            self._scratch = np.zeros((self._num_workers, floats), np.float32)
+            self._scratch = np.zeros((self.num_workers, floats), np.float32)
         if len(self._state) < plan.state_rows:
             self._state = np.zeros((plan.state_rows, 2 + self._value_stride), np.float32)
         if len(self._counters) <= len(plan.joints):
@@ -166,20 +183,23 @@ class TreeBackend:
         pages = plan.table[owner[:, None], np.maximum(chosen, 0) // plan.page_size]
         slots = pages * plan.page_size + np.maximum(chosen, 0) % plan.page_size
         cut = self._cut(counts - 1)
-        pieces = min(-(-cut.wanted // plan.num_tokens), 2 * self._num_workers)
+        pieces = min(-(-cut.wanted // plan.num_tokens), 2 * self.num_workers)
         for token in range(plan.num_tokens):
             blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
             cut.add(0, token, np.array([token]), blocks, pieces)
         return cut.done(slots.astype(np.int32), 1)
 
+    def nothing(self) -> Tasks:
+        """A step of no tokens, and one phase."""
+        nothing = self._cut(np.zeros(0, np.int64)).done(np.zeros((0, 1), np.int32), 1)
+        return replace(nothing, starts=np.zeros(2, np.int64))
+
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""
         q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim)
         empty = torch.zeros(1, 1, 1, 8).to(self.spec.plane_dtype)
-        nothing = self._cut(np.zeros(0, np.int64)).done(np.zeros((0, 1), np.int32), 1)
-        plan = replace(nothing, phases=[np.zeros((0, 10), np.int64)])
         out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
-        self._launch(plan, q, self._told(parts_of({"k": empty, "v": empty})), out, 0)
+        self._launch(self.nothing(), q, self._told(parts_of({"k": empty, "v": empty})), out, 0)
 
     def _told(self, parts: Sequence[tuple[int, ...]]) -> list[Any]:
         """Parts as the kernel takes them: it is compiled for each kind."""

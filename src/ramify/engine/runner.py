@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
+from ramify.attention.inline import InlineAttention
 from ramify.attention.mla import MlaAttention
+from ramify.attention.tree import TreeBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
+from ramify.models.dense import DenseDecoder
 from ramify.models.loader import Decoder
 
 
@@ -34,6 +37,17 @@ class ModelRunner:
         self.model, self.pool, self.backend = model, pool, backend
         self.row_multiple = model.row_multiple if row_multiple is None else row_multiple
         self._planes = [plane.name for plane in pool.layout.planes]
+        self._inline = self._inlined()
+
+    def _inlined(self) -> InlineAttention | None:
+        """What lets the model run its layers without a call of Python for each, if it can."""
+        model, backend, pool = self.model, self.backend, self.pool
+        if not isinstance(model, DenseDecoder) or not isinstance(backend, TreeBackend):
+            return None
+        if InlineAttention.why_not(backend, pool, model.dtype) is not None:
+            return None
+        inline = InlineAttention(backend, pool)
+        return inline if model.takes_inline(inline.nothing()) else None
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
@@ -55,6 +69,8 @@ class ModelRunner:
             self.pool.write_kv(layer, tensors[2], **dict(zip(self._planes, new, strict=True)))
             return self.backend.run(attention, layer, q, self.pool.planes(layer))
 
+        if self._inline is not None:
+            attend.inline = self._inline.step(attention, slots)  # type: ignore[attr-defined]
         hidden = self.model.forward(tensors[0], tensors[1], attend)
         return hidden[: batch.num_tokens]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from ramify.attention.tree import use_threads
 from ramify.errors import ConfigError
-from ramify.models.panels import OUT, ROWS, Panels, Turn, X, kept_scratch
+from ramify.models.panels import KINDS, OUT, ROWS, Panels, Turn, X, kept_scratch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ramify.attention.inline import Inline
+
+INLINE_ROWS = 64  # with more, the interpreter costs nothing, and it should get its turn
 MAX_PROGRAMS = 64  # kept, one for each number of rows and of threads: those used last
 
 
@@ -63,7 +66,7 @@ class Chain:
     def __init__(
         self, layers: Sequence[Links], *, num_heads: tuple[int, int, int], head_dim: int
     ) -> None:
-        from ramify.models import chain_kernels
+        from ramify.models import chain_kernels, layer_kernels
 
         kinds = {tuple(link.kind for link in links) for links in layers}
         if len(kinds) != 1 or len({kind[0] for each in kinds for kind in each}) != 1:
@@ -76,7 +79,7 @@ class Chain:
             raise ConfigError(
                 f"products have widths {found}; with these heads they must have {expected}"
             )
-        self._kernels = chain_kernels
+        self._kernels, self._run_layers = chain_kernels, layer_kernels.run_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
         self._eps = np.array([link.eps for links in layers for link in links])
         # not of a method: it would keep itself, and the weights, until cycles are collected
@@ -116,6 +119,10 @@ class Chain:
             link.scratch_floats(num_rows, num_workers) for link in first if isinstance(link, Panels)
         )
         rest = positions.contiguous().numpy(), *kept_scratch(num_workers, floats)
+        inline: Inline | None = getattr(attend, "inline", None)
+        if inline is not None and self._takes(inline, num_rows, num_workers):
+            self._run_inline(program, rest, inline, dtype)
+            return hidden
         shape = num_rows, sum(self._num_heads), self._head_dim
         wanted = num_rows, self._num_heads[0], self._head_dim
         begin = 0
@@ -139,6 +146,38 @@ class Chain:
         use_threads(num_workers)
         self._kernels.run_all(program[begin:], self._eps[begin:], *rest)
         return hidden
+
+    def compile_inline(self, inline: Inline) -> None:
+        """Compile now what runs steps like this one of no tokens, rather than in the first step."""
+        program = np.zeros((0, self._kernels.WIDTH), np.int64)
+        rest = np.zeros(0, np.int64), *kept_scratch(1, 0), np.zeros(6, np.int64)
+        self._run_layers(program, self._eps[:0], *rest, inline.planes, inline.slots, *inline.rest)
+
+    def _takes(self, inline: Inline, num_rows: int, num_workers: int) -> bool:
+        dtype = self._layers[0].qkv.kind[0]
+        kind = dtype, len(self._layers), *self._num_heads, self._head_dim
+        found = inline.kind, inline.num_workers, len(inline.slots)
+        return num_rows <= INLINE_ROWS and found == (kind, num_workers, num_rows)
+
+    def _run_inline(
+        self, program: NDArray[np.int64], rest: tuple[Any, ...], inline: Inline, dtype: torch.dtype
+    ) -> None:
+        """All layers with their attention: the Python around each takes as long as a small one."""
+        num_rows, size = len(inline.slots), dtype.itemsize
+        num_q, num_k, num_v = (heads * self._head_dim for heads in self._num_heads)
+        rows = torch.empty((num_rows, num_q + num_k + num_v), dtype=dtype)
+        mixed = torch.empty((num_rows, num_q), dtype=dtype)
+        mixed[inline.num_tokens :] = 0
+        program[_QKV::_EACH, OUT] = program[_TURN::_EACH, ROWS] = rows.data_ptr()
+        program[_OUTPUT::_EACH, X] = mixed.data_ptr()
+        numbers = np.array(
+            [KINDS[dtype], rows.data_ptr(), rows.stride(0) * size, num_q * size,
+             (num_q + num_k) * size, mixed.data_ptr()]
+        )  # fmt: skip
+        use_threads(inline.num_workers)
+        rest = *rest, numbers, inline.planes, inline.slots
+        self._run_layers(program, self._eps, *rest, *inline.rest)
+        self._layers[0].turn.check_done(program[_TURN])
 
 
 def _program(layers: Sequence[Links], num_rows: int, num_workers: int) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exact import Exactness, ProbeStore
+from ramify.attention.inline import Inline
 from ramify.models.builder import GatedMlp, LayerBuilder
 from ramify.models.chain import Chain, Links
 from ramify.models.config import ModelConfig
@@ -17,7 +18,8 @@ from ramify.models.heads import Heads, HeadsBuilder, TurnedHeads
 from ramify.models.linear import PAD_ROWS, Apply, Linear
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
-# callee stores k and v and attends with scale head_dim ** -0.5.
+# callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `inline`, an
+# `attention.inline.Inline` for this step, few rows may do so without calling it.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -108,6 +110,13 @@ class DenseDecoder:
             layer.output.add_to(hidden, attend(number, q, k, v).flatten(1))
             layer.mlp.add_to(hidden, hidden)
         return hidden
+
+    def takes_inline(self, inline: Inline) -> bool:
+        """Whether steps of few rows use `attend.inline`; it is compiled for its kind now."""
+        if self._chain is None:
+            return False
+        self._chain.compile_inline(inline)
+        return True
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] rows of `forward` -> [R, vocab_size] float32."""

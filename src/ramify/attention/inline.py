@@ -1,0 +1,87 @@
+"""Attention inside a chain of compiled operations, in place of calls of Python layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ramify.attention.tasks import Tasks
+from ramify.attention.tree import ROW_KINDS, TreeBackend
+from ramify.kv.pool import KVPool
+
+
+class Inline(NamedTuple):
+    """What a chain needs to store K/V of a step and to attend over it by itself."""
+
+    kind: tuple[object, ...]  # dtype, layers, heads of queries, of keys, of values; their elements
+    num_workers: int
+    num_tokens: int  # the rows behind them are padding
+    planes: NDArray[np.int64]  # [layers, 2]: addresses of K and of V
+    slots: NDArray[np.int64]  # [T], padding included
+    rest: tuple[Any, ...]  # the last arguments of `layer_kernels.run_layers`
+
+
+class InlineAttention:
+    """A backend and a pool whose steps a chain can run.
+
+    Args:
+        backend, pool: such that `why_not` is None.
+    """
+
+    def __init__(self, backend: TreeBackend, pool: KVPool) -> None:
+        layers = [pool.planes(layer) for layer in range(pool.layout.num_layers)]
+        self._backend, self._planes = backend, layers[0]
+        self._num_slots = (pool.num_pages + 1) * pool.page_size
+        spec = backend.spec
+        heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+        self._kind = spec.plane_dtype, len(layers), *heads, spec.head_dim
+        self._addresses = np.array([[one[name].data_ptr() for name in "kv"] for one in layers])
+
+    @staticmethod
+    def why_not(backend: object, pool: KVPool, dtype: torch.dtype) -> str | None:
+        """None if K/V of this pool is read and written as this backend does, else the reason.
+
+        Args:
+            dtype: of queries, keys and values.
+        """
+        if type(backend) is not TreeBackend or type(pool) is not KVPool:
+            return f"{type(backend).__name__} over {type(pool).__name__}"
+        spec = backend.spec
+        if (
+            spec.kind != "mha"
+            or spec.sparse
+            or spec.out_dim != spec.head_dim
+            or {*pool.planes(0)} != {"k", "v"}
+        ):
+            return f"{spec.kind} over planes {', '.join(pool.planes(0))}"
+        if dtype not in ROW_KINDS or spec.plane_dtype != dtype:
+            return f"K/V in {spec.plane_dtype} of a model in {dtype}"
+        if len(set(spec.windows)) > 1:
+            return "layers with different windows"
+        return None
+
+    def step(self, plan: object, slots: NDArray[np.int64]) -> Inline:
+        """What a chain is told of a step.
+
+        Args:
+            plan: of the backend.
+            slots: [T] int64, of every token and of the padding rows.
+
+        Raises:
+            IndexError: a slot is outside the planes.
+        """
+        if len(slots) and not (slots.min() >= 0 and slots.max() < self._num_slots):
+            raise IndexError(f"slots must be in 0..{self._num_slots - 1}, not {slots.tolist()}")
+        assert isinstance(plan, Tasks)
+        backend = self._backend
+        rest = backend.arguments(plan, self._planes)
+        return Inline(
+            self._kind, backend.num_workers, plan.num_tokens, self._addresses, slots, rest
+        )
+
+    def nothing(self) -> Inline:
+        """A step of no tokens, to compile with."""
+        return self.step(self._backend.nothing(), np.zeros(0, np.int64))

@@ -1,0 +1,183 @@
+"""Steps of few rows in one call of compiled code: the bits of attention called layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from ramify.attention.backend import AttentionSpec
+from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.blocked import BlockedBackend
+from ramify.attention.inline import InlineAttention
+from ramify.attention.tree import TreeBackend
+from ramify.engine.runner import ModelRunner
+from ramify.engine.step import StepPlan
+from ramify.kv.block_table import PagedBlockTable
+from ramify.kv.pool import KVPool
+from ramify.models.chain import INLINE_ROWS
+from ramify.models.dense import DenseDecoder
+from ramify.models.loader import load_model
+from ramify.models.needs import attention_spec, kv_layout
+from ramify.testing import TinyFamily, write_tiny_checkpoint
+from tests.cpu.attention_cases import assert_same_bits
+from tests.cpu.tiny_models import DENSE
+
+pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+
+PAGE, NUM_PAGES = 8, 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inline")
+
+
+def runner_of(
+    folder: Path, family: str, dtype: str, *, kv_dtype: torch.dtype | None = None
+) -> ModelRunner:
+    path = folder / family
+    if not path.exists():
+        named = cast(TinyFamily, family)
+        write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **DENSE[family])
+    model = load_model(path, dtype=dtype, linear_strategy="panels")
+    kept = kv_dtype or model.dtype
+    pool = KVPool(kv_layout(model.config), NUM_PAGES, PAGE, dtype=kept)
+    return ModelRunner(model, pool, TreeBackend(spec_of(model, kept), torch.device("cpu")))
+
+
+def spec_of(model: object, kv_dtype: torch.dtype) -> AttentionSpec:
+    assert isinstance(model, DenseDecoder)
+    return attention_spec(
+        model.config, page_size=PAGE, dtype=model.dtype, exact=True, kv_dtype=kv_dtype
+    )
+
+
+def plan_of(shares: list[tuple[int, int]], *, shared: int = 0, seed: int = 0) -> StepPlan:
+    """Requests with (tokens so far, new tokens); all but the first share the first's beginning."""
+    pages = iter(range(NUM_PAGES))
+    rows: list[list[int]] = []
+    for cached, new in shares:
+        common = rows[0][: shared // PAGE] if rows else []
+        rows.append(common + [next(pages) for _ in range(-(-(cached + new) // PAGE) - len(common))])
+    extends = [Extend(i, i, cached, new) for i, (cached, new) in enumerate(shares)]
+    sharing = [(-1, 0)] + [(0, shared) if shared else (-1, 0)] * (len(shares) - 1)
+    batch = AttentionBatch.build(extends, PagedBlockTable.of(rows, PAGE), sharing)
+    tokens = np.random.default_rng(seed).integers(3, 200, batch.num_tokens)
+    return StepPlan(batch, tokens, (), (), tuple(range(len(shares))))
+
+
+def outcome(runner: ModelRunner, plans: list[StepPlan]) -> list[torch.Tensor]:
+    """Hidden rows of each step, and all of K/V at the end."""
+    for layer in range(runner.pool.layout.num_layers):
+        for name, plane in runner.pool.planes(layer).items():
+            plane.copy_(torch.randn(plane.shape, generator=torch.Generator().manual_seed(layer)))
+            assert name in "kv"
+    found = [runner.forward(plan).clone() for plan in plans]
+    layers = range(runner.pool.layout.num_layers)
+    return found + [runner.pool.planes(layer)[name].clone() for layer in layers for name in "kv"]
+
+
+CASES = {
+    "one token": [plan_of([(0, 1)])],
+    "one long request": [plan_of([(700, 1)]), plan_of([(701, 1)]), plan_of([(702, 5)])],
+    "several": [plan_of([(20, 1), (300, 2), (0, 9), (600, 1)]), plan_of([(21, 1), (302, 1)])],
+    "a shared prefix": [plan_of([(540, 1), (530, 1), (514, 3)], shared=512)],
+    "as many as can be": [plan_of([(3, INLINE_ROWS - 2), (9, 2)])],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_attention_layer_by_layer(
+    folder: Path, family: str, dtype: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden rows and all of K/V, also where nothing was to be written."""
+    runner = runner_of(folder, family, dtype)
+    inline, runner._inline = runner._inline, None
+    expected = outcome(runner, CASES[case])
+    assert inline is not None
+    runner._inline = inline
+
+    def never(*_: object) -> None:
+        raise AssertionError("attention was called layer by layer")
+
+    monkeypatch.setattr(runner.pool, "write_kv", never)
+    monkeypatch.setattr(runner.backend, "run", never)
+    found = outcome(runner, CASES[case])
+
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
+    """Rows filled up to whole multiples: the others, and K/V of them, are what they were."""
+    runner = runner_of(folder, "llama", "float32")
+    plans = [plan_of([(20, 1), (300, 2)])]
+    expected = outcome(runner, plans)
+    runner.row_multiple = 8
+    found = outcome(runner, plans)
+    assert_same_bits(found[0], expected[0])
+    padding = runner.pool.padding_page
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert_same_bits(one[:padding], other[:padding])
+
+
+def test_many_rows_are_left_to_the_interpreter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(folder, "llama", "float32")
+    calls = list[int]()
+    run = runner.backend.run
+
+    def recorded(plan: Any, layer: int, *rest: Any) -> torch.Tensor:
+        calls.append(layer)
+        return run(plan, layer, *rest)
+
+    monkeypatch.setattr(runner.backend, "run", recorded)
+    outcome(runner, [plan_of([(0, INLINE_ROWS + 1)])])
+    assert calls == [0, 1, 2]
+    with torch.inference_mode():
+        before, count = torch.get_num_threads(), len(calls)
+        torch.set_num_threads(before + 1)  # not what attention was cut for
+        try:
+            runner.forward(plan_of([(0, 3)]))
+        finally:
+            torch.set_num_threads(before)
+    assert len(calls) == 2 * count
+
+
+def test_a_step_that_cannot_be_writes_nothing_where_it_must_not(folder: Path) -> None:
+    """Slots and positions out of range are found; what lies around the planes is not touched."""
+    runner = runner_of(folder, "llama", "float32")
+    assert runner._inline is not None
+    plan = plan_of([(20, 2)])
+    attention = runner.backend.plan(plan.batch)
+    for slots in ([0, -1], [0, (NUM_PAGES + 1) * PAGE]):
+        with pytest.raises(IndexError, match=f"slots must be in 0..{(NUM_PAGES + 1) * PAGE - 1}"):
+            runner._inline.step(attention, np.array(slots))
+
+    def attend(*_: object) -> torch.Tensor:
+        raise AssertionError("attention was called layer by layer")
+
+    own = plan.batch.slot_mapping.copy()
+    attend.inline = runner._inline.step(attention, own)  # type: ignore[attr-defined]
+    positions = torch.tensor([20, runner.model.config.max_model_len])
+    with torch.inference_mode(), pytest.raises(IndexError, match="positions must be in"):
+        runner.model.forward(torch.tensor([3, 4]), positions, attend)
+
+
+def test_what_cannot_run_inline_says_why(folder: Path) -> None:
+    runner = runner_of(folder, "llama", "float32")
+    pool, backend = runner.pool, runner.backend
+    assert isinstance(backend, TreeBackend)
+    assert InlineAttention.why_not(backend, pool, torch.float32) is None
+    why = InlineAttention.why_not(backend, pool, torch.bfloat16)
+    assert why == "K/V in torch.float32 of a model in torch.bfloat16"
+    other = BlockedBackend(backend.spec, torch.device("cpu"))
+    assert InlineAttention.why_not(other, pool, torch.float32) == "BlockedBackend over KVPool"
+    assert runner_of(folder, "llama", "float32", kv_dtype=torch.int8)._inline is None
