@@ -90,11 +90,14 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (6, 3), (10, 5)])
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_blocks_that_several_workers_read(
-    num_workers: int, heads: int, kv_heads: int, window: int | None
+    kind: torch.dtype, num_workers: int, heads: int, kv_heads: int, window: int | None
 ) -> None:
     """Blocks of one request, or of a prefix that two share, cut among workers: the bits of a chunk."""
-    spec = spec_of(num_heads=heads, num_kv_heads=kv_heads, head_dim=8, windows=(window,))
+    spec = spec_of(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=8, kv_dtype=kind, windows=(window,)
+    )
     noise = torch.Generator().manual_seed(num_workers + heads)
     backend = backend_of(spec, num_workers)
     for kv_len in (300, 512, 513, 769, 1024, 1100, 1800):
@@ -164,3 +167,13 @@ def test_tasks_are_cut_by_what_they_cost() -> None:
     assert odd == [8] * 8 + [4] * 2
     (short,) = costs([200])
     assert short == [2] * 4
+
+
+def test_blocks_before_every_window_are_no_tasks() -> None:
+    """Layers that all have a window: blocks that no row sees in any of them are left out."""
+    for windows, first in (((300, 700), 16), ((300, None), 0)):
+        backend = backend_of(spec_of(num_heads=2, num_kv_heads=1, windows=windows), 2)
+        rows = pages_of([5000], 8, torch.Generator().manual_seed(0))
+        plan = backend.plan(batch_of(backend.spec, [(4999, 1)], rows))
+        assert plan.tasks[:, 7].min() == first
+        assert plan.joints[0, :2].tolist() == [first, 20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,15 +152,16 @@ def test_many_rows_are_left_to_the_interpreter(
     assert len(calls) == 2 * count
 
 
-def test_a_step_that_cannot_be_writes_nothing_where_it_must_not(folder: Path) -> None:
-    """Slots and positions out of range are found; what lies around the planes is not touched."""
+def test_a_step_that_cannot_be_writes_nothing(folder: Path) -> None:
+    """Slots and positions out of range are found before anything is written."""
     runner = runner_of(folder, "llama", "float32")
     assert runner._inline is not None
     plan = plan_of([(20, 2)])
     attention = runner.backend.plan(plan.batch)
-    for slots in ([0, -1], [0, (NUM_PAGES + 1) * PAGE]):
-        with pytest.raises(IndexError, match=f"slots must be in 0..{(NUM_PAGES + 1) * PAGE - 1}"):
-            runner._inline.step(attention, np.array(slots))
+    end = (NUM_PAGES + 1) * PAGE
+    for slot in (-1, end):
+        with pytest.raises(IndexError, match=f"slot {slot} is not in 0..{end - 1}"):
+            runner._inline.step(attention, np.array([0, slot]))
 
     def attend(*_: object) -> torch.Tensor:
         raise AssertionError("attention was called layer by layer")
@@ -169,6 +171,8 @@ def test_a_step_that_cannot_be_writes_nothing_where_it_must_not(folder: Path) ->
     positions = torch.tensor([20, runner.model.config.max_model_len])
     with torch.inference_mode(), pytest.raises(IndexError, match="positions must be in"):
         runner.model.forward(torch.tensor([3, 4]), positions, attend)
+    layers = range(runner.pool.layout.num_layers)
+    assert not any(plane.any() for layer in layers for plane in runner.pool.planes(layer).values())
 
 
 def test_what_cannot_run_inline_says_why(folder: Path) -> None:
@@ -181,3 +185,30 @@ def test_what_cannot_run_inline_says_why(folder: Path) -> None:
     other = BlockedBackend(backend.spec, torch.device("cpu"))
     assert InlineAttention.why_not(other, pool, torch.float32) == "BlockedBackend over KVPool"
     assert runner_of(folder, "llama", "float32", kv_dtype=torch.int8)._inline is None
+    wide = KVPool(pool.layout, 4, PAGE, dtype=torch.bfloat16)
+    why = InlineAttention.why_not(backend, wide, torch.float32)
+    assert why == "K/V in torch.bfloat16 of a model in torch.float32"
+    pages = KVPool(pool.layout, 4, 2 * PAGE)
+    why = InlineAttention.why_not(backend, pages, torch.float32)
+    assert why is not None and "it must be contiguous, [pages, 8, " in why
+    mixed = TreeBackend(replace(backend.spec, windows=(None, 40, None)), backend.device)
+    why = InlineAttention.why_not(mixed, pool, torch.float32)
+    assert why == "layers with different windows"
+
+
+def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
+    """Another model of the kind runs as before; another backend or pool is called layer by layer."""
+    runner = runner_of(folder, "llama", "float32")
+    plans = CASES["several"]
+    expected = outcome(runner, plans)
+    runner.model = runner_of(folder, "llama", "float32").model
+    with_other_model = outcome(runner, plans)
+    runner.pool = KVPool(runner.pool.layout, NUM_PAGES, PAGE)
+    with_other_pool = outcome(runner, plans)
+    for one, other, third in zip(expected, with_other_model, with_other_pool, strict=True):
+        assert_same_bits(one, other)
+        assert_same_bits(one, third)
+    assert isinstance(runner.backend, TreeBackend)
+    runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
+    assert runner.inline_step(runner.backend.plan(plans[0].batch), torch.arange(3)) is None
+    assert outcome(runner, plans)[0].isfinite().all()

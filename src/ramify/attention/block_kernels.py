@@ -234,7 +234,7 @@ def _join(
         for t in range(count):
             for g in range(group):
                 row = tokens[first + t] * shape.num_heads + h * group + g
-                if begin == 0:
+                if joint[4]:
                     state[row, 1] = 0.0
                 place = at + (h * count + t) * group + g
                 for _ in range(begin, end):
@@ -396,16 +396,17 @@ def _attend(
         tasks: [n, 10] int64: row of `table`; tokens [first, first + count) of `tokens` and
             `positions`; K/V heads from, to; heads of their groups from, to; blocks from, to; the
             joint that it is a part of, or -1.
-        joints: [m, 4] int64: blocks from, to; the first row of `state` for what tasks make of a
-            single block, by block, K/V head, token and head of its group; the number of tasks.
+        joints: [m, 5] int64: blocks from, to; the first row of `state` for what tasks make of a
+            single block, by block, K/V head, token and head of its group; the number of tasks; 1
+            if its rows have folded nothing before.
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
         rows: queries and results.
         state: [T * num_heads and those of the joints, 2 + value_stride] float32, kept between
             phases.
         scratch: [num_workers, scratch_floats] float32.
-        counters: [1 + m] int64, for the workers to share: the next task, and by joint how many
-            tasks are done: 0 before and after.
+        counters: [1 + m] int64, for the workers to share: the next task; by joint, how many tasks
+            are done, which is 0 before and after.
     """
     counters[0] = shape.num_workers  # the first ones are given out
     for worker in prange(shape.num_workers):

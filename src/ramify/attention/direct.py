@@ -73,7 +73,7 @@ def _fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
 
     Args:
         later: an address, that of int64 with the bytes from it to each row, how many rows there are
-            (at least one) and how many lines a row has. Behind the last row, it comes once more.
+            (at least one) and how many lines a row has. Behind the last row, it comes again and again.
     """
     source, offsets, num_rows, num_lines = later
     row_bytes = builder.mul(num_lines, _i64(LINE))

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from ramify.attention.tasks import Tasks
-from ramify.attention.tree import ROW_KINDS, TreeBackend
+from ramify.attention.tree import ROW_KINDS, TreeBackend, check_planes
+from ramify.errors import ConfigError
 from ramify.kv.pool import KVPool
 
 
@@ -32,13 +33,14 @@ class InlineAttention:
     """
 
     def __init__(self, backend: TreeBackend, pool: KVPool) -> None:
-        layers = [pool.planes(layer) for layer in range(pool.layout.num_layers)]
-        self._backend, self._planes = backend, layers[0]
-        self._num_slots = (pool.num_pages + 1) * pool.page_size
-        spec = backend.spec
+        self.backend, self.pool = backend, pool  # the pool's planes stay where they are
+        layers, spec = range(pool.layout.num_layers), backend.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
         self._kind = spec.plane_dtype, len(layers), *heads, spec.head_dim
-        self._addresses = np.array([[one[name].data_ptr() for name in "kv"] for one in layers])
+        self._num_slots = (pool.num_pages + 1) * pool.page_size
+        self._addresses = np.array(
+            [[pool.planes(layer)[name].data_ptr() for name in "kv"] for layer in layers]
+        )
 
     @staticmethod
     def why_not(backend: object, pool: KVPool, dtype: torch.dtype) -> str | None:
@@ -49,18 +51,23 @@ class InlineAttention:
         """
         if type(backend) is not TreeBackend or type(pool) is not KVPool:
             return f"{type(backend).__name__} over {type(pool).__name__}"
-        spec = backend.spec
-        if (
-            spec.kind != "mha"
-            or spec.sparse
-            or spec.out_dim != spec.head_dim
-            or {*pool.planes(0)} != {"k", "v"}
-        ):
-            return f"{spec.kind} over planes {', '.join(pool.planes(0))}"
-        if dtype not in ROW_KINDS or spec.plane_dtype != dtype:
-            return f"K/V in {spec.plane_dtype} of a model in {dtype}"
+        spec, first = backend.spec, pool.planes(0)
+        if spec.kind != "mha" or spec.sparse or {*first} != {"k", "v"}:
+            return f"{spec.kind} over planes {', '.join(first)}"
+        if spec.out_dim != spec.head_dim:
+            return f"keys of {spec.head_dim} and values of {spec.out_dim} elements"
+        if dtype not in ROW_KINDS or {dtype} != {
+            spec.plane_dtype,
+            *(one.dtype for one in first.values()),
+        }:
+            return f"K/V in {first['k'].dtype} of a model in {dtype}"
         if len(set(spec.windows)) > 1:
             return "layers with different windows"
+        try:
+            for layer in range(pool.layout.num_layers):
+                check_planes(pool.planes(layer), spec)
+        except ConfigError as error:
+            return str(error)
         return None
 
     def step(self, plan: object, slots: NDArray[np.int64]) -> Inline:
@@ -73,15 +80,14 @@ class InlineAttention:
         Raises:
             IndexError: a slot is outside the planes.
         """
-        if len(slots) and not (slots.min() >= 0 and slots.max() < self._num_slots):
-            raise IndexError(f"slots must be in 0..{self._num_slots - 1}, not {slots.tolist()}")
         assert isinstance(plan, Tasks)
-        backend = self._backend
-        rest = backend.arguments(plan, self._planes)
-        return Inline(
-            self._kind, backend.num_workers, plan.num_tokens, self._addresses, slots, rest
-        )
+        outside = slots[(slots < 0) | (slots >= self._num_slots)]
+        if len(outside):
+            raise IndexError(f"slot {outside[0]} is not in 0..{self._num_slots - 1}")
+        rest = self.backend.arguments(plan, self.pool.planes(0))
+        workers = self.backend.num_workers
+        return Inline(self._kind, workers, plan.num_tokens, self._addresses, slots, rest)
 
     def nothing(self) -> Inline:
         """A step of no tokens, to compile with."""
-        return self.step(self._backend.nothing(), np.zeros(0, np.int64))
+        return self.step(self.backend.nothing(), np.zeros(0, np.int64))

@@ -24,7 +24,7 @@ TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
 ONE_HEAD_ROWS = 32  # with fewer, a task takes several heads: their K/V lies side by side in memory
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
 WIDTH = 10  # columns of a task
-JOINT_FLOATS = 1 << 22  # for results of single blocks; with more, heads are cut instead
+JOINT_FLOATS = 1 << 22  # of a joint, for results of blocks; with more, heads are cut instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Tasks:
 
     tasks: NDArray[np.int64]  # [n, 10], phase by phase
     starts: NDArray[np.int64]  # [phases + 1]: where each begins among them, and the end
-    joints: NDArray[np.int64]  # [m, 4]
+    phases: list[NDArray[np.int64]]  # the tasks of each
+    joints: NDArray[np.int64]  # [m, 5]
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     table: NDArray[np.int32]
@@ -41,11 +42,6 @@ class Tasks:
     num_tokens: int
     max_rows: int  # of a task, in all its heads
     state_rows: int  # of all tokens and heads, then of the joints
-
-    @property
-    def phases(self) -> list[NDArray[np.int64]]:
-        """The tasks of each."""
-        return [self.tasks[a:b] for a, b in pairwise(self.starts.tolist())]
 
 
 class Cut:
@@ -61,6 +57,8 @@ class Cut:
     ) -> None:
         self._heads, self._group = spec.num_kv_heads, spec.group
         self._num_workers, self._width = num_workers, width
+        widest = max(filter(None, spec.windows), default=0)
+        self._window = widest if all(spec.windows) else 0  # 0: a layer sees everything
         self._positions = positions
         self._tokens: list[NDArray[np.int64]] = []
         self._count = 0
@@ -100,10 +98,11 @@ class Cut:
         blocks: tuple[int, int],
         pieces: int,
     ) -> None:
-        """Tasks for some tokens of q against blocks [from, to) of a request's keys: about so many.
+        """Tasks for some tokens of q against blocks [from, to) of a request's keys.
 
         Args:
             level: the phase.
+            pieces: how many, about; with few rows more than one means one for each block.
         """
         begin, end = blocks
         while len(self._phases) <= level:
@@ -112,14 +111,15 @@ class Cut:
         per_task = max(1, TASK_ROWS // self._group)
         tiles = [tokens[at : at + per_task] for at in range(0, len(tokens), per_task)]
         for tile in tiles:
-            first, highest = self._list(tile)
+            first, lowest, highest = self._list(tile)
             stop = min(end, highest // BLOCK_KEYS + 1)
             if stop <= begin:
                 continue
             of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
             rows = seq, first, len(tile)
-            if of_tile > 1 and self._is_joint(len(tile), stop - begin):
-                tasks += self._by_blocks(rows, begin, stop)
+            seen = max(begin, (lowest + 1 - self._window) // BLOCK_KEYS) if self._window else begin
+            if of_tile > 1 and self._is_joint(len(tile), stop - seen):
+                tasks += self._by_blocks(rows, seen, stop, is_first=begin == 0)
             else:
                 tasks += self._by_heads(rows, begin, stop, of_tile)
 
@@ -127,12 +127,14 @@ class Cut:
         """Those with the highest cost first."""
         phases = [sorted(phase, key=_cost, reverse=True) for phase in self._phases if phase]
         tasks = np.array([*chain.from_iterable(phases)], np.int64).reshape(-1, WIDTH)
+        starts = np.cumsum([0, *map(len, phases)])
         most = ((tasks[:, 4] - tasks[:, 3]) * tasks[:, 2] * (tasks[:, 6] - tasks[:, 5])).tolist()
         tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
         return Tasks(
             tasks,
-            np.cumsum([0, *map(len, phases)]),
-            np.array(self._joints, np.int64).reshape(-1, 4),
+            starts,
+            [tasks[a:b] for a, b in pairwise(starts.tolist())],
+            np.array(self._joints, np.int64).reshape(-1, 5),
             tokens,
             self._positions[tokens],
             table=frozen(table),
@@ -142,22 +144,23 @@ class Cut:
             state_rows=self._state_rows,
         )
 
-    def _list(self, tokens: NDArray[np.int64]) -> tuple[int, int]:
-        """List some tokens: where they begin, and the last position among them."""
+    def _list(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
+        """List some tokens: where they begin, the first and the last position among them."""
         first = self._count
         self._tokens.append(tokens)
         self._count += len(tokens)
-        return first, int(self._positions[tokens].max())
+        positions = self._positions[tokens]
+        return first, int(positions.min()), int(positions.max())
 
     def _is_joint(self, num_tokens: int, num_blocks: int) -> bool:
         """Whether blocks are cut, in place of heads: few rows, whose K/V lies side by side."""
-        if num_tokens * self._group >= ONE_HEAD_ROWS or num_blocks < self._num_workers:
+        if num_tokens * self._group >= ONE_HEAD_ROWS or not 1 < self._num_workers <= num_blocks:
             return False
         rows = num_tokens * self._group * self._heads * num_blocks
         return rows * self._width <= JOINT_FLOATS
 
     def _by_blocks(
-        self, rows: tuple[int, int, int], begin: int, stop: int
+        self, rows: tuple[int, int, int], begin: int, stop: int, *, is_first: bool
     ) -> list[tuple[int, ...]]:
         """A block a task, as many for each worker; some heads of each block that is left over."""
         heads, workers, joint = self._heads, self._num_workers, len(self._joints)
@@ -168,7 +171,7 @@ class Cut:
             for head in range(0, heads, step):
                 span = head, min(heads, head + step), 0, self._group, block, block + 1
                 tasks.append((*rows, *span, joint))
-        self._joints.append((begin, stop, self._state_rows, len(tasks)))
+        self._joints.append((begin, stop, self._state_rows, len(tasks), is_first))
         self._state_rows += (stop - begin) * rows[2] * heads * self._group
         return tasks
 

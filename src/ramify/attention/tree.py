@@ -183,7 +183,7 @@ class TreeBackend:
         pages = plan.table[owner[:, None], np.maximum(chosen, 0) // plan.page_size]
         slots = pages * plan.page_size + np.maximum(chosen, 0) % plan.page_size
         cut = self._cut(counts - 1)
-        pieces = min(-(-cut.wanted // plan.num_tokens), 2 * self.num_workers)
+        pieces = min(-(-cut.wanted // max(1, plan.num_tokens)), 2 * self.num_workers)
         for token in range(plan.num_tokens):
             blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
             cut.add(0, token, np.array([token]), blocks, pieces)
@@ -192,7 +192,7 @@ class TreeBackend:
     def nothing(self) -> Tasks:
         """A step of no tokens, and one phase."""
         nothing = self._cut(np.zeros(0, np.int64)).done(np.zeros((0, 1), np.int32), 1)
-        return replace(nothing, starts=np.zeros(2, np.int64))
+        return replace(nothing, starts=np.zeros(2, np.int64), phases=[nothing.tasks])
 
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""

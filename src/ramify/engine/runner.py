@@ -10,13 +10,28 @@ import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
-from ramify.attention.inline import InlineAttention
+from ramify.attention.inline import Inline, InlineAttention
 from ramify.attention.mla import MlaAttention
 from ramify.attention.tree import TreeBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
+from ramify.models.chain import INLINE_ROWS
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import Decoder
+
+
+class _Attend:
+    """Attention of a step as a decoder calls it, layer by layer: K/V is written, then read."""
+
+    def __init__(self, runner: ModelRunner, plan: Any, slots: Tensor) -> None:
+        self._runner, self._plan, self._slots = runner, plan, slots
+        self.inline = runner.inline_step(plan, slots)
+
+    def __call__(self, layer: int, q: Any, *new: Tensor) -> Tensor:
+        runner, pool = self._runner, self._runner.pool
+        names = [plane.name for plane in pool.layout.planes]
+        pool.write_kv(layer, self._slots, **dict(zip(names, new, strict=True)))
+        return runner.backend.run(self._plan, layer, q, pool.planes(layer))
 
 
 class ModelRunner:
@@ -36,11 +51,19 @@ class ModelRunner:
     ) -> None:
         self.model, self.pool, self.backend = model, pool, backend
         self.row_multiple = model.row_multiple if row_multiple is None else row_multiple
-        self._planes = [plane.name for plane in pool.layout.planes]
         self._inline = self._inlined()
 
+    def inline_step(self, plan: object, slots: Tensor) -> Inline | None:
+        """What lets the model run the layers of a step without a call of `attend` for each."""
+        inline = self._inline
+        if inline is None or len(slots) > INLINE_ROWS:
+            return None
+        if inline.backend is not self.backend or inline.pool is not self.pool:
+            return None
+        return inline.step(plan, slots.numpy())
+
     def _inlined(self) -> InlineAttention | None:
-        """What lets the model run its layers without a call of Python for each, if it can."""
+        """What makes such steps, if the model can run them."""
         model, backend, pool = self.model, self.backend, self.pool
         if not isinstance(model, DenseDecoder) or not isinstance(backend, TreeBackend):
             return None
@@ -63,14 +86,7 @@ class ModelRunner:
             token_ids, positions = (np.pad(one, (0, num_padding)) for one in (token_ids, positions))
             slots = np.concatenate([slots, spare])
         tensors = [torch.from_numpy(one) for one in (token_ids, positions, slots)]
-        attention = self.backend.plan(batch)
-
-        def attend(layer: int, q: Any, *new: Tensor) -> Tensor:
-            self.pool.write_kv(layer, tensors[2], **dict(zip(self._planes, new, strict=True)))
-            return self.backend.run(attention, layer, q, self.pool.planes(layer))
-
-        if self._inline is not None:
-            attend.inline = self._inline.step(attention, slots)  # type: ignore[attr-defined]
+        attend = _Attend(self, self.backend.plan(batch), tensors[2])
         hidden = self.model.forward(tensors[0], tensors[1], attend)
         return hidden[: batch.num_tokens]
 

@@ -1,5 +1,7 @@
 """What a dense decoder computes from one attention to the next, in one call of compiled code.
 
+With few rows attention too, if it is told how (`attention.inline`): all layers are one call.
+
 For few rows the Python around a product takes as long as a small product: a pass over the weights
 leaves nothing of the interpreter in the processor's caches.
 """
@@ -121,6 +123,7 @@ class Chain:
         rest = positions.contiguous().numpy(), *kept_scratch(num_workers, floats)
         inline: Inline | None = getattr(attend, "inline", None)
         if inline is not None and self._takes(inline, num_rows, num_workers):
+            first.turn.check_limits(positions)
             self._run_inline(program, rest, inline, dtype)
             return hidden
         shape = num_rows, sum(self._num_heads), self._head_dim
@@ -177,7 +180,6 @@ class Chain:
         use_threads(inline.num_workers)
         rest = *rest, numbers, inline.planes, inline.slots
         self._run_layers(program, self._eps, *rest, *inline.rest)
-        self._layers[0].turn.check_done(program[_TURN])
 
 
 def _program(layers: Sequence[Links], num_rows: int, num_workers: int) -> NDArray[np.int64]:

@@ -96,7 +96,8 @@ class DenseDecoder:
         Args:
             token_ids: [T] int64, each below vocab_size.
             positions: [T] int64, each below max_model_len.
-            attend: called once per layer, in order; q, k and v may be views.
+            attend: called once per layer, in order, unless it says how to do without; q, k and v
+                may be views.
 
         Returns:
             [T, hidden_size] in the model's dtype.

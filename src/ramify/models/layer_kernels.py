@@ -17,7 +17,7 @@ from ramify.attention.block_kernels import attend
 from ramify.attention.compiled import compiled
 from ramify.attention.kernel_args import Rows
 from ramify.attention.simd import copy_row, moved
-from ramify.models import panel_kernels, panel_tiles, row_kernels, row_tiles
+from ramify.models import chain_kernels, panel_kernels, panel_tiles, row_kernels, row_tiles
 from ramify.models.chain_kernels import KIND, TURN
 from ramify.models.panel_kernels import multiply
 from ramify.models.row_kernels import turn
@@ -69,6 +69,7 @@ run_layers = compiled(
     __file__,
     block_kernels.__file__,
     block_rows.__file__,
+    chain_kernels.__file__,
     direct.__file__,
     few_rows.__file__,
     kernel_args.__file__,

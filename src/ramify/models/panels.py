@@ -279,6 +279,11 @@ class Turn:
                 f"[{num_rows}]"
             )
 
+    def check_limits(self, positions: Tensor) -> None:
+        """Raises IndexError if one of them, at least one, is outside the tables."""
+        if positions.min() < 0 or positions.max() >= len(self._tables[0]):
+            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+
     def check_done(self, numbers: NDArray[np.int64]) -> None:
         """Raises IndexError where the kernel met a position outside the tables."""
         if numbers[BEYOND]:
