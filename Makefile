@@ -58,7 +58,7 @@ exit 1
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine perf soak-core soak-engine accuracy bench-step cover-core gpu-check native test-native clean FORCE
+.PHONY: help venv demo test test-pure check format bench bench-attention bench-core bench-engine bench-decode perf soak-core soak-engine accuracy bench-step cover-core gpu-check native test-native clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -97,6 +97,9 @@ bench-core: $(PEERS) $(NATIVE)  ## the cache core against those of other engines
 
 bench-engine: $(DEV) $(ENGINE_STAMPS)  ## whole engines side by side, on shared and unshared prompts
 	@$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-decode: $(DEV)  ## one request's decode beside what reading weights and K/V takes, in turns
+	@$(BIN)/python benchmarks/decode_bound.py $(ARGS)
 
 perf: $(DEV)  ## this tree beside the stored baseline; fails when it is slower
 	@$(BIN)/python benchmarks/perf.py $(ARGS)

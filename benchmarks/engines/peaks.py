@@ -35,6 +35,10 @@ class Peaks:
                     rate = 2.0 * ROWS * WIDTH * WIDTH / _fastest(call)
                     for name in {kind, dtype}:
                         self.flops[name] = max(self.flops.get(name, 0.0), rate)
+        self.read()
+
+    def read(self) -> None:
+        """Measure bytes/s from memory again."""
         rate = READ_BYTES / _fastest(self._memory.sum)
         self.bandwidth = max(self.bandwidth, rate)
 
