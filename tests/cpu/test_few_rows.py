@@ -165,6 +165,8 @@ def test_tasks_are_cut_by_what_they_cost() -> None:
     assert alone == [8] * 8
     (odd,) = costs([2100])
     assert odd == [8] * 8 + [4] * 2
+    (one_full,) = costs([300])  # of two blocks, in both of which the workers read some heads each
+    assert one_full == [4] * 4
     (short,) = costs([200])
     assert short == [2] * 4
 

@@ -118,8 +118,9 @@ class Cut:
             of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
             rows = seq, first, len(tile)
             seen = max(begin, (lowest + 1 - self._window) // BLOCK_KEYS) if self._window else begin
-            if of_tile > 1 and self._is_joint(len(tile), stop - seen):
-                tasks += self._by_blocks(rows, seen, stop, is_first=begin == 0)
+            full = min(stop, (highest + 1 + BLOCK_KEYS // 2) // BLOCK_KEYS)  # by half or more
+            if of_tile > 1 and self._is_joint(len(tile), full - seen):
+                tasks += self._by_blocks(rows, (seen, full, stop), is_first=begin == 0)
             else:
                 tasks += self._by_heads(rows, begin, stop, of_tile)
 
@@ -153,18 +154,23 @@ class Cut:
         return first, int(positions.min()), int(positions.max())
 
     def _is_joint(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether blocks are cut, in place of heads: few rows, whose K/V lies side by side."""
+        """Whether so many blocks are cut, in place of heads: few rows, whose K/V lies side by side."""
         if num_tokens * self._group >= ONE_HEAD_ROWS or not 1 < self._num_workers <= num_blocks:
             return False
         rows = num_tokens * self._group * self._heads * num_blocks
         return rows * self._width <= JOINT_FLOATS
 
     def _by_blocks(
-        self, rows: tuple[int, int, int], begin: int, stop: int, *, is_first: bool
+        self, rows: tuple[int, int, int], blocks: tuple[int, int, int], *, is_first: bool
     ) -> list[tuple[int, ...]]:
-        """A block a task, as many for each worker; some heads of each block that is left over."""
+        """A block a task, as many for each worker; some heads of each that is left over.
+
+        Args:
+            blocks: from, to which they are full, by half at least, to.
+        """
         heads, workers, joint = self._heads, self._num_workers, len(self._joints)
-        whole = begin + (stop - begin) // workers * workers
+        begin, full, stop = blocks
+        whole = begin + (full - begin) // workers * workers
         tasks: list[tuple[int, ...]] = []
         for block in range(begin, stop):
             step = heads if block < whole else -(-heads // workers)
