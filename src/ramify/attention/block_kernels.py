@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from ramify.attention import block_rows, direct, few_rows, kernel_args, key_vectors, row_ops
+from ramify.attention import (
+    block_rows,
+    direct,
+    few_rows,
+    kernel_args,
+    key_vectors,
+    row_ops,
+    workers,
+)
 from ramify.attention.block_rows import (
     BLOCK_KEYS,
     address,
@@ -44,12 +52,12 @@ from ramify.attention.simd import (
     put_float,
     stored_at,
     stored_size,
-    take_next,
     tile_1,
     tile_2,
     tile_4,
     tile_6,
 )
+from ramify.attention.workers import take_next
 
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
 _FEW, _LINE = FEW_ROWS, LINE
@@ -248,14 +256,18 @@ def _join(
 
 
 @jit
-def _attend_task(
+def attend_task(
     shape: Shape, latent: Part, rope: Part, value: Part, tasks: Any, joints: Any, number: int,
-    counters: Any, tokens: Any, positions: Any, table: Any, rows: Rows, state: Any, scratch: Any,
+    taken: int, counters: Any, tokens: Any, positions: Any, table: Any, rows: Rows, state: Any, scratch: Any,
 ) -> Any:  # fmt: skip
     """All rows of a task against its blocks, in order; rows whose last block it has are written.
 
     The task of a joint has one block, whose result goes into rows of `state` that are its own; the
     last to finish folds them all.
+
+    Args:
+        taken: address of the counter of tasks that have been taken.
+        counters: see `_attend`.
 
     Returns the number of the next task for this worker: its first block is fetched during the last
     of this one.
@@ -324,7 +336,7 @@ def _attend_task(
             left = min(_BLOCK, highest + 1 - start - _BLOCK)
             find_slots(table, seq, shape.page_size, start + _BLOCK, left, next_slots)
         else:
-            following = take_next(address(counters))
+            following = take_next(taken)
             if following < len(tasks):
                 task = tasks[following]
                 begin, end, last = reach(shape, task, positions)
@@ -381,7 +393,7 @@ def _attend_task(
     elif take_next(address(counters) + 8 * (1 + joint)) == joints[joint, 3] - 1:
         counters[1 + joint] = 0  # for the next launch
         _join(shape, tasks[number], joints[joint], tokens, positions, rows, state)
-    return following if following >= 0 else take_next(address(counters))
+    return following if following >= 0 else take_next(taken)
 
 
 def _attend(
@@ -412,8 +424,8 @@ def _attend(
     for worker in prange(shape.num_workers):
         at = np.int64(worker)
         while at < len(tasks):
-            at = _attend_task(shape, latent, rope, value, tasks, joints, at, counters, tokens, positions,
-                              table, rows, state, scratch[worker])  # fmt: skip
+            at = attend_task(shape, latent, rope, value, tasks, joints, at, address(counters), counters,
+                             tokens, positions, table, rows, state, scratch[worker])  # fmt: skip
 
 
 attend = compiled(
@@ -425,4 +437,5 @@ attend = compiled(
     kernel_args.__file__,
     key_vectors.__file__,
     row_ops.__file__,
+    workers.__file__,
 )

@@ -20,6 +20,7 @@ class Inline(NamedTuple):
     kind: tuple[object, ...]  # dtype, layers, heads of queries, of keys, of values; their elements
     num_workers: int
     num_tokens: int  # the rows behind them are padding
+    num_phases: int  # of attention
     planes: NDArray[np.int64]  # [layers, 2]: addresses of K and of V
     slots: NDArray[np.int64]  # [T], padding included
     rest: tuple[Any, ...]  # the last arguments of `layer_kernels.run_layers`
@@ -86,7 +87,8 @@ class InlineAttention:
             raise IndexError(f"slot {outside[0]} is not in 0..{self._num_slots - 1}")
         rest = self.backend.arguments(plan, self.pool.planes(0))
         workers = self.backend.num_workers
-        return Inline(self._kind, workers, plan.num_tokens, self._addresses, slots, rest)
+        counts = plan.num_tokens, len(plan.phases)
+        return Inline(self._kind, workers, *counts, self._addresses, slots, rest)
 
     def nothing(self) -> Inline:
         """A step of no tokens, to compile with."""

@@ -422,14 +422,3 @@ def prefetch(_: Any, address: Any, level: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_int, level), code
-
-
-@intrinsic
-def take_next(_: Any, counter: Any) -> Any:
-    """The int64 at an address, raised by one for whoever asks next; safe among threads."""
-
-    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _i64.as_pointer())
-        return builder.atomic_rmw("add", pointer, _i64(1), "seq_cst")
-
-    return _int(_int), code

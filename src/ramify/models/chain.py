@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +88,8 @@ class Chain:
         self._program = functools.lru_cache(MAX_PROGRAMS)(partial(_program, self._layers))
         use_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
         nothing = np.zeros((0, chain_kernels.WIDTH), np.int64), self._eps[:0], np.zeros(0, np.int64)
-        chain_kernels.run_all(*nothing, *kept_scratch(1, 0))  # compiled now, not in the first step
+        # compiled now, not in the first step
+        chain_kernels.run_all(*nothing, 1, *kept_scratch(1, 0, 0))
 
     def run(
         self,
@@ -120,12 +121,13 @@ class Chain:
         floats = max(
             link.scratch_floats(num_rows, num_workers) for link in first if isinstance(link, Panels)
         )
-        rest = positions.contiguous().numpy(), *kept_scratch(num_workers, floats)
         inline: Inline | None = getattr(attend, "inline", None)
         if inline is not None and self._takes(inline, num_rows, num_workers):
             first.turn.check_limits(positions)
-            self._run_inline(program, rest, inline, dtype)
+            self._run_inline(program, positions, floats, inline, dtype)
             return hidden
+        scratch = kept_scratch(num_workers, floats, len(program))
+        rest = positions.contiguous().numpy(), num_workers, *scratch
         shape = num_rows, sum(self._num_heads), self._head_dim
         wanted = num_rows, self._num_heads[0], self._head_dim
         begin = 0
@@ -153,7 +155,7 @@ class Chain:
     def compile_inline(self, inline: Inline) -> None:
         """Compile now what runs steps like this one of no tokens, rather than in the first step."""
         program = np.zeros((0, self._kernels.WIDTH), np.int64)
-        rest = np.zeros(0, np.int64), *kept_scratch(1, 0), np.zeros(6, np.int64)
+        rest = np.zeros(0, np.int64), 1, *kept_scratch(1, 0, 0), np.zeros(6, np.int64)
         self._run_layers(program, self._eps[:0], *rest, inline.planes, inline.slots, *inline.rest)
 
     def _takes(self, inline: Inline, num_rows: int, num_workers: int) -> bool:
@@ -163,8 +165,8 @@ class Chain:
         return num_rows <= INLINE_ROWS and found == (kind, num_workers, num_rows)
 
     def _run_inline(
-        self, program: NDArray[np.int64], rest: tuple[Any, ...], inline: Inline, dtype: torch.dtype
-    ) -> None:
+        self, program: NDArray[np.int64], positions: Tensor, floats: int, inline: Inline, dtype: torch.dtype
+    ) -> None:  # fmt: skip
         """All layers with their attention: the Python around each takes as long as a small one."""
         num_rows, size = len(inline.slots), dtype.itemsize
         num_q, num_k, num_v = (heads * self._head_dim for heads in self._num_heads)
@@ -177,9 +179,11 @@ class Chain:
             [KINDS[dtype], rows.data_ptr(), rows.stride(0) * size, num_q * size,
              (num_q + num_k) * size, mixed.data_ptr()]
         )  # fmt: skip
+        operations = len(program) + len(self._layers) * inline.num_phases
         use_threads(inline.num_workers)
-        rest = *rest, numbers, inline.planes, inline.slots
-        self._run_layers(program, self._eps, *rest, *inline.rest)
+        scratch = kept_scratch(inline.num_workers, floats, operations)
+        rest = positions.contiguous().numpy(), inline.num_workers, *scratch, numbers
+        self._run_layers(program, self._eps, *rest, inline.planes, inline.slots, *inline.rest)
 
 
 def _program(layers: Sequence[Links], num_rows: int, num_workers: int) -> NDArray[np.int64]:
@@ -189,10 +193,8 @@ def _program(layers: Sequence[Links], num_rows: int, num_workers: int) -> NDArra
     found = np.zeros((_EACH * len(layers), kernels.WIDTH), np.int64)
     for at, link in enumerate(link for links in layers for link in links):
         if isinstance(link, Turn):
-            numbers = link.numbers(layers[0].qkv.row_bytes, num_workers)
-            found[at, kernels.KIND] = kernels.TURN
+            numbers = link.numbers(num_rows, layers[0].qkv.row_bytes, num_workers)
         else:
             numbers = link.numbers(num_rows, num_workers, add=at % _EACH in (_OUTPUT, _DOWN))
-            found[at, kernels.KIND] = kernels.MULTIPLY
-        found[at, : len(numbers)] = numbers
+        found[at] = numbers
     return found

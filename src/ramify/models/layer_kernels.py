@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import prange
+
 from ramify.attention import (
     block_kernels,
     block_rows,
@@ -12,56 +14,90 @@ from ramify.attention import (
     kernel_args,
     key_vectors,
     row_ops,
+    workers,
 )
-from ramify.attention.block_kernels import attend
+from ramify.attention.block_kernels import attend_task
+from ramify.attention.block_rows import address, jit
 from ramify.attention.compiled import compiled
 from ramify.attention.kernel_args import Rows
 from ramify.attention.simd import copy_row, moved
+from ramify.attention.workers import STEP, leave, take_next
 from ramify.models import chain_kernels, panel_kernels, panel_tiles, row_kernels, row_tiles
-from ramify.models.chain_kernels import KIND, TURN
-from ramify.models.panel_kernels import multiply
-from ramify.models.row_kernels import turn
+from ramify.models.chain_kernels import KIND, TASKS, TURN, operate
+from ramify.models.row_kernels import share_of, turn
 
-_KIND, _TURN = KIND, TURN  # globals are constants to Numba
+_KIND, _TURN, _STEP, _TASKS = KIND, TURN, STEP, TASKS  # globals are constants to Numba
+
+
+@jit
+def _store(numbers: Any, slots: Any, planes: Any, sizes: Any, tokens: Any) -> None:
+    """Keys and values of tokens [from, to) into their slots.
+
+    Args:
+        numbers, slots: see `_run_layers`.
+        planes, sizes: addresses of K and of V, and bytes of a token there.
+    """
+    for t in range(tokens[0], tokens[1]):
+        row, slot = numbers[1] + numbers[2] * t, slots[t]
+        copy_row(planes[0] + slot * sizes[0], row + numbers[3], sizes[0] // 4)
+        copy_row(planes[1] + slot * sizes[1], row + numbers[4], sizes[1] // 4)
 
 
 def _run_layers(
-    program: Any, eps: Any, positions: Any, scratch: Any, counter: Any, numbers: Any, planes: Any, slots: Any,
-    shape: Any, keys: Any, rope: Any, values: Any, tasks: Any, starts: Any, joints: Any, tokens: Any,
-    token_positions: Any, table: Any, state: Any, task_scratch: Any, task_counters: Any,
+    program: Any, eps: Any, positions: Any, num_workers: int, scratch: Any, counters: Any, numbers: Any,
+    planes: Any, slots: Any, shape: Any, keys: Any, rope: Any, values: Any, tasks: Any, starts: Any,
+    joints: Any, tokens: Any, token_positions: Any, table: Any, state: Any, task_scratch: Any,
+    joint_counters: Any,
 ) -> None:  # fmt: skip
     """One operation after the other; attention runs, on rows that a turn has turned, behind it.
 
     Args:
-        program, eps, positions, scratch, counter: as for `chain_kernels.run_all`.
+        program, eps, positions, num_workers, scratch: as for `chain_kernels.run_all`.
+        counters: [at least operations, 2] int64; the phases of each layer's attention are
+            operations, too.
         numbers: [6] int64: dtype of rows and of K/V; address of the rows of q, k and v, and bytes
             from one to the next; bytes from a row's beginning to its keys, and to its values;
             address of the results, rows of as many elements as the queries have.
         planes: [layers, 2] int64: addresses of K and of V.
         slots: [T] int64: where the rows' keys and values go.
         shape, keys, rope, values, tasks, joints, tokens, token_positions, table, state,
-            task_scratch, task_counters: as for `block_kernels.attend`, with the planes of any
+            task_scratch, joint_counters: as for `block_kernels.attend`, with the planes of any
             layer, all tasks.
         starts: [phases + 1] int64: where each phase begins among the tasks, and the end.
     """
-    rows, stride = numbers[1], numbers[2]
-    where = Rows(numbers[0], rows, stride, numbers[5])
-    layer = 0
-    for i in range(len(program)):
-        if program[i, _KIND] != _TURN:
-            multiply(program[i], eps[i], scratch, counter)
-            continue
-        turn(program[i], eps[i], positions)
-        to_keys, to_values = planes[layer, 0], planes[layer, 1]
-        layer += 1
-        for t in range(len(slots)):
-            row, slot = rows + stride * t, slots[t]
-            copy_row(to_keys + slot * keys.token, row + numbers[3], keys.token // 4)
-            copy_row(to_values + slot * values.token, row + numbers[4], values.token // 4)
-        for phase in range(len(starts) - 1):
-            attend(shape, moved(keys, to_keys), rope, moved(values, to_values),
-                   tasks[starts[phase] : starts[phase + 1]], joints, tokens, token_positions,
-                   table, where, state, task_scratch, task_counters)  # fmt: skip
+    for i in range(len(counters)):
+        counters[i, 0] = counters[i, 1] = 0
+    for worker in prange(num_workers):
+        at, layer = address(counters), 0
+        for i in range(len(program)):
+            if program[i, _KIND] != _TURN:
+                operate(program[i], eps[i], positions, scratch[worker], at)
+                at += _STEP
+                continue
+            where = Rows(numbers[0], numbers[1], numbers[2], numbers[5])
+            to_keys, to_values = planes[layer, 0], planes[layer, 1]
+            layer += 1
+            total, done, task = program[i, _TASKS], 0, take_next(at)
+            while task < total:
+                turn(program[i], eps[i], positions, task)
+                share = share_of(program[i], len(positions), task)
+                _store(numbers, slots, (to_keys, to_values), (keys.token, values.token), share)
+                done += 1
+                task = take_next(at)
+            leave(at, done, total)
+            at += _STEP
+            for phase in range(len(starts) - 1):
+                some = tasks[starts[phase] : starts[phase + 1]]
+                done, task = 0, take_next(at)
+                while task < len(some):
+                    task = attend_task(
+                        shape, moved(keys, to_keys), rope, moved(values, to_values), some, joints,
+                        task, at, joint_counters, tokens, token_positions, table, where, state,
+                        task_scratch[worker],
+                    )  # fmt: skip
+                    done += 1
+                leave(at, done, len(some))
+                at += _STEP
 
 
 run_layers = compiled(
@@ -79,5 +115,5 @@ run_layers = compiled(
     row_kernels.__file__,
     row_ops.__file__,
     row_tiles.__file__,
-    parallel=False,
+    workers.__file__,
 )

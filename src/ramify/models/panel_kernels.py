@@ -16,12 +16,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
 
-from ramify.attention import row_ops
-from ramify.attention.compiled import compiled
-from ramify.attention.simd import F32, element_at, put_float, take_next
-from ramify.models import panel_tiles, row_tiles
+from ramify.attention.block_rows import address, jit
+from ramify.attention.simd import F32, element_at, put_float
+from ramify.attention.workers import take_next
 from ramify.models.panel_tiles import (
     GROUPS,
     PANEL,
@@ -61,8 +59,6 @@ _LARGEST = len(TILES) - 1
 
 STORE, ADD, GATE = range(3)  # what becomes of the sums
 
-_jit = njit(nogil=True, error_model="numpy")
-
 
 class Product(NamedTuple):
     """One product as the kernel sees it: addresses, sizes, strides in bytes."""
@@ -82,13 +78,13 @@ class Product(NamedTuple):
     num_columns: int
 
 
-@_jit
+@jit
 def inverse_rms(total: float, width: int, eps: float) -> Any:
     """1 / sqrt(mean square + eps) in float32."""
     return np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
 
 
-@_jit
+@jit
 def _add_strip(
     kind: int, tile: int, group: int, a: int, b: int, b_stride: int, ahead: int, gap: int, c: int,
     c_stride: int, depth: int,
@@ -125,7 +121,7 @@ def _add_strip(
         bf16_wide_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
 
 
-@_jit
+@jit
 def _normalise(
     kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, eps: float, into: int
 ) -> None:
@@ -140,7 +136,7 @@ def _normalise(
             scale_row(row, norm, to, width, scale, 1, 0)
 
 
-@_jit
+@jit
 def _pack(
     product: Product, eps: float, first: int, num_rows: int, into: int, tile: int, lines: int
 ) -> None:
@@ -168,7 +164,7 @@ def _pack(
                 put_float(to + 4 * (k * tile + i), x)
 
 
-@_jit
+@jit
 def _store_rows(
     product: Product, sums: int, ups: int, num_rows: int, columns: int, out: int, spare: int
 ) -> None:
@@ -198,7 +194,7 @@ def _store_rows(
             copy_bytes(at, spare, size * columns)
 
 
-@_jit
+@jit
 def _num_small(tile: int, rows: int) -> int:
     """How many tiles of a block are of the next smaller kind, so that few rows are computed in vain."""
     found, least = 0, -(-rows // _TILES[tile]) * _TILES[tile]
@@ -211,7 +207,7 @@ def _num_small(tile: int, rows: int) -> int:
     return found
 
 
-@_jit
+@jit
 def _multiply_block(
     product: Product,
     tile: int,
@@ -270,60 +266,60 @@ def _multiply_block(
         panel += several
 
 
-def _multiply(numbers: Any, eps: float, scratch: Any, counter: Any) -> None:
-    """One product; workers take the next task, some panels of a block of rows, as they become free.
+@jit
+def num_tasks(numbers: Any) -> Any:
+    """Of a product."""
+    return -(-numbers[4] // numbers[13]) * numbers[15]
+
+
+@jit
+def multiply(numbers: Any, eps: float, scratch: Any, counters: int) -> Any:
+    """Tasks of a product, each some panels of a block of rows, as long as there are any.
 
     Args:
-        numbers: [17] int64: a `Product`, then block_rows, the tile's place in TILES, pieces and
-            num_workers; block_rows is a multiple of the tile's rows, and each block is computed in
-            so many pieces. No bit of the result depends on these four.
+        numbers: [16] int64: a `Product`, then block_rows, the tile's place in TILES, and pieces;
+            block_rows is a multiple of the tile's rows, and each block is computed in so many
+            pieces. No bit of the result depends on these three.
         eps: of the norm.
-        scratch: [num_workers, scratch_floats] float32.
-        counter: [1] int64, for the workers to share.
+        scratch: [scratch_floats] float32, this worker's own.
+        counters: address of those of this operation.
+
+    Returns how many this worker has done.
     """
     product = Product(
         numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6],
         numbers[7], numbers[8], numbers[9], numbers[10], numbers[11], numbers[12],
     )  # fmt: skip
-    block_rows, tile, pieces, num_workers = numbers[13], numbers[14], numbers[15], numbers[16]
-    counter[0] = 0
-    shared = counter.ctypes.data
-    tile_rows = _TILES[tile]
+    block_rows, tile, pieces = numbers[13], numbers[14], numbers[15]
+    tile_rows, total = _TILES[tile], num_tasks(numbers)
+    packed = address(scratch)
+    sums = packed + 4 * (block_rows * product.width + _ROUND)
+    lines = sums + 4 * _PANEL * _GROUPS[0] * block_rows
+    spare = lines + 4 * _ROUND * product.width
     unit = 2 if product.mode == GATE else 1
     num_units = product.num_panels // unit
-    num_tasks = -(-product.num_rows // block_rows) * pieces
-    for worker in prange(num_workers):
-        packed = scratch[worker].ctypes.data
-        sums = packed + 4 * (block_rows * product.width + _ROUND)
-        lines = sums + 4 * _PANEL * _GROUPS[0] * block_rows
-        spare = lines + 4 * _ROUND * product.width
-        ready = -1
-        while True:
-            task = take_next(shared)
-            if task >= num_tasks:
-                break
-            block, piece = task // pieces, task % pieces
-            first = block * block_rows
-            rows = min(block_rows, product.num_rows - first)
-            if block != ready:
-                ready = block
-                num_small, r = _num_small(tile, rows), 0
-                while r < rows:
-                    is_small = num_small and rows - r <= num_small * _TILES[tile - 1]
-                    size = _TILES[tile - 1] if is_small else tile_rows
-                    into, count = packed + 4 * product.width * r, min(size, rows - r)
-                    _pack(product, eps, first + r, count, into, size, lines)
-                    r += size
-            panels = (
-                unit * (num_units * piece // pieces),
-                unit * (num_units * (piece + 1) // pieces),
-            )
-            _multiply_block(product, tile, first, rows, panels, packed, sums, spare)
+    ready, done = -1, 0
+    while True:
+        task = take_next(counters)
+        if task >= total:
+            return done
+        block, piece = task // pieces, task % pieces
+        first = block * block_rows
+        rows = min(block_rows, product.num_rows - first)
+        if block != ready:
+            ready = block
+            num_small, r = _num_small(tile, rows), 0
+            while r < rows:
+                is_small = num_small and rows - r <= num_small * _TILES[tile - 1]
+                size = _TILES[tile - 1] if is_small else tile_rows
+                into, count = packed + 4 * product.width * r, min(size, rows - r)
+                _pack(product, eps, first + r, count, into, size, lines)
+                r += size
+        panels = unit * (num_units * piece // pieces), unit * (num_units * (piece + 1) // pieces)
+        _multiply_block(product, tile, first, rows, panels, packed, sums, spare)
+        done += 1
 
 
 def scratch_floats(block_rows: int, width: int) -> int:
     """Floats that one worker needs."""
     return (block_rows + _ROUND) * width + block_rows * GROUPS[0] * PANEL + _ROUND + PANEL
-
-
-multiply = compiled(_multiply, __file__, panel_tiles.__file__, row_tiles.__file__, row_ops.__file__)

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `attention.simd` numbers them
+MULTIPLY, TURN = range(2)  # as `chain_kernels` numbers them
 X, X_STRIDE, OUT = 2, 3, 10  # places among the numbers of `panel_kernels.multiply`
 ROWS, BEYOND = 1, 12  # and of `row_kernels.turn`
 TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
+TURNED_ROWS = 4  # of a task, at least: a row takes a microsecond or so
+
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 def why_not_panels(weight: Tensor) -> str | None:
@@ -76,9 +80,9 @@ class Panels:
         norm: tuple[Tensor, float] | None = None,
         gated: bool = False,
     ) -> None:
-        from ramify.models import panel_kernels
+        from ramify.models import chain_kernels, panel_kernels
 
-        self._kernels = panel_kernels
+        self._kernels, self._run_all = panel_kernels, chain_kernels.run_all
         self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
         self._in_width, self._dtype = weight.shape[1], weight.dtype
         self._mode = panel_kernels.GATE if gated else panel_kernels.STORE
@@ -114,7 +118,7 @@ class Panels:
         return self.out_width * self._dtype.itemsize
 
     def numbers(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
-        """What `panel_kernels.multiply` is told about so many rows, one behind the other.
+        """What `chain_kernels.run_all` is told about so many rows, one behind the other.
 
         Addresses of x and of the result are still to be put at `X` and `OUT`.
         """
@@ -122,7 +126,7 @@ class Panels:
         return (
             KINDS[self._dtype], mode, 0, self._in_width * size, num_rows, self._in_width,
             *self._fixed, 0, self.row_bytes, self.out_width,
-            *_cut(num_rows, self._fixed[2], num_workers),
+            *_cut(num_rows, self._fixed[2], num_workers), MULTIPLY,
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
@@ -177,17 +181,17 @@ class Panels:
         if x.stride(1) != 1:
             x = x.contiguous()
         num_workers = torch.get_num_threads()
-        numbers = np.array(self.numbers(num_rows, num_workers, add=add), np.int64)
-        numbers[X], numbers[OUT] = x.data_ptr(), out.data_ptr()
-        numbers[X_STRIDE] = x.stride(0) * self._dtype.itemsize
+        numbers = np.array([self.numbers(num_rows, num_workers, add=add)], np.int64)
+        numbers[0, X], numbers[0, OUT] = x.data_ptr(), out.data_ptr()
+        numbers[0, X_STRIDE] = x.stride(0) * self._dtype.itemsize
         use_threads(num_workers)
-        scratch = kept_scratch(num_workers, self.scratch_floats(num_rows, num_workers))
-        self._kernels.multiply(numbers, self.eps, *scratch)
+        scratch = kept_scratch(num_workers, self.scratch_floats(num_rows, num_workers), 1)
+        self._run_all(numbers, np.array([self.eps]), _NO_POSITIONS, num_workers, *scratch)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, int, int]:
-    """How a product is cut into tasks: the last four numbers of `panel_kernels.multiply`.
+def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, int]:
+    """How a product is cut into tasks: the last three numbers of `panel_kernels.multiply`.
 
     As few tiles as there can be, and of those the smallest that will do.
     """
@@ -200,7 +204,7 @@ def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, in
     tile = next(place for place, rows in enumerate(TILES) if rows >= per_tile)
     block_rows = -(-per_block // TILES[tile]) * TILES[tile]
     pieces = min(-(-TASKS_PER_WORKER * num_workers // num_blocks), num_panels)
-    return block_rows, tile, pieces, num_workers
+    return block_rows, tile, pieces
 
 
 class Turn:
@@ -221,9 +225,9 @@ class Turn:
         num_k: int,
         norms: tuple[Tensor, Tensor, float] | None = None,
     ) -> None:
-        from ramify.models import row_kernels
+        from ramify.models import chain_kernels
 
-        self._turn = row_kernels.turn
+        self._run_all = chain_kernels.run_all
         self._tables = cos.contiguous(), sin.contiguous()
         self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
         self.eps = 0.0 if norms is None else float(norms[2])  # of the norms, if there are any
@@ -241,9 +245,10 @@ class Turn:
         """Dtype, positions, heads of queries and of keys, elements of each."""
         return self._tables[0].dtype, len(self._tables[0]), *self._shape
 
-    def numbers(self, row_bytes: int, num_workers: int) -> tuple[int, ...]:
-        """What `row_kernels.turn` is told; the address of the rows is still to be put at `ROWS`."""
-        return KINDS[self._tables[0].dtype], 0, row_bytes, *self._fixed, num_workers, 0
+    def numbers(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
+        """What `chain_kernels.run_all` is told; the address of the rows is still to be put at `ROWS`."""
+        num_tasks = min(-(-num_rows // TURNED_ROWS), num_workers)
+        return KINDS[self._tables[0].dtype], 0, row_bytes, *self._fixed, num_tasks, 0, 0, 0, 0, TURN
 
     def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
@@ -264,11 +269,12 @@ class Turn:
         self.check_positions(positions, len(rows))
         num_workers = torch.get_num_threads()
         row_bytes = rows.stride(0) * rows.element_size()
-        numbers = np.array(self.numbers(row_bytes, num_workers), np.int64)
-        numbers[ROWS] = rows.data_ptr()
+        numbers = np.array([self.numbers(len(rows), row_bytes, num_workers)], np.int64)
+        numbers[0, ROWS] = rows.data_ptr()
         use_threads(num_workers)
-        self._turn(numbers, self.eps, positions.contiguous().numpy())
-        self.check_done(numbers)
+        where, scratch = positions.contiguous().numpy(), kept_scratch(num_workers, 0, 1)
+        self._run_all(numbers, np.array([self.eps]), where, num_workers, *scratch)
+        self.check_done(numbers[0])
         return rows
 
     def check_positions(self, positions: Tensor, num_rows: int) -> None:
@@ -290,8 +296,10 @@ class Turn:
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
 
 
-def kept_scratch(num_workers: int, floats: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The last arguments of `panel_kernels.multiply`: [num_workers, at least `floats`], and a counter.
+def kept_scratch(
+    num_workers: int, floats: int, operations: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The last arguments of `chain_kernels.run_all`.
 
     They are this thread's own, kept between calls: a fresh allocation costs more than a small
     product.
@@ -299,12 +307,14 @@ def kept_scratch(num_workers: int, floats: int) -> tuple[NDArray[np.float32], ND
     kept = _scratch.floats
     if kept.shape[0] < num_workers or kept.shape[1] < floats:
         kept = _scratch.floats = np.zeros((num_workers, floats), np.float32)
-    return kept, _scratch.counter
+    if len(_scratch.counters) < operations:
+        _scratch.counters = np.zeros((operations, 2), np.int64)
+    return kept, _scratch.counters
 
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.counter: NDArray[np.int64] = np.zeros(1, np.int64)
+        self.counters: NDArray[np.int64] = np.zeros((1, 2), np.int64)
         self.floats: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 
 

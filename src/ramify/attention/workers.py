@@ -1,0 +1,90 @@
+"""Workers that share the tasks of an operation, and go on to the next one together.
+
+A worker takes one task after the other. When none is left it waits until those that others still
+hold are done. Nobody waits who holds a task, so that there is always one who goes on, even where a
+single thread plays all workers, one behind the other.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.attention.block_rows import jit
+
+STEP = 16  # bytes from the counters of an operation to those of the next: tasks taken, tasks done
+PATIENCE = 1000  # looks before a worker lets others have its processor: some 50 µs
+_PATIENCE = PATIENCE  # globals are constants to Numba
+_i64, _int = ir.IntType(64), types.int64
+
+
+@intrinsic
+def raised(_: Any, counter: Any, by: Any) -> Any:
+    """The int64 at an address before it is raised; safe among threads."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _i64.as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return _int(_int, _int), code
+
+
+@intrinsic
+def _now(_: Any, counter: Any) -> Any:
+    """The int64 at an address, as the last thread left it."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _i64.as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return _int(_int), code
+
+
+@intrinsic
+def _pause(_: Any) -> Any:
+    """Leave the processor's other thread alone for a moment."""
+
+    def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic
+def _give_way(_: Any) -> Any:
+    """Let another thread have this processor, if one waits for it (`sched_yield`)."""
+
+    def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@jit
+def take_next(counter: int) -> Any:
+    """The int64 at an address, raised by one for whoever asks next; safe among threads."""
+    return raised(counter, 1)
+
+
+@jit
+def leave(counters: int, done: int, num_tasks: int) -> None:
+    """Say how many tasks of an operation this worker has done, and wait until all of them are."""
+    raised(counters + 8, done)
+    looks = 0
+    while _now(counters + 8) < num_tasks:
+        looks += 1
+        if looks < _PATIENCE:
+            _pause()
+        else:
+            _give_way()
