@@ -90,6 +90,28 @@ def test_the_number_of_threads_may_change_between_two_passes(folder: Path, threa
     assert torch.equal(model.forward(*args), expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 200])
+def test_one_thread_can_play_all_workers(
+    folder: Path, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One behind the other: nobody may wait for what only somebody later would do."""
+    import numba
+
+    model = decoder(folder, "llama", "float32")
+    args = (*ids(model, num_rows), attend)
+    expected = model.forward(*args)
+    before = torch.get_num_threads()
+    monkeypatch.setattr("ramify.models.chain.use_threads", lambda _: numba.set_num_threads(1))
+    try:
+        torch.set_num_threads(3)
+        found = model.forward(*args)
+    finally:
+        torch.set_num_threads(before)
+        numba.set_num_threads(before)
+
+    assert torch.equal(found, expected)
+
+
 def test_what_attention_was_given_stays_as_it_was(folder: Path) -> None:
     """A caller may keep the heads of a layer; the next layer and the next pass write elsewhere."""
     model = decoder(folder, "qwen3", "float32")

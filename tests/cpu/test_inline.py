@@ -115,6 +115,32 @@ def test_the_bits_are_those_of_attention_layer_by_layer(
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("case", ["several", "a shared prefix", "one long request"])
+def test_workers_and_threads_need_not_be_as_many(
+    folder: Path, case: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four workers, played by one thread too: whoever comes late finds its tasks done."""
+    import numba
+
+    before = torch.get_num_threads()
+    expected = outcome(runner_of(folder, "llama", "bfloat16"), CASES[case])
+    try:
+        torch.set_num_threads(4)
+        runner = runner_of(folder, "llama", "bfloat16")
+        for module in ("ramify.models.chain", "ramify.attention.tree"):
+            monkeypatch.setattr(
+                f"{module}.use_threads",
+                lambda _: numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS)),
+            )
+        for _ in range(10):
+            for one, other in zip(outcome(runner, CASES[case]), expected, strict=True):
+                assert_same_bits(one, other)
+    finally:
+        torch.set_num_threads(before)
+        numba.set_num_threads(before)
+
+
 def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
     """Rows filled up to whole multiples: the others, and K/V of them, are what they were."""
     runner = runner_of(folder, "llama", "float32")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
+from ramify.kv import huge_pages
 from ramify.kv.layout import FLOAT_DTYPES, KVLayout, Plane, read_slots, write_slots
 from ramify.kv.quantise import SCALED_DTYPES, dequantise, quantise
 
@@ -50,10 +51,7 @@ class KVPool:
             for plane in layout.stored(dtype)
         }
         self._planes = [
-            {
-                name: torch.zeros(shape, dtype=kept, device=device)
-                for name, (shape, kept) in shapes.items()
-            }
+            {name: _zeros(shape, kept, self.device) for name, (shape, kept) in shapes.items()}
             for _ in range(layout.num_layers)
         ]
         # one row per slot, where that is how a plane lies: the view costs as much as the checks
@@ -213,3 +211,10 @@ class KVPool:
 def _movable(plane: Tensor) -> Tensor:
     """The plane, as bytes where torch cannot index its dtype on CPU."""
     return plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """Of memory that is there already: it must not be missed in the middle of a step."""
+    if device.type == "cpu" and dtype is not None:
+        return huge_pages.zeros(shape, dtype).zero_()
+    return torch.zeros(*shape, dtype=dtype, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ramify.attention.tree import use_threads
 from ramify.errors import ConfigError
+from ramify.kv import huge_pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,7 +89,9 @@ class Panels:
         self._mode = panel_kernels.GATE if gated else panel_kernels.STORE
         parts = weight.chunk(2) if gated else (weight,)
         # panels of gate and up take turns
-        self._weight = torch.stack([pack(part) for part in parts], 1).flatten(0, 1)
+        self._weight = huge_pages.copied(torch.stack([pack(part) for part in parts], 1)).flatten(
+            0, 1
+        )
         self._bias = None
         if bias is not None:
             biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
