@@ -90,6 +90,6 @@ def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) ->
         def madvise(self, *_: int) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Refused)
+    monkeypatch.setattr("mmap.mmap", Refused)
 
     assert not zeros((SLAB,), torch.int8).any()
