@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,17 +89,20 @@ class ModelRunner:
         tensors = [torch.from_numpy(one) for one in (token_ids, positions, slots)]
         attend = _Attend(self, self.backend.plan(batch), tensors[2])
         hidden = self.model.forward(tensors[0], tensors[1], attend)
-        return hidden[: batch.num_tokens]
+        return hidden[: batch.num_tokens] if num_padding else hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits [len(rows), vocab_size] float32 of some rows of `forward`'s result."""
-        return self.model.logits(hidden[torch.as_tensor(list(rows), dtype=torch.int64)])
+        wanted = list(rows)
+        if wanted != list(range(len(hidden))):
+            hidden = hidden[torch.as_tensor(wanted, dtype=torch.int64)]
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def broken_rows(self, hidden: Tensor) -> list[int]:
         """Rows of `forward`'s result that are not finite, ascending."""
-        if torch.isfinite(hidden.sum(-1, dtype=torch.float32)).all():  # inf and NaN stay so
+        if math.isfinite(hidden.sum(dtype=torch.float32).item()):  # inf and NaN stay so
             return []
         found: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
         return found

@@ -290,7 +290,8 @@ class Turn:
 
     def check_limits(self, positions: Tensor) -> None:
         """Raises IndexError if one of them, at least one, is outside the tables."""
-        if positions.min() < 0 or positions.max() >= len(self._tables[0]):
+        found = positions.numpy()  # asked by torch, it takes ten times as long
+        if found.min() < 0 or found.max() >= len(self._tables[0]):
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
 
     def check_done(self, numbers: NDArray[np.int64]) -> None:
