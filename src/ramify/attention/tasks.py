@@ -59,9 +59,8 @@ class Cut:
         self._num_workers, self._width = num_workers, width
         widest = max(filter(None, spec.windows), default=0)
         self._window = widest if all(spec.windows) else 0  # 0: a layer sees everything
-        self._positions = positions
-        self._tokens: list[NDArray[np.int64]] = []
-        self._count = 0
+        self._positions, self._at = positions, positions.tolist()
+        self._tokens: list[int] = []
         self._phases: list[list[tuple[int, ...]]] = []
         self._joints: list[tuple[int, ...]] = []
         self._state_rows = len(positions) * spec.num_heads
@@ -74,31 +73,33 @@ class Cut:
     def add_all(self, batch: AttentionBatch) -> None:
         """All rows of a step with all that they see: what they share first."""
         starts = batch.cu_seqlens_q.tolist()
+        requests = [range(*ends) for ends in pairwise(starts)]
         done, level = [0] * batch.num_seqs, [0] * batch.num_seqs
         for members, end in shared_runs(batch):
             first = members[0]
-            tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+            tokens = [*chain.from_iterable(requests[i] for i in members)]
             self.add(level[first], first, tokens, (done[first], end), self.wanted)
             for i in members:
                 done[i], level[i] = end, level[i] + 1
         lasts = [-(-kv_len // BLOCK_KEYS) for kv_len in batch.seq_lens_kv.tolist()]
-        total = sum(lasts) - sum(done)
+        total = max(1, sum(lasts) - sum(done))
         for i, last in enumerate(lasts):
-            tokens = np.arange(starts[i], starts[i + 1])
             # As few as will do: two workers that read halves of the same rows hinder each other.
-            pieces = -(-self.wanted * (last - done[i]) // max(1, total))
+            pieces = -(-self.wanted * (last - done[i]) // total)
             pieces = min(pieces, 2 * self._num_workers)
-            self.add(level[i], i, tokens, (done[i], last), pieces)
+            self.add(level[i], i, requests[i], (done[i], last), pieces)
 
     def add(
         self,
         level: int,
         seq: int,
-        tokens: NDArray[np.int64],
+        tokens: Sequence[int],
         blocks: tuple[int, int],
         pieces: int,
     ) -> None:
         """Tasks for some tokens of q against blocks [from, to) of a request's keys.
+
+        In plain Python: of few tokens an array costs more than it saves.
 
         Args:
             level: the phase.
@@ -108,18 +109,28 @@ class Cut:
         while len(self._phases) <= level:
             self._phases.append([])
         tasks = self._phases[level]
+        if len(tokens) == pieces == 1 and self._group < ONE_HEAD_ROWS:  # as most are
+            stop = min(end, self._at[tokens[0]] // BLOCK_KEYS + 1)
+            if stop > begin:
+                whole = 0, self._heads, 0, self._group, begin, stop, -1
+                tasks.append((seq, len(self._tokens), 1, *whole))
+            self._tokens.append(tokens[0])
+            return
         per_task = max(1, TASK_ROWS // self._group)
-        tiles = [tokens[at : at + per_task] for at in range(0, len(tokens), per_task)]
-        for tile in tiles:
-            first, lowest, highest = self._list(tile)
+        num_tiles = -(-len(tokens) // per_task)
+        for tile in range(num_tiles):
+            some = tokens[tile * per_task : (tile + 1) * per_task]
+            first, where = len(self._tokens), [self._at[token] for token in some]
+            self._tokens += some
+            lowest, highest = min(where), max(where)
             stop = min(end, highest // BLOCK_KEYS + 1)
             if stop <= begin:
                 continue
-            of_tile = max(1, -(-pieces // len(tiles)))  # if it can be cut so far
-            rows = seq, first, len(tile)
+            of_tile = max(1, -(-pieces // num_tiles))  # if it can be cut so far
+            rows = seq, first, len(some)
             seen = max(begin, (lowest + 1 - self._window) // BLOCK_KEYS) if self._window else begin
             full = min(stop, (highest + 1 + BLOCK_KEYS // 2) // BLOCK_KEYS)  # by half or more
-            if of_tile > 1 and self._is_joint(len(tile), full - seen):
+            if of_tile > 1 and self._is_joint(len(some), full - seen):
                 tasks += self._by_blocks(rows, (seen, full, stop), is_first=begin == 0)
             else:
                 tasks += self._by_heads(rows, begin, stop, of_tile)
@@ -130,7 +141,7 @@ class Cut:
         tasks = np.array([*chain.from_iterable(phases)], np.int64).reshape(-1, WIDTH)
         starts = np.cumsum([0, *map(len, phases)])
         most = ((tasks[:, 4] - tasks[:, 3]) * tasks[:, 2] * (tasks[:, 6] - tasks[:, 5])).tolist()
-        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
+        tokens = np.array(self._tokens, np.int64)
         return Tasks(
             tasks,
             starts,
@@ -144,14 +155,6 @@ class Cut:
             max_rows=max(most, default=0),
             state_rows=self._state_rows,
         )
-
-    def _list(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
-        """List some tokens: where they begin, the first and the last position among them."""
-        first = self._count
-        self._tokens.append(tokens)
-        self._count += len(tokens)
-        positions = self._positions[tokens]
-        return first, int(positions.min()), int(positions.max())
 
     def _is_joint(self, num_tokens: int, num_blocks: int) -> bool:
         """Whether so many blocks are cut, in place of heads: few rows, whose K/V lies side by side."""

@@ -186,7 +186,7 @@ class TreeBackend:
         pieces = min(-(-cut.wanted // max(1, plan.num_tokens)), 2 * self.num_workers)
         for token in range(plan.num_tokens):
             blocks = (0, -(-int(counts[token]) // BLOCK_KEYS))
-            cut.add(0, token, np.array([token]), blocks, pieces)
+            cut.add(0, token, (token,), blocks, pieces)
         return cut.done(slots.astype(np.int32), 1)
 
     def nothing(self) -> Tasks:
