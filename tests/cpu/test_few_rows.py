@@ -2,10 +2,12 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from ramify.attention.backend import AttentionSpec
+from ramify.attention.tasks import Cut
 from ramify.attention.tree import TreeBackend
 from tests.cpu.attention_cases import (
     CPU,
@@ -179,3 +181,22 @@ def test_blocks_before_every_window_are_no_tasks() -> None:
         plan = backend.plan(batch_of(backend.spec, [(4999, 1)], rows))
         assert plan.tasks[:, 7].min() == first
         assert plan.joints[0, :2].tolist() == [first, 20]
+
+
+@pytest.mark.parametrize("group", [1, 4, 31])
+@pytest.mark.parametrize("windows", [(None,), (300,)])
+@pytest.mark.parametrize("position", [0, 255, 256, 700])
+def test_one_token_in_one_piece_is_cut_as_any_other(
+    group: int, windows: tuple[int | None, ...], position: int
+) -> None:
+    """The short way gives what the long one does for the same token in a piece less than one."""
+    spec = spec_of(num_heads=2 * group, num_kv_heads=2, page_size=16, windows=windows)
+    found = []
+    for pieces in (1, 0):
+        cut = Cut(spec, 2, 66, np.array([position]))
+        for block in (0, 1):
+            cut.add(block, 7, (0,), (block, 3), pieces)
+        found.append(cut.done(np.zeros((1, 64), np.int32), 16))
+
+    for name in ("tasks", "starts", "joints", "tokens", "positions"):
+        assert np.array_equal(getattr(found[0], name), getattr(found[1], name)), name

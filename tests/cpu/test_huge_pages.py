@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.kv import huge_pages
-from ramify.kv.huge_pages import LEAST, SLAB, copied, zeros
+from ramify.kv.huge_pages import LEAST, SLAB, zeros
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
@@ -48,15 +48,6 @@ def test_what_threads_take_at_once_is_apart() -> None:
         found = list(pool.map(take, range(100)))
 
     assert all(bool((one == value).all()) for value, one in enumerate(found))
-
-
-def test_a_copy_is_contiguous_and_its_own() -> None:
-    source = torch.randn(300, 200).T
-    found = copied(source)
-
-    assert found.is_contiguous()
-    assert torch.equal(found, source)
-    assert found.data_ptr() != source.data_ptr()
 
 
 def test_a_mapping_lives_as_long_as_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +84,17 @@ def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("mmap.mmap", Refused)
 
     assert not zeros((SLAB,), torch.int8).any()
+
+
+def test_elsewhere_than_on_linux_torch_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE")
+    monkeypatch.delattr("mmap.MAP_PRIVATE")
+
+    assert not zeros((SLAB,), torch.int8).any()
+
+
+def test_no_room_is_a_memory_error_that_names_the_size() -> None:
+    with pytest.raises(MemoryError, match="1,000,000,000,000,000,000 bytes"):
+        zeros((10**18,), torch.int8)
+    with pytest.raises(MemoryError, match="kv_cache_tokens"):
+        zeros((10**20,), torch.int8)

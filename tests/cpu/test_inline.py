@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ramify.attention import tree
 from ramify.attention.backend import AttentionSpec
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.blocked import BlockedBackend
@@ -138,7 +139,7 @@ def test_workers_and_threads_need_not_be_as_many(
                 assert_same_bits(one, other)
     finally:
         torch.set_num_threads(before)
-        numba.set_num_threads(before)
+        vars(tree._asked).clear()  # Numba is asked again
 
 
 def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
@@ -238,3 +239,23 @@ def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
     runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     assert runner.inline_step(runner.backend.plan(plans[0].batch), torch.arange(3)) is None
     assert outcome(runner, plans)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_broken_rows_are_found_whatever_they_add_up_to(folder: Path, dtype: torch.dtype) -> None:
+    runner, most = runner_of(folder, "llama", "float32"), torch.finfo(dtype).max
+    hidden = torch.zeros(5, 16, dtype=dtype)
+    assert runner.broken_rows(hidden) == []
+    hidden[0], hidden[3] = most, most  # finite, and their sum is not
+    assert runner.broken_rows(hidden) == []
+    hidden[1, 2], hidden[1, 3], hidden[4, 0] = torch.inf, -torch.inf, torch.nan
+    assert runner.broken_rows(hidden) == [1, 4]
+
+
+def test_logits_are_those_of_the_rows_that_were_asked_for(folder: Path) -> None:
+    runner = runner_of(folder, "llama", "float32")
+    hidden = torch.randn(4, runner.model.config.hidden_size)
+    everything = runner.logits(hidden, range(4))
+
+    for rows in ([2], [3, 2, 1, 0], [0, 1, 2], [1, 1, 2, 3], (0, 1, 2, 3)):
+        assert torch.equal(runner.logits(hidden, rows), everything[[*rows]])

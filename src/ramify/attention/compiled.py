@@ -15,13 +15,12 @@ from ramify.attention import simd
 logger = logging.getLogger(__name__)
 
 
-def compiled(function: Callable[..., None], *sources: str, parallel: bool = True) -> Any:
+def compiled(function: Callable[..., None], *sources: str) -> Any:
     """The kernel, compiled at its first call or read from what an earlier process compiled.
 
     Args:
         function: what is to be compiled; its name must be its own among all kernels.
         sources: the files of it and of what it calls, beside `simd`.
-        parallel: whether it has parallel loops itself.
 
     Numba looks at the file of the function alone to see whether what it kept is stale, so the name
     that it keeps it under has the content of all of them in it.
@@ -29,7 +28,7 @@ def compiled(function: Callable[..., None], *sources: str, parallel: bool = True
     content = b"".join(Path(one).read_bytes() for one in (*sources, simd.__file__, __file__))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     function.__qualname__ = f"{function.__name__.strip('_')}_{digest}_{simd.LANES}"
-    options = {"nogil": True, "parallel": parallel, "error_model": "numpy"}
+    options = {"nogil": True, "parallel": True, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError as error:  # no directory that can be written to

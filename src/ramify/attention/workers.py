@@ -2,7 +2,8 @@
 
 A worker takes one task after the other. When none is left it waits until those that others still
 hold are done. Nobody waits who holds a task, so that there is always one who goes on, even where a
-single thread plays all workers, one behind the other.
+single thread plays all workers, one behind the other. A task must not raise: the others would wait
+for it in vain.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numba.extending import intrinsic
 from ramify.attention.block_rows import jit
 
 STEP = 16  # bytes from the counters of an operation to those of the next: tasks taken, tasks done
-PATIENCE = 1000  # looks before a worker lets others have its processor: some 50 µs
+PATIENCE = 1000  # looks before a worker lets others have its processor: some 50 µs on x86
 _PATIENCE = PATIENCE  # globals are constants to Numba
 _i64, _int = ir.IntType(64), types.int64
 
@@ -61,11 +62,12 @@ def _pause(_: Any) -> Any:
 
 @intrinsic
 def _give_way(_: Any) -> Any:
-    """Let another thread have this processor, if one waits for it (`sched_yield`)."""
+    """Let another thread have this processor, if one waits for it."""
 
     def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        name = "SwitchToThread" if platform.system() == "Windows" else "sched_yield"
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
         return context.get_dummy_value()
 
     return types.void(), code

@@ -94,15 +94,14 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits [len(rows), vocab_size] float32 of some rows of `forward`'s result."""
-        wanted = list(rows)
-        if wanted != list(range(len(hidden))):
-            hidden = hidden[torch.as_tensor(wanted, dtype=torch.int64)]
+        if len(rows) != len(hidden) or [*rows] != [*range(len(hidden))]:
+            hidden = hidden[torch.as_tensor([*rows], dtype=torch.int64)]
         return self.model.logits(hidden)
 
     @torch.inference_mode()
     def broken_rows(self, hidden: Tensor) -> list[int]:
         """Rows of `forward`'s result that are not finite, ascending."""
-        if math.isfinite(hidden.sum(dtype=torch.float32).item()):  # inf and NaN stay so
+        if math.isfinite(hidden.sum(dtype=torch.float32).item()):  # inf or NaN: so is the sum
             return []
         found: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
         return found

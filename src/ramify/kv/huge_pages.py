@@ -26,18 +26,16 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor on CPU, of zeros; a page has no memory before something is written there.
 
     The memory of tensors that share a slab is given back when the last of them is gone.
+
+    Raises:
+        MemoryError: there is no room for it.
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    if num_bytes < LEAST:
-        return torch.zeros(*shape, dtype=dtype)
+    if num_bytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):  # not on Linux
+        return torch.zeros(tuple(shape), dtype=dtype)
     slab, offset = _slabs.take(num_bytes)
     return torch.frombuffer(slab, dtype=dtype, count=count, offset=offset).view(*shape)
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """The tensor, on CPU, contiguous, in memory of its own."""
-    return zeros(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 class _Slabs:
@@ -63,12 +61,17 @@ class _Slabs:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Zeros, in whole huge pages: only such a mapping begins where one begins."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found = mmap.mmap(-1, -(-num_bytes // HUGE) * HUGE, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel that was built without
-            found.madvise(mmap.MADV_HUGEPAGE)
+    """Zeros, in whole huge pages: newer kernels let only such a mapping begin where one does."""
+    flags, wanted = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -(-num_bytes // HUGE) * HUGE
+    try:
+        found = mmap.mmap(-1, wanted, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"no room for {num_bytes:,} bytes of weights or K/V: {error}; give the process more "
+            "memory, or ask for less (kv_cache_tokens, a smaller dtype)"
+        ) from error
+    with contextlib.suppress(OSError):  # a kernel that was built without huge pages
+        found.madvise(mmap.MADV_HUGEPAGE)
     return found
 
 

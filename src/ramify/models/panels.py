@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.tree import use_threads
@@ -39,25 +40,33 @@ def why_not_panels(weight: Tensor) -> str | None:
     return None
 
 
-def pack(weight: Tensor) -> Tensor:
-    """[out_width, in_width] laid out for the kernels, out_width filled up to whole panels."""
+def pack(weight: Tensor, into: Tensor) -> None:
+    """[out_width, in_width] as the kernels want it, into zeros [panels, in_width, PANEL].
+
+    There and nowhere else: what is made on the way stays with the process, as large as the weights.
+    """
     from ramify.attention.simd import LANES
     from ramify.models.panel_tiles import PANEL
 
-    width = weight.shape[1]
-    missing = -weight.shape[0] % PANEL
-    if missing:
-        weight = torch.cat([weight, weight.new_zeros(missing, width)])
-    if weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
-        return weight.view(-1, 2, LANES, width).permute(0, 3, 2, 1).contiguous()
-    return weight.view(-1, PANEL, width).permute(0, 2, 1).contiguous()
+    whole, width = len(weight) // PANEL, weight.shape[1]
+    rest = weight[whole * PANEL :]
+    parts = [(into[:whole], weight[: whole * PANEL])]
+    if len(rest):
+        parts.append((into[whole:], F.pad(rest, (0, 0, 0, PANEL - len(rest)))))
+    for place, part in parts:
+        count = len(place)
+        if weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
+            pairs = part.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
+            place.view(count, width, LANES, 2).copy_(pairs)
+        else:
+            place.copy_(part.reshape(count, PANEL, width).permute(0, 2, 1))
 
 
 def pack_bias(bias: Tensor) -> Tensor:
     """[out_width] of any float dtype as [panels, PANEL] float32."""
     from ramify.models.panel_tiles import PANEL
 
-    return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL)).view(-1, PANEL)
+    return F.pad(bias.float(), (0, -len(bias) % PANEL)).view(-1, PANEL)
 
 
 class Panels:
@@ -82,6 +91,7 @@ class Panels:
         gated: bool = False,
     ) -> None:
         from ramify.models import chain_kernels, panel_kernels
+        from ramify.models.panel_tiles import PANEL
 
         self._kernels, self._run_all = panel_kernels, chain_kernels.run_all
         self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -89,9 +99,11 @@ class Panels:
         self._mode = panel_kernels.GATE if gated else panel_kernels.STORE
         parts = weight.chunk(2) if gated else (weight,)
         # panels of gate and up take turns
-        self._weight = huge_pages.copied(torch.stack([pack(part) for part in parts], 1)).flatten(
-            0, 1
-        )
+        num_panels = -(-len(parts[0]) // PANEL)
+        room = huge_pages.zeros((num_panels, len(parts), self._in_width, PANEL), weight.dtype)
+        for place, part in enumerate(parts):
+            pack(part, room[:, place])
+        self._weight = room.flatten(0, 1)
         self._bias = None
         if bias is not None:
             biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
