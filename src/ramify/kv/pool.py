@@ -30,6 +30,7 @@ class KVPool:
 
     Raises:
         ConfigError: a size or dtype that cannot be stored, or not in this layout.
+        MemoryError: on CPU, there is no room for so many pages.
     """
 
     def __init__(

@@ -302,7 +302,7 @@ class Turn:
 
     def check_limits(self, positions: Tensor) -> None:
         """Raises IndexError if one of them, at least one, is outside the tables."""
-        found = positions.numpy()  # asked by torch, it takes ten times as long
+        found = positions.numpy()  # torch takes longer over so few
         if found.min() < 0 or found.max() >= len(self._tables[0]):
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
 
