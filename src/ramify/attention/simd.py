@@ -16,7 +16,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+_HAS = llvmlite.binding.get_host_cpu_features()
+LANES = 16 if _HAS.get("avx512f") else 8
+DOTS = LANES == 16 and bool(_HAS.get("avx512bf16"))  # it multiplies bfloat16 in pairs
 TILE_VECTORS = 2
 TILE_COLUMNS = LANES * TILE_VECTORS
 TILE_ROWS = (

@@ -6,9 +6,10 @@ Tiles, blocks, panels and threads decide what is computed when, never a bit of i
 those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008): a strip of
 a panel of weights stays in the first-level cache while the rows of a block pass by.
 
-Weights lie in panels of `PANEL` columns, [panels, in_width, PANEL]. In bfloat16 they lie as pairs,
-column j in the low half of a 32-bit word and column j + LANES in the high half, so that a shift and
-a mask make float32 of them.
+Weights lie in panels of `PANEL` columns, [panels, in_width, PANEL]. In bfloat16 column j lies in the
+low half of a 32-bit word and column j + LANES in the high half, so that a shift and a mask make
+float32 of them. Where the processor multiplies bfloat16 by itself (`simd.DOTS`), a word is a pair of
+inner elements instead, of rows and weights alike, and a product adds both to the sum.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ramify.attention.block_rows import address, jit
-from ramify.attention.simd import F32, element_at, put_float
+from ramify.attention.simd import BF16, F32, element_at, put_float
 from ramify.attention.workers import take_next
 from ramify.models.panel_tiles import (
     GROUPS,
+    PAIRS,
     PANEL,
     TILES,
     UNROLLED,
@@ -44,6 +46,13 @@ from ramify.models.panel_tiles import (
     fill_rows,
     gate_line,
     pack_rows,
+    pairs_0,
+    pairs_1,
+    pairs_2,
+    pairs_3,
+    pairs_4,
+    pairs_wide_0,
+    pairs_wide_1,
     store_line,
 )
 from ramify.models.row_tiles import scale_row, sum_squares
@@ -52,7 +61,7 @@ BLOCK_ROWS = 96  # a multiple of every tile: the packed rows of a strip stay in 
 AHEAD = 4  # strips between what is read and what is fetched
 STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (measured, AVX2)
 _PANEL, _STRIP, _GROUPS, _TILES = PANEL, STRIP, GROUPS, TILES  # globals are constants to Numba
-_AHEAD, _UNROLLED = AHEAD, UNROLLED
+_AHEAD, _UNROLLED, _PAIRS = AHEAD, UNROLLED, PAIRS
 _ROUND = 8  # rows are packed so many elements at a time
 
 _LARGEST = len(TILES) - 1
@@ -63,12 +72,12 @@ STORE, ADD, GATE = range(3)  # what becomes of the sums
 class Product(NamedTuple):
     """One product as the kernel sees it: addresses, sizes, strides in bytes."""
 
-    kind: int  # of rows, norm, weights and result: F32 or BF16
+    kind: int  # of rows, norm, weights and result: F32 or BF16, or PAIRS, words of two BF16
     mode: int  # STORE; ADD to what is there; GATE: silu(even panels) * odd panels
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
-    width: int
+    width: int  # in elements of `kind`
     norm: int  # address of [width]: rows are RMS-normalised first; or 0
     weight: int  # address of the panels
     num_panels: int
@@ -105,6 +114,21 @@ def _add_strip(
             f32_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
         else:
             f32_wide_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
+    elif kind == _PAIRS:
+        if tile == 4:
+            pairs_4(a, b, b_stride, ahead, gap, c, c_stride, depth)
+        elif tile == 3:
+            pairs_3(a, b, b_stride, ahead, gap, c, c_stride, depth)
+        elif tile == 2:
+            pairs_2(a, b, b_stride, ahead, gap, c, c_stride, depth)
+        elif tile == 1 and group == 1:
+            pairs_1(a, b, b_stride, ahead, gap, c, c_stride, depth)
+        elif tile == 1:
+            pairs_wide_1(a, b, b_stride, ahead, gap, c, c_stride, depth)
+        elif group == 1:
+            pairs_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
+        else:
+            pairs_wide_0(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 4:
         bf16_4(a, b, b_stride, ahead, gap, c, c_stride, depth)
     elif tile == 3:
@@ -125,12 +149,18 @@ def _add_strip(
 def _normalise(
     kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, eps: float, into: int
 ) -> None:
-    """Some rows over their root mean square, times the weights at `norm`, to [num_rows, width] float32."""
+    """Some rows over their root mean square, times the weights at `norm`, to [num_rows, width].
+
+    In float32, but for pairs, which stay pairs.
+    """
     for r in range(num_rows):
         row, to = source + stride * r, into + 4 * width * r
         if kind == F32:
             scale = inverse_rms(sum_squares(row, width, 0), width, eps)
             scale_row(row, norm, to, width, scale, 0, 0)
+        elif kind == _PAIRS:
+            scale = inverse_rms(sum_squares(row, 2 * width, 1), 2 * width, eps)
+            scale_row(row, norm, to, 2 * width, scale, 1, 1)
         else:
             scale = inverse_rms(sum_squares(row, width, 1), width, eps)
             scale_row(row, norm, to, width, scale, 1, 0)
@@ -140,24 +170,27 @@ def _normalise(
 def _pack(
     product: Product, eps: float, first: int, num_rows: int, into: int, tile: int, lines: int
 ) -> None:
-    """[width, tile] float32 from at most `tile` rows, normalised if so wanted; the others hold anything."""
+    """[width, tile] float32 or pairs from at most `tile` rows, normalised if so wanted.
+
+    The others hold anything.
+    """
     kind, width, stride = product.kind, product.width, product.row_stride
     steps = width // 8
     for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_rows`
         at, to, count = product.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
         if product.norm:
             _normalise(kind, at, stride, count, width, product.norm, eps, lines)
-            at, stride_now, kind_now = lines, 4 * width, F32
+            at, stride_now, whole = lines, 4 * width, True
         else:
-            stride_now, kind_now = stride, kind
-        if kind_now == F32:
+            stride_now, whole = stride, kind != BF16
+        if whole:  # words of 32 bits, whatever is in them
             pack_rows(at, stride_now, count, to, tile, steps, 0)
         else:
             pack_rows(at, stride_now, count, to, tile, steps, 1)
         for k in range(8 * steps, width):
             for i in range(min(8, tile - r)):
                 row = at + stride_now * min(i, count - 1)
-                if kind_now == F32:
+                if whole:
                     x = element_at(row + 4 * k, 0)
                 else:
                     x = element_at(row + 2 * k, 1)
@@ -219,7 +252,8 @@ def _multiply_block(
     spare: int,
 ) -> None:
     """A block of rows, packed already, times panels [from, to)."""
-    size = 4 if product.kind == F32 else 2
+    size = 2 if product.kind == BF16 else 4
+    made = 4 if product.kind == F32 else 2  # bytes of an element of the result
     width, tile_rows, (panel, end) = product.width, _TILES[tile], panels
     num_small = _num_small(tile, rows)
     small_rows = _TILES[tile - 1] if num_small else tile_rows
@@ -259,7 +293,7 @@ def _multiply_block(
                     ahead += share
         for p in range(0, several, unit):
             at = (panel + p) // unit * _PANEL
-            out = product.out + product.out_stride * first + size * at
+            out = product.out + product.out_stride * first + made * at
             columns = min(_PANEL, product.num_columns - at)
             line = sums + c_stride * p
             _store_rows(product, line, line + c_stride, rows, columns, out, spare)

@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 from ramify.attention.row_ops import narrow, rounded
 from ramify.attention.simd import (
     BF16,
+    DOTS,
     F32,
     LANES,
     LINE,
@@ -32,6 +33,10 @@ from ramify.attention.simd import (
     _widen,
 )
 
+PAIRS = len(
+    SIZES
+)  # two bfloat16 of a row in a 32-bit word, as the dot products of `DOTS` want them
+
 PANEL = 2 * LANES
 # Rows of a tile. The largest has as many accumulators as hide the latency of an FMA and fit into
 # the registers beside a line of weights and one element of a row.
@@ -43,21 +48,34 @@ _int = types.int64
 
 def _line(builder: Any, address: Any, kind: int) -> list[Any]:
     """One line of a panel as two float32 vectors."""
-    if kind == F32:
+    if kind != BF16:
         return [
             _load(builder, builder.add(address, _i64(4 * LANES * v)), _vec(LANES)) for v in (0, 1)
         ]
     return _halves_of(builder, _load(builder, address, _vec(LANES, _i32)))
 
 
-def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any]) -> None:
+def _dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
+    """total plus two products of bfloat16, the second first, each rounded; subnormals are zeros."""
+    words, kind = _vec(16, _i32), ir.FunctionType(_vec(16), [_vec(16), *[_vec(16, _i32)] * 2])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    dot = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(dot, [total, builder.bitcast(x, words), builder.bitcast(y, words)])
+
+
+def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any], kind: int) -> None:
     """sums[r, v] += column[r] * vectors[v], for all rows; `column` is the address of the first."""
     at = iter(sums)
     for r in range(len(sums) // len(vectors)):
         x = _load(builder, builder.add(column, _i64(4 * r)), _f32)
         wide = _fill(builder, x, LANES)
         for vector, one in zip(vectors, at, strict=False):
-            builder.store(_call(builder, "fma", wide, vector, builder.load(one)), one)
+            total = builder.load(one)
+            if kind == PAIRS:
+                total = _dot(builder, wide, vector, total)
+            else:
+                total = _call(builder, "fma", wide, vector, total)
+            builder.store(total, one)
 
 
 def _fetch(builder: Any, place: Any, gap: Any, count: int) -> None:
@@ -69,7 +87,7 @@ def _fetch(builder: Any, place: Any, gap: Any, count: int) -> None:
 
 
 def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
-    line_bytes = PANEL * SIZES[kind]
+    line_bytes = PANEL * (2 if kind == BF16 else 4)
 
     @intrinsic
     def tile(
@@ -78,7 +96,7 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
         """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
 
         Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
-        [num_rows, PANEL], both float32. Meanwhile what lies at `ahead` is fetched, every `UNROLLED`
+        [num_rows, PANEL], both float32; in pairs, k counts words. Meanwhile what lies at `ahead` is fetched, every `UNROLLED`
         elements as much as they read, or a line where `gap` is no larger, and `gap` bytes further.
         Several panels are read as fast as they come from memory without.
         """
@@ -96,7 +114,8 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
                 step = builder.mul(k, _i64(line_bytes))
                 lines = [_line(builder, builder.add(start, step), kind) for start in starts]
                 column = builder.add(a, builder.mul(k, _i64(4 * num_rows)))
-                _accumulate(builder, sums, column, [half for line in lines for half in line])
+                halves = [half for line in lines for half in line]
+                _accumulate(builder, sums, column, halves, kind)
 
             rounds = builder.udiv(depth, _i64(UNROLLED))
             with cgutils.for_range(builder, rounds) as loop:
@@ -126,8 +145,12 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
 
 f32_0, f32_1, f32_2, f32_3, f32_4 = (_make_tile(rows, 1, F32) for rows in TILES)
 bf16_0, bf16_1, bf16_2, bf16_3, bf16_4 = (_make_tile(rows, 1, BF16) for rows in TILES)
+# without such dot products nobody calls them
+_PAIRS = PAIRS if DOTS else F32
+pairs_0, pairs_1, pairs_2, pairs_3, pairs_4 = (_make_tile(rows, 1, _PAIRS) for rows in TILES)
 f32_wide_0, f32_wide_1 = (_make_tile(TILES[i], GROUPS[i], F32) for i in range(2))
 bf16_wide_0, bf16_wide_1 = (_make_tile(TILES[i], GROUPS[i], BF16) for i in range(2))
+pairs_wide_0, pairs_wide_1 = (_make_tile(TILES[i], GROUPS[i], _PAIRS) for i in range(2))
 
 
 @intrinsic(prefer_literal=True)

@@ -46,7 +46,7 @@ def pack(weight: Tensor, into: Tensor) -> None:
     There and nowhere else: what is made on the way stays with the process, as large as the weights.
     """
     from ramify.attention.simd import LANES
-    from ramify.models.panel_tiles import PANEL
+    from ramify.models.panel_tiles import PAIRS, PANEL
 
     whole, width = len(weight) // PANEL, weight.shape[1]
     rest = weight[whole * PANEL :]
@@ -55,11 +55,23 @@ def pack(weight: Tensor, into: Tensor) -> None:
         parts.append((into[whole:], F.pad(rest, (0, 0, 0, PANEL - len(rest)))))
     for place, part in parts:
         count = len(place)
-        if weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
+        if _kind(weight) == PAIRS:
+            pairs = part.reshape(count, PANEL, width // 2, 2).permute(0, 2, 1, 3)
+            place.view(count, width // 2, PANEL, 2).copy_(pairs)
+        elif weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
             pairs = part.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
             place.view(count, width, LANES, 2).copy_(pairs)
         else:
             place.copy_(part.reshape(count, PANEL, width).permute(0, 2, 1))
+
+
+def _kind(weight: Tensor) -> int:
+    """What `panel_kernels` take this weight and its rows for."""
+    from ramify.attention.simd import DOTS
+    from ramify.models.panel_tiles import PAIRS
+
+    in_pairs = DOTS and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return PAIRS if in_pairs else KINDS[weight.dtype]
 
 
 def pack_bias(bias: Tensor) -> Tensor:
@@ -91,11 +103,14 @@ class Panels:
         gated: bool = False,
     ) -> None:
         from ramify.models import chain_kernels, panel_kernels
-        from ramify.models.panel_tiles import PANEL
+        from ramify.models.panel_tiles import PAIRS, PANEL
 
         self._kernels, self._run_all = panel_kernels, chain_kernels.run_all
         self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
         self._in_width, self._dtype = weight.shape[1], weight.dtype
+        self._kind = _kind(weight)
+        # of a row, in elements of that kind
+        self._width = self._in_width // 2 if self._kind == PAIRS else self._in_width
         self._mode = panel_kernels.GATE if gated else panel_kernels.STORE
         parts = weight.chunk(2) if gated else (weight,)
         # panels of gate and up take turns
@@ -139,7 +154,7 @@ class Panels:
         """
         size, mode = self._dtype.itemsize, self._kernels.ADD if add else self._mode
         return (
-            KINDS[self._dtype], mode, 0, self._in_width * size, num_rows, self._in_width,
+            self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
             *_cut(num_rows, self._fixed[2], num_workers), MULTIPLY,
         )  # fmt: skip
@@ -147,7 +162,7 @@ class Panels:
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
         """Floats that each worker needs; see `kept_scratch`."""
         block_rows = _cut(num_rows, self._fixed[2], num_workers)[0]
-        return self._kernels.scratch_floats(block_rows, self._in_width)
+        return self._kernels.scratch_floats(block_rows, self._width)
 
     def check(self, x: Tensor) -> None:
         """Raises ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
