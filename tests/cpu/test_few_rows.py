@@ -21,7 +21,10 @@ from tests.cpu.attention_cases import (
 from tests.cpu.attention_cases import Step as Case
 
 LENGTHS = [1, 17, 31, 32, 33, 63, 64, 65, 96, 128, 250, 255, 256, 257, 288, 289, 511, 513, 700, 40]
-KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+F32, BF16 = torch.float32, torch.bfloat16
+# of K/V and of queries; both in bfloat16 are computed in pairs, where the processor can
+KINDS = [(one, F32) for one in (F32, BF16, torch.float16, torch.int8, torch.float8_e4m3fn)]
+KINDS.append((BF16, BF16))
 
 
 def backend_of(spec: AttentionSpec, num_workers: int) -> TreeBackend:
@@ -36,14 +39,19 @@ def backend_of(spec: AttentionSpec, num_workers: int) -> TreeBackend:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3), (15, 5), (8, 1)])
 @pytest.mark.parametrize("head_dim", [8, 24, 40, 64])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=str)
 def test_a_row_has_the_bits_that_it_has_in_a_chunk(
-    kind: torch.dtype, head_dim: int, heads: int, kv_heads: int, window: int | None
+    kind: torch.dtype,
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
 ) -> None:
     """One token of each of 20 requests (all heads in a task), of 3 (some heads), and in chunks of 17."""
     spec = spec_of(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=4, kv_dtype=kind,
-        windows=(window,), soft_cap=5.0 if head_dim == 24 else None,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=4, dtype=dtype,
+        kv_dtype=kind, windows=(window,), soft_cap=5.0 if head_dim == 24 else None,
     )  # fmt: skip
     noise = torch.Generator().manual_seed(head_dim + heads)
     lengths = [length + 16 for length in LENGTHS]
@@ -52,7 +60,7 @@ def test_a_row_has_the_bits_that_it_has_in_a_chunk(
     backend = TreeBackend(spec, CPU)
 
     chunks = batch_of(spec, [(length - 17, 17) for length in lengths], rows)
-    q = torch.randn(chunks.num_tokens, heads, head_dim, generator=noise)
+    q = torch.randn(chunks.num_tokens, heads, head_dim, generator=noise).to(dtype)
     in_chunks = run(backend, Case(chunks, q, planes, None))
 
     for at in (0, 7, 16):
@@ -67,11 +75,12 @@ def test_a_row_has_the_bits_that_it_has_in_a_chunk(
             assert_same_bits(alone, together[begin:end])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("num_tokens", range(1, 10))
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
+def test_so_many_rows_of_a_head(num_tokens: int, group: int, dtype: torch.dtype) -> None:
     """Tiles of 1, 2 and 4 rows, whole and not: 1 to 9 tokens with 1 to 3 heads in a group."""
-    spec = spec_of(num_heads=2 * group, num_kv_heads=2, head_dim=24)
+    spec = spec_of(num_heads=2 * group, num_kv_heads=2, head_dim=24, dtype=dtype)
     noise = torch.Generator().manual_seed(num_tokens)
     lengths = [300, 270, 45]
     rows = pages_of(lengths, 8, noise)
@@ -79,7 +88,7 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
     backend = TreeBackend(spec, CPU)
 
     chunks = batch_of(spec, [(length - 40, 40) for length in lengths], rows)
-    q = torch.randn(chunks.num_tokens, 2 * group, 24, generator=noise)
+    q = torch.randn(chunks.num_tokens, 2 * group, 24, generator=noise).to(dtype)
     in_chunks = run(backend, Case(chunks, q, planes, None)).view(3, 40, 2 * group, 24)
     some = batch_of(spec, [(length - num_tokens, num_tokens) for length in lengths], rows)
     mine = q.view(3, 40, 2 * group, 24)[:, 40 - num_tokens :].flatten(0, 1)
@@ -92,13 +101,25 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (6, 3), (10, 5)])
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(F32, F32), (BF16, F32), (torch.int8, F32), (BF16, BF16)], ids=str
+)
 def test_blocks_that_several_workers_read(
-    kind: torch.dtype, num_workers: int, heads: int, kv_heads: int, window: int | None
+    kind: torch.dtype,
+    dtype: torch.dtype,
+    num_workers: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
 ) -> None:
     """Blocks of one request, or of a prefix that two share, cut among workers: the bits of a chunk."""
     spec = spec_of(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=8, kv_dtype=kind, windows=(window,)
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        dtype=dtype,
+        kv_dtype=kind,
+        windows=(window,),
     )
     noise = torch.Generator().manual_seed(num_workers + heads)
     backend = backend_of(spec, num_workers)
@@ -108,7 +129,7 @@ def test_blocks_that_several_workers_read(
         sharing = [(-1, 0), (0, (kv_len - 3) // 8 * 8)]
         planes = planes_of(spec, rows, [kv_len] * 2, noise)
         chunks = batch_of(spec, [(kv_len - 20, 20)] * 2, rows)
-        q = torch.randn(40, heads, 8, generator=noise)
+        q = torch.randn(40, heads, 8, generator=noise).to(dtype)
         in_chunks = run(backend, Case(chunks, q, planes, None)).view(2, 20, heads, 8)
         for num_tokens in (1, 2, 3):
             mine = q.view(2, 20, heads, 8)[:, -num_tokens:]
@@ -140,6 +161,37 @@ def test_scores_that_are_no_numbers_are_no_reason_to_look_away(
         batch = batch_of(spec, [(kv_len - num_tokens, num_tokens)], rows)
         found = run(backend, Case(batch, q, planes, None))
         assert found[-1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("place", [257, 258, 269, 270])
+def test_a_value_that_is_no_number_stays_with_rows_that_see_it(
+    place: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """At even and at odd places of a block, for many rows and for few; the others keep their bits."""
+    spec = spec_of(num_heads=2, num_kv_heads=1, head_dim=24, dtype=dtype, windows=(window,))
+    noise = torch.Generator().manual_seed(0)
+    kv_len, backend = 290, TreeBackend(spec, CPU)
+    rows = pages_of([kv_len], 8, noise)
+    planes = planes_of(spec, rows, [kv_len], noise)
+    broken = planes | {"v": planes["v"].clone()}
+    broken["v"][rows[0][place // 8], place % 8] = torch.inf
+    q = torch.randn(kv_len, 2, 24, generator=noise).to(dtype)
+    for begin, end in [
+        (250, 290),
+        (place - 3, place),
+        (place - 1, place + 1),
+        (place + 4, place + 6),
+    ]:
+        batch = batch_of(spec, [(begin, end - begin)], [rows[0][: -(-end // 8)]])
+        expected = run(backend, Case(batch, q[begin:end], planes, None))
+        found = run(backend, Case(batch, q[begin:end], broken, None))
+        for position in range(begin, end):
+            if position < place or (window and position >= place + window):
+                assert_same_bits(found[position - begin], expected[position - begin])
+            else:
+                assert not found[position - begin].isfinite().any()
 
 
 def test_tasks_are_cut_by_what_they_cost() -> None:

@@ -17,6 +17,7 @@ from numba import prange
 from ramify.attention import (
     block_rows,
     direct,
+    direct_pairs,
     few_rows,
     kernel_args,
     key_vectors,
@@ -36,26 +37,44 @@ from ramify.attention.block_rows import (
     span_of,
 )
 from ramify.attention.compiled import compiled
-from ramify.attention.few_rows import FEW_ROWS, attend_few, is_plain
-from ramify.attention.kernel_args import Block, Few, Later, Part, Rows, Shape
-from ramify.attention.key_vectors import copy_values, transpose_keys
+from ramify.attention.few_rows import FEW_ROWS, attend_few, is_plain, mix_alone
+from ramify.attention.kernel_args import (
+    Block,
+    Few,
+    Later,
+    Part,
+    Rows,
+    Shape,
+    in_pairs,
+    stored_at,
+    stored_size,
+)
+from ramify.attention.key_vectors import (
+    copy_value_pairs,
+    copy_values,
+    transpose_keys,
+    transpose_pairs,
+)
 from ramify.attention.row_ops import divide_row, scale_up
 from ramify.attention.simd import (
     F32,
     LINE,
     TILE_COLUMNS,
     TILE_ROWS,
+    copy_row,
     element_at,
     int_at,
     is_finite,
+    pair_tile_1,
+    pair_tile_2,
+    pair_tile_4,
+    pair_tile_all,
     prefetch,
     put_float,
-    stored_at,
-    stored_size,
     tile_1,
     tile_2,
     tile_4,
-    tile_6,
+    tile_all,
 )
 from ramify.attention.workers import take_next
 
@@ -84,7 +103,7 @@ def _fetch(block: Block, begin: int, end: int) -> None:
 
 @jit
 def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
-    """Columns of [tiles, depth, TILE_COLUMNS] float32 from `count` keys.
+    """Columns of [tiles, depth, TILE_COLUMNS] float32, or words of pairs, from `count` keys.
 
     A tile of a product lies in one piece: lines a power of two apart would share few places of
     the first-level cache.
@@ -95,7 +114,10 @@ def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
     for j in range(0, count, 8):
         where, scale = keys.offsets + 8 * j, keys.factors + 4 * j
         to = into + 4 * (j // _COLUMNS * depth * _COLUMNS + j % _COLUMNS)
-        transpose_keys(part, source, where, scale, to, _COLUMNS, whole)
+        if in_pairs(part):
+            transpose_pairs(part, source, where, to, _COLUMNS, part.width)
+        else:
+            transpose_keys(part, source, where, scale, to, _COLUMNS, whole)
     for d in range(whole, part.width):
         for j in range(count):
             at = source + int_at(keys.offsets + 8 * j) + d * stored_size(part)
@@ -106,8 +128,12 @@ def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
 
 @jit
 def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
-    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32."""
+    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32; in pairs words of half as many keys."""
     part, size = values.part, stored_size(values.part)
+    if in_pairs(part):
+        copy_value_pairs(part, values.source, values.offsets, -(-count // 2), into,
+                         2 * _COLUMNS * _BLOCK, part.width, stride)  # fmt: skip
+        return
     tiles = part.width // _COLUMNS
     tile = 4 * _COLUMNS * _BLOCK
     copy_values(part, values.source, values.offsets, values.factors, count, into, tile, tiles)
@@ -126,11 +152,37 @@ def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
 
 
 @jit
+def _multiply_tile(
+    rows: int, part: Part, a: int, a_stride: int, b: int, c: int, c_stride: int, depth: int, scale: float
+) -> None:  # fmt: skip
+    """The tile of so many rows, in pairs or not."""
+    if in_pairs(part):
+        if rows == _ROWS:
+            pair_tile_all(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+        elif rows == 4:
+            pair_tile_4(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+        elif rows == 2:
+            pair_tile_2(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+        else:
+            pair_tile_1(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+    elif rows == _ROWS:
+        tile_all(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+    elif rows == 4:
+        tile_4(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+    elif rows == 2:
+        tile_2(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+    else:
+        tile_1(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
+
+
+@jit
 def _product(
     num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
-    depth: int, num_columns: int, later: Later,
+    depth: int, num_columns: int, scale: float, later: Later,
 ) -> None:  # fmt: skip
     """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles.
+
+    In pairs `depth` counts words, and the product is multiplied by `scale`.
 
     Args:
         b: address of the first tile, [depth, TILE_COLUMNS]; the next is `b_tile` bytes further.
@@ -144,14 +196,8 @@ def _product(
         rows = _ROWS if left >= _ROWS else (4 if left >= 4 else (2 if left >= 2 else 1))
         for tile in range(num_columns // _COLUMNS):
             at, to = b + b_tile * tile, y + 4 * _COLUMNS * tile
-            if rows == _ROWS:
-                tile_6(x, a_stride, at, _COLUMNS, to, c_stride, depth)
-            elif rows == 4:
-                tile_4(x, a_stride, at, _COLUMNS, to, c_stride, depth)
-            elif rows == 2:
-                tile_2(x, a_stride, at, _COLUMNS, to, c_stride, depth)
-            else:
-                tile_1(x, a_stride, at, _COLUMNS, to, c_stride, depth)
+            part = later.keys.part
+            _multiply_tile(rows, part, x, a_stride, at, to, c_stride, depth, scale)
             if fetched < later.end:
                 upto = min(fetched + share, later.end)
                 _fetch(later.keys, fetched, upto)
@@ -178,20 +224,26 @@ def _attend_tile(
     width = -(-(high - low) // _COLUMNS) * _COLUMNS
     depth, stride = shape.key_dim, shape.value_stride
     mine = queries + 4 * depth * first_row
-    from_low = keys.packed + low // _COLUMNS * (4 * _COLUMNS * depth)
-    _product(num_rows, mine, depth, from_low, 4 * _COLUMNS * depth, scores, _BLOCK, depth, width,
-             later)  # fmt: skip
+    words = depth // 2 if in_pairs(keys.part) else depth
+    from_low = keys.packed + low // _COLUMNS * (4 * _COLUMNS * words)
+    _product(num_rows, mine, depth, from_low, 4 * _COLUMNS * words, scores, _BLOCK, words, width,
+             np.float32(shape.scale), later)  # fmt: skip
     for r in range(num_rows):
         end = seen[first_row + r] - low
-        tops[2 * r], tops[2 * r + 1] = soften(shape, scores + 4 * _BLOCK * r, end, width)
+        line = scores + 4 * _BLOCK * r
+        tops[2 * r], tops[2 * r + 1] = soften(shape, values.part, line, end, width)
     _weigh(shape, values, scores, num_rows, (low, high), partial, later)
     for r in range(num_rows):
         sums = partial + 4 * stride * r
         begin, end = own_keys(shape, seen[first_row + r] - low, high - low)
         if begin < end:
             if not is_finite(sums, stride):
-                _weigh(shape, values, scores + 4 * (_BLOCK * r + begin), 1,
-                       (low + begin, low + end), sums, later)  # fmt: skip
+                row = scores + 4 * _BLOCK * r
+                if in_pairs(values.part):
+                    offsets = values.offsets + 8 * (low + begin)
+                    mix_alone(shape, values.part, values.source, offsets, (begin, end), row, sums)
+                else:
+                    _weigh(shape, values, row + 4 * begin, 1, (low + begin, low + end), sums, later)
             fold(state, state_rows[first_row + r], tops[2 * r], tops[2 * r + 1], sums, stride)
 
 
@@ -201,18 +253,22 @@ def _weigh(
 ) -> None:  # fmt: skip
     """Weighted sums over values [low, high) of a block."""
     low, high = span
-    stride = shape.value_stride
+    stride, words, keys = shape.value_stride, high - low, _BLOCK
+    if in_pairs(values.part):
+        low, words, keys = low // 2, -(-words // 2), _BLOCK // 2
     first = values.packed + 4 * _COLUMNS * low
     nothing = Later(later.keys, later.values, 0, 0)
-    _product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * _BLOCK, into, stride, high - low, stride,
-             nothing)  # fmt: skip
+    _product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * keys, into, stride, words, stride,
+             np.float32(1.0), nothing)  # fmt: skip
 
 
 @jit
-def _take_query(rows: Rows, token: int, head: int, shape: Shape, into: int) -> None:
-    """One query row in float32, scaled."""
+def _take_query(rows: Rows, part: Part, token: int, head: int, shape: Shape, into: int) -> None:
+    """One query row in float32, scaled; in pairs as it is."""
     depth, scale = shape.key_dim, np.float32(shape.scale)
-    if rows.kind == F32:
+    if in_pairs(part):
+        copy_row(into, rows.queries + rows.stride * token + 2 * depth * head, depth // 2)
+    elif rows.kind == F32:
         scale_up(rows.queries + rows.stride * token + 4 * depth * head, into, depth, scale, 0)
     else:
         scale_up(rows.queries + rows.stride * token + 2 * depth * head, into, depth, scale, 1)
@@ -313,7 +369,9 @@ def attend_task(
                 row = tokens[first + t] * num_heads + h * whole_group + group0 + g
                 place = (h - head0) * num_rows + t * group + g
                 to = folded + 4 * depth * place
-                _take_query(rows, tokens[first + t], h * whole_group + group0 + g, shape, to)
+                _take_query(
+                    rows, latent, tokens[first + t], h * whole_group + group0 + g, shape, to
+                )
                 if joint >= 0:  # group0 is 0 here
                     row = joints[joint, 2] + (block0 - joints[joint, 0]) * count * num_heads
                     row += (h * count + t) * group + g
@@ -362,12 +420,14 @@ def attend_task(
             scale_factors(value, slots, padded, heads, h, value_factors)
             of_keys = Block(latent, at_key, keys_at, key_factors.ctypes.data, keys)
             of_values = Block(value, at_value, values_at, value_factors.ctypes.data, values)
-            _pack_keys(of_keys, keys, depth, num_keys)
+            packed = depth // 2 if in_pairs(latent) else depth  # words of a key
+            _pack_keys(of_keys, keys, packed, num_keys)
             if rope.width:
                 scale_factors(rope, slots, padded, heads, h, rope_factors)
                 of_rope = Block(rope, rope.address + h * rope.head, in_rope.ctypes.data,
                                 rope_factors.ctypes.data, 0)  # fmt: skip
-                _pack_keys(of_rope, keys + 4 * _COLUMNS * latent.width, depth, num_keys)
+                words = latent.width // 2 if in_pairs(latent) else latent.width
+                _pack_keys(of_rope, keys + 4 * _COLUMNS * words, packed, num_keys)
             _pack_values(of_values, values, stride, num_keys)
             mine = folded + 4 * depth * (h - head0) * num_rows
             # what is fetched meanwhile: the next head, block or task
@@ -433,6 +493,7 @@ attend = compiled(
     __file__,
     block_rows.__file__,
     direct.__file__,
+    direct_pairs.__file__,
     few_rows.__file__,
     kernel_args.__file__,
     key_vectors.__file__,

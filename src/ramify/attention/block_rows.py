@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ramify.attention.kernel_args import Part, Shape
+from ramify.attention.kernel_args import Part, Shape, in_pairs
 from ramify.attention.simd import (
     TILE_COLUMNS,
     copy_row,
@@ -19,6 +19,7 @@ from ramify.attention.simd import (
     fold_row,
     put_float,
     soft_cap_row,
+    softmax_pairs,
     softmax_row,
 )
 
@@ -88,8 +89,12 @@ def span_of(shape: Shape, seen: Any, first: int, count: int) -> Any:
 
 
 @jit
-def soften(shape: Shape, row: int, end: int, width: int) -> Any:
-    """Scores in place to weights, 0 for keys from `end` on and before the window: see `softmax_row`."""
+def soften(shape: Shape, part: Part, row: int, end: int, width: int) -> Any:
+    """Scores in place to weights, 0 for keys from `end` on and before the window: see `softmax_row`.
+
+    Args:
+        part: the values' plane.
+    """
     if shape.soft_cap > 0:
         soft_cap_row(row, np.float32(shape.soft_cap), width)
     for j in range(max(0, end), width):
@@ -97,6 +102,8 @@ def soften(shape: Shape, row: int, end: int, width: int) -> Any:
     if shape.window:
         for j in range(min(width, end - shape.window)):
             put_float(row + 4 * j, _NOTHING)
+    if in_pairs(part):
+        return softmax_pairs(row, width)
     return softmax_row(row, width)
 
 

@@ -8,6 +8,7 @@ score over the elements of a key, and for each element of a result over the keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,16 +16,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.attention.key_vectors import AHEAD, key_columns, prefetch_keys
+from ramify.attention.kernel_args import stored_as
+from ramify.attention.key_vectors import AHEAD, key_columns, key_pairs, prefetch_keys
 from ramify.attention.simd import (
     BF16,
     INT8,
     LINE,
     SIZES,
-    _call,
     _const,
+    _dot,
     _f32,
     _fill,
+    _fma,
     _halves_of,
     _i32,
     _i64,
@@ -35,7 +38,6 @@ from ramify.attention.simd import (
     _store,
     _vec,
     _widen,
-    stored_as,
 )
 
 KEYS = 8  # a vector of scores; as many as `prefetch_keys` fetches
@@ -44,14 +46,14 @@ _VECTORS = {1: 4, 2: 4, 4: 2}  # of a result that a tile of so many rows makes a
 _int = types.int64
 
 
-def _each(builder: Any, tile: Any, emit: Callable[[int], None]) -> None:
+def each_tile(builder: Any, tile: Any, emit: Callable[[int], None]) -> None:
     """`emit` for every tile; one of them runs."""
     for num_rows in TILES:
         with builder.if_then(builder.icmp_signed("==", tile, _i64(num_rows))):
             emit(num_rows)
 
 
-def _rows(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
+def rows_of(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
     """Addresses of rows 0, 1 ... of which none is behind `last`; `stride` in bytes."""
     found = []
     for r in range(count):
@@ -60,15 +62,17 @@ def _rows(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[A
     return found
 
 
-def _offset(builder: Any, offsets: Any, index: Any) -> Any:
+def offset_at(builder: Any, offsets: Any, index: Any) -> Any:
+    """The int64 of that number."""
     return _load(builder, _step(builder, offsets, index, 8), _i64)
 
 
-def _factor(builder: Any, factors: Any, index: Any) -> Any:
+def factor_at(builder: Any, factors: Any, index: Any) -> Any:
+    """The float, or the word, of that number in all lanes."""
     return _fill(builder, _load(builder, _step(builder, factors, index, 4), _f32), 8)
 
 
-def _fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
+def fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
     """What begins to fetch one more line of some rows, into the second level, at each call.
 
     Args:
@@ -121,20 +125,29 @@ def _paired(builder: Any, vectors: list[Any], halves: list[list[int]]) -> list[A
     return [_shuffle(builder, a, b, places) for a, b in pairs for places in halves]
 
 
-def _take_sums(builder: Any, places: list[Any], sums: list[Any], *, is_apart: bool) -> None:
+def take_sums(builder: Any, places: list[Any], sums: list[Any], *, is_apart: bool = False) -> None:
+    """Sums as they are in memory."""
     found = [_load(builder, place, _vec(8)) for place in places]
     for x, one in zip(_apart(builder, found) if is_apart else found, sums, strict=True):
         builder.store(x, one)
 
 
-def _accumulate(builder: Any, x: Any, vectors: list[Any], sums: list[Any]) -> None:
+def accumulate(
+    builder: Any, add: Callable[..., Any], x: Any, vectors: list[Any], sums: list[Any]
+) -> None:
+    """sums += x * vectors, as `add` does it."""
     for y, one in zip(vectors, sums, strict=True):
-        builder.store(_call(builder, "fma", x, y, builder.load(one)), one)
+        builder.store(add(builder, x, y, builder.load(one)), one)
 
 
-def _put_sums(builder: Any, sums: list[Any], places: list[Any], *, is_apart: bool = False) -> None:
-    """Sums that end in +0."""
-    found = [builder.fadd(builder.load(one), _const(0.0, 8)) for one in sums]
+def put_sums(
+    builder: Any, sums: list[Any], places: list[Any], *, is_apart: bool = False, scale: Any = None
+) -> None:
+    """Sums, times `scale` if there is one, that end in +0."""
+    found = [builder.load(one) for one in sums]
+    if scale is not None:
+        found = [builder.fmul(one, _fill(builder, scale, 8)) for one in found]
+    found = [builder.fadd(one, _const(0.0, 8)) for one in found]
     for x, place in zip(_together(builder, found) if is_apart else found, places, strict=True):
         _store(builder, x, place)
 
@@ -142,9 +155,12 @@ def _put_sums(builder: Any, sums: list[Any], places: list[Any], *, is_apart: boo
 @intrinsic
 def scores(
     _: Any, part: Any, source: Any, offsets: Any, factors: Any, groups: Any, width: Any,
-    queries: Any, last: Any, tile: Any, into: Any, stride: Any, later: Any,
+    queries: Any, last: Any, tile: Any, into: Any, stride: Any, scale: Any, later: Any,
 ) -> Any:  # fmt: skip
     """into[r, j] = queries[r] . key j, for `groups` times `KEYS` keys and the rows of a tile.
+
+    In pairs the queries are bfloat16, at the beginnings of their rows, and results are multiplied
+    by `scale`.
 
     Args:
         part: its type says what the keys are stored in.
@@ -154,15 +170,17 @@ def scores(
         queries: address of [last + 1, width] float32.
         tile: one of `TILES`; as many rows are written.
         stride: bytes from row to row of `into`.
-        later: what is fetched meanwhile, see `_fetcher`.
+        later: what is fetched meanwhile, see `fetcher`.
     """
-    stored = stored_as(part)
+    stored, pairs = stored_as(part), part.instance_class.pairs
+    add, query_size = (_dot, 2) if pairs else (_fma, 4)
+    turned = key_pairs if pairs else partial(key_columns, kind=stored)
     # Side by side, chains of additions wait less; in other kinds a group fills the registers.
     at_once = 2 if stored == BF16 else 1
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, factors, groups, width, queries, last, tile, into, stride = args[:11]
-        fetch = _fetcher(builder, cgutils.unpack_tuple(builder, args[11], 4))
+        fetch = fetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
         row_bytes = builder.mul(width, _i64(4))
 
         def columns_of(first: Any, element: Any) -> list[Any]:
@@ -173,8 +191,9 @@ def scores(
             for _ in range(SIZES[stored]):
                 fetch()
             begin = builder.add(source, builder.mul(element, _i64(SIZES[stored])))
-            keys = [_offset(builder, offsets, builder.add(first, _i64(i))) for i in range(KEYS)]
-            columns = key_columns(builder, [builder.add(begin, key) for key in keys], stored)
+            keys = [offset_at(builder, offsets, builder.add(first, _i64(i))) for i in range(KEYS)]
+            places = [builder.add(begin, key) for key in keys]
+            columns = turned(builder, places)
             if stored >= INT8:
                 scales = _load(builder, _step(builder, factors, first, 4), _vec(8))
                 columns = [builder.fmul(column, scales) for column in columns]
@@ -193,27 +212,30 @@ def scores(
                 with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as eights:
                     element = builder.mul(eights.index, _i64(8))
                     columns = [columns_of(first, element) for first in firsts]
-                    for d in range(8):
-                        place = builder.mul(builder.add(element, _i64(d)), _i64(4))
+                    begin_of = builder.mul(element, _i64(query_size))
+                    for d in range(len(columns[0])):
+                        place = builder.add(begin_of, _i64(4 * d))
                         for row, mine in zip(rows, sums, strict=True):
                             x = _fill(builder, _load(builder, builder.add(row, place), _f32), 8)
-                            _accumulate(builder, x, [of_group[d] for of_group in columns], mine)
+                            vectors = [of_group[d] for of_group in columns]
+                            accumulate(builder, add, x, vectors, mine)
                 for r, mine in enumerate(sums):
                     line = builder.add(into, builder.mul(stride, _i64(r)))
-                    _put_sums(builder, mine, [_step(builder, line, first, 4) for first in firsts])
+                    places = [_step(builder, line, first, 4) for first in firsts]
+                    put_sums(builder, mine, places, scale=args[11] if pairs else None)
 
         def emit(num_rows: int) -> None:
-            rows = _rows(builder, queries, row_bytes, last, num_rows)
+            rows = rows_of(builder, queries, row_bytes, last, num_rows)
             rounds = builder.udiv(groups, _i64(at_once))
             some(rows, _i64(0), rounds, at_once)
             done = builder.mul(rounds, _i64(at_once))
             if at_once > 1:
                 some(rows, done, builder.sub(groups, done), 1)
 
-        _each(builder, tile, emit)
+        each_tile(builder, tile, emit)
         return context.get_dummy_value()
 
-    return types.void(part, *[_int] * 10, later), code
+    return types.void(part, *[_int] * 10, types.float32, later), code
 
 
 def _values_at(builder: Any, address: Any, stored: int, count: int) -> list[Any]:
@@ -243,18 +265,18 @@ def mix(
         weights: address of the float32 rows 0 to `last`, `stride` bytes from each to the next.
         tile: one of `TILES`; as many rows are written.
         into_stride: bytes from row to row of `into`.
-        later: what is fetched meanwhile, see `_fetcher`.
+        later: what is fetched meanwhile, see `fetcher`.
     """
     stored = stored_as(part)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, factors, count, width = args[:6]
         weights, stride, last, tile, into, into_stride = args[6:12]
-        fetch = _fetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
+        fetch = fetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
 
         def columns(num_rows: int, vectors: int, begin: Any, steps: Any) -> None:
             """`steps` times so many vectors of each row, from the element `begin` on."""
-            rows = _rows(builder, weights, stride, last, num_rows)
+            rows = rows_of(builder, weights, stride, last, num_rows)
             sums = [[cgutils.alloca_once(builder, _vec(8)) for _ in range(vectors)] for _ in rows]
             is_apart = _is_apart(stored, vectors)
             with cgutils.for_range(builder, steps) as loop:
@@ -266,22 +288,23 @@ def mix(
                 ]
                 places = [[builder.add(at, _i64(32 * v)) for v in range(vectors)] for at in lines]
                 for mine, at in zip(sums, places, strict=True):
-                    _take_sums(builder, at, mine, is_apart=is_apart)
+                    take_sums(builder, at, mine, is_apart=is_apart)
 
                 with cgutils.for_range(builder, count) as keys:
-                    soon = _offset(builder, offsets, builder.add(keys.index, _i64(AHEAD)))
+                    soon = offset_at(builder, offsets, builder.add(keys.index, _i64(AHEAD)))
                     for line in range(0, 8 * vectors * SIZES[stored], LINE):
                         _prefetch(builder, builder.add(builder.add(start, soon), _i64(line)), 3)
                         fetch()
-                    at = builder.add(start, _offset(builder, offsets, keys.index))
+                    at = builder.add(start, offset_at(builder, offsets, keys.index))
                     value = _values_at(builder, at, stored, vectors)
                     if stored >= INT8:
-                        scale = _factor(builder, factors, keys.index)
+                        scale = factor_at(builder, factors, keys.index)
                         value = [builder.fmul(one, scale) for one in value]
                     for row, mine in zip(rows, sums, strict=True):
-                        _accumulate(builder, _factor(builder, row, keys.index), value, mine)
+                        weight = factor_at(builder, row, keys.index)
+                        accumulate(builder, _fma, weight, value, mine)
                 for mine, at in zip(sums, places, strict=True):
-                    _put_sums(builder, mine, at, is_apart=is_apart)
+                    put_sums(builder, mine, at, is_apart=is_apart)
 
         def emit(num_rows: int) -> None:
             vectors = _VECTORS[num_rows]
@@ -291,7 +314,7 @@ def mix(
             left = builder.udiv(builder.sub(width, rest), _i64(8))
             columns(num_rows, 1, rest, left)
 
-        _each(builder, tile, emit)
+        each_tile(builder, tile, emit)
         return context.get_dummy_value()
 
     return types.void(part, *[_int] * 11, later), code

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.attention import direct
+import numpy as np
+
+from ramify.attention import direct, direct_pairs
 from ramify.attention.block_rows import (
     BLOCK_KEYS,
     fold,
@@ -19,22 +21,15 @@ from ramify.attention.block_rows import (
     soften,
     span_of,
 )
-from ramify.attention.kernel_args import Few, Part, Shape
-from ramify.attention.simd import (
-    LINE,
-    TILE_COLUMNS,
-    has_scales,
-    is_finite,
-    put_float,
-    stored_size,
-)
+from ramify.attention.kernel_args import Few, Part, Shape, has_scales, in_pairs, stored_size
+from ramify.attention.simd import LINE, TILE_COLUMNS, is_finite, put_float
 
 FEW_ROWS = 8  # up to so many rows of a task read a block where it lies
 AT_ONCE = 32  # keys that all heads read before the next
 UNITS_AHEAD = 2  # times as many keys, or values, lie between what is read and what is fetched
 _BLOCK, _COLUMNS, _LINE = BLOCK_KEYS, TILE_COLUMNS, LINE  # globals are constants to Numba
 _AT_ONCE, _AHEAD, _TILE, _KEYS = AT_ONCE, UNITS_AHEAD, direct.TILES[-1], direct.KEYS
-_scores, _mix = direct.scores, direct.mix
+_scores, _mix, _mix_pairs = direct.scores, direct.mix, direct_pairs.mix_pairs
 
 
 def room(num_rows: int) -> int:
@@ -107,7 +102,8 @@ def _score(shape: Shape, few: Few, span: Any, slots: Any, factors: Any) -> None:
                 into = few.scores + 4 * (_BLOCK * (h * rows + r) + begin - low)
                 _scores(part, source, few.key_offsets + 8 * begin, factors.ctypes.data,
                         -(-count // _KEYS), depth, few.queries + 4 * depth * (h * few.num_rows + r),
-                        num_rows - 1, _tile_of(num_rows), into, 4 * _BLOCK, later)  # fmt: skip
+                        num_rows - 1, _tile_of(num_rows), into, 4 * _BLOCK, np.float32(shape.scale),
+                        later)  # fmt: skip
 
 
 @jit
@@ -128,10 +124,18 @@ def _weigh(shape: Shape, few: Few, span: Any, slots: Any, factors: Any) -> None:
                 num_rows = min(_TILE, few.num_rows - r)
                 later = _share(wanted, h, few.num_heads) if r == 0 else _share(wanted, 0, _BLOCK)
                 place = h * rows + r
+                into = few.partial + 4 * stride * place
+                weights = few.scores + 4 * _BLOCK * place
+                if in_pairs(part):
+                    weights += 2 * (begin - low)
+                    _mix_pairs(part, source, few.value_offsets + 8 * begin, 0, count, part.width,
+                               weights, 4 * _BLOCK, num_rows - 1, _tile_of(num_rows), into,
+                               4 * stride, later)  # fmt: skip
+                    continue
+                weights += 4 * (begin - low)
                 _mix(part, source, few.value_offsets + 8 * begin, factors.ctypes.data, count,
-                     part.width, few.scores + 4 * (_BLOCK * place + begin - low), 4 * _BLOCK,
-                     num_rows - 1, _tile_of(num_rows), few.partial + 4 * stride * place, 4 * stride,
-                     later)  # fmt: skip
+                     part.width, weights, 4 * _BLOCK, num_rows - 1, _tile_of(num_rows), into,
+                     4 * stride, later)  # fmt: skip
 
 
 @jit
@@ -157,7 +161,7 @@ def attend_few(
     for h in range(few.num_heads):
         for r in range(few.num_rows):
             at, line = 2 * (h * few.num_rows + r), few.scores + 4 * _BLOCK * (h * rows + r)
-            tops[at], tops[at + 1] = soften(shape, line, seen[r] - low, width)
+            tops[at], tops[at + 1] = soften(shape, few.values, line, seen[r] - low, width)
     _weigh(shape, few, span, slots, value_factors)
     for h in range(few.num_heads):
         for r in range(few.num_rows):
@@ -166,9 +170,32 @@ def attend_few(
             begin, end = own_keys(shape, seen[r] - low, high - low)
             if begin < end:
                 if not is_finite(sums, stride):
-                    _weigh_alone(shape, few, (low + begin, low + end), h, slots, value_factors,
-                                 few.scores + 4 * (_BLOCK * place + begin), sums)  # fmt: skip
+                    row = few.scores + 4 * _BLOCK * place
+                    if in_pairs(few.values):
+                        source = few.values.address + (few.head + h) * few.values.head
+                        offsets = few.value_offsets + 8 * (low + begin)
+                        mix_alone(shape, few.values, source, offsets, (begin, end), row, sums)
+                    else:
+                        _weigh_alone(shape, few, (low + begin, low + end), h, slots, value_factors,
+                                     row + 4 * begin, sums)  # fmt: skip
                 fold(state, state_rows[at // 2], tops[at], tops[at + 1], sums, stride)
+
+
+@jit
+def mix_alone(
+    shape: Shape, part: Part, source: int, offsets: int, keys: Any, weights: int, into: int
+) -> None:
+    """The weighted sum of one row over keys [begin, end), in pairs; no other key is looked at.
+
+    Args:
+        offsets: address of the bytes from `source` to each of them.
+        weights: of a row of them from key 0 on, an even one of its block.
+    """
+    begin, end = keys
+    for d in range(shape.value_stride):
+        put_float(into + 4 * d, 0.0)
+    _mix_pairs(part, source, offsets, begin % 2, end - begin, part.width, weights + 4 * (begin // 2),
+               4 * _BLOCK, 0, 1, into, 4 * shape.value_stride, (source, offsets, 1, 1))  # fmt: skip
 
 
 @jit

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ramify.attention.simd import BF16, F16, F32, FP8, INT8
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ramify.attention.simd import BF16, F16, F32, FP8, INT8, SIZES, _i32, _i64, _widen
+
+_int, _float = types.int64, types.float32
 
 
 class Part(NamedTuple):
@@ -20,31 +26,37 @@ class Part(NamedTuple):
 class F32Part(Part):
     """A plane of float32: kernels are compiled for the kinds that are used."""
 
-    kind = F32
+    kind, pairs = F32, False
 
 
 class BF16Part(Part):
     """A plane of bfloat16."""
 
-    kind = BF16
+    kind, pairs = BF16, False
+
+
+class PairsPart(Part):
+    """A plane of bfloat16 that is computed with in pairs, as are queries and weights."""
+
+    kind, pairs = BF16, True
 
 
 class F16Part(Part):
     """A plane of float16."""
 
-    kind = F16
+    kind, pairs = F16, False
 
 
 class INT8Part(Part):
     """A plane of int8."""
 
-    kind = INT8
+    kind, pairs = INT8, False
 
 
 class FP8Part(Part):
     """A plane of float8 e4m3fn."""
 
-    kind = FP8
+    kind, pairs = FP8, False
 
 
 PARTS = (F32Part, BF16Part, F16Part, INT8Part, FP8Part)  # by kind
@@ -115,3 +127,64 @@ class Shape(NamedTuple):
     num_workers: int
     soft_cap: float  # 0: none
     scale: float  # of queries
+
+
+def stored_as(part: Any) -> int:
+    """What a plane is stored in, known when a kernel is compiled; `part` is the type of its `Part`."""
+    kind: int = part.instance_class.kind
+    return kind
+
+
+@intrinsic
+def moved(_: Any, part: Any, address: Any) -> Any:
+    """The same plane of another layer: a `Part` with another address."""
+    place = part.instance_class._fields.index("address")
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.insert_value(args[0], args[1], place)
+
+    return part(part, _int), code
+
+
+@intrinsic
+def stored_size(_: Any, part: Any) -> Any:
+    """Bytes of an element of a plane."""
+    size = SIZES[stored_as(part)]
+
+    def code(*_: Any) -> Any:
+        return _i64(size)
+
+    return _int(part), code
+
+
+@intrinsic
+def has_scales(_: Any, part: Any) -> Any:
+    """Whether what a plane holds is to be multiplied with factors."""
+    scaled = stored_as(part) >= INT8
+
+    def code(*_: Any) -> Any:
+        return ir.IntType(1)(scaled)
+
+    return types.boolean(part), code
+
+
+@intrinsic
+def in_pairs(_: Any, part: Any) -> Any:
+    """Whether a plane is read in pairs: known when a kernel is compiled."""
+    pairs = part.instance_class.pairs
+
+    def code(*_: Any) -> Any:
+        return ir.IntType(1)(pairs)
+
+    return types.boolean(part), code
+
+
+@intrinsic
+def stored_at(_: Any, part: Any, address: Any) -> Any:
+    """One element of a plane as float32."""
+    stored = stored_as(part)
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.extract_element(_widen(builder, args[1], stored, 1), _i32(0))
+
+    return _float(part, _int), code

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.attention.kernel_args import stored_as
 from ramify.attention.simd import (
     BF16,
     LINE,
     SIZES,
     TILE_COLUMNS,
+    _const,
     _f32,
     _fill,
     _halves_of,
@@ -26,7 +29,6 @@ from ramify.attention.simd import (
     _transposed,
     _vec,
     _widen,
-    stored_as,
 )
 
 AHEAD = 16  # keys between those that are read and those that are fetched meanwhile
@@ -38,12 +40,12 @@ def key_columns(builder: Any, places: list[Any], kind: int) -> list[Any]:
     if kind != BF16:
         return _transposed(builder, [_widen(builder, place, kind) for place in places])
     columns = []
-    for pair in _turned_pairs(builder, places):
+    for pair in key_pairs(builder, places):
         columns += _halves_of(builder, pair)
     return columns
 
 
-def _turned_pairs(builder: Any, places: list[Any]) -> list[Any]:
+def key_pairs(builder: Any, places: list[Any]) -> list[Any]:
     """Four words of 32 bits, two elements each, of eight keys: a vector for each word.
 
     A key's words fill half a vector, behind them are those of the key four further: so half as many
@@ -62,6 +64,21 @@ def _turned_pairs(builder: Any, places: list[Any]) -> list[Any]:
             by_two = [word, word + 1, word + 8, word + 9, word + 4, word + 5, word + 12, word + 13]
             turned.append(_shuffle(builder, low, high, by_two))
     return turned
+
+
+def value_pairs(builder: Any, first: Any, second: Any) -> list[Any]:
+    """Two values of 16-bit elements as words of one element of each: a vector for eight, else two."""
+    count = first.type.count
+    width = count if count == 8 else count // 2
+    return [
+        builder.bitcast(
+            _shuffle(
+                builder, first, second, [at + i // 2 + i % 2 * count for i in range(2 * width)]
+            ),
+            _vec(width),
+        )
+        for at in range(0, count, width)
+    ]
 
 
 def prefetch_keys(builder: Any, source: Any, offsets: Any, index: Any, stored: int) -> None:
@@ -117,6 +134,93 @@ def transpose_keys(
         return context.get_dummy_value()
 
     return types.void(part, _int, _int, _int, _int, _int, _int), code
+
+
+@intrinsic
+def transpose_pairs(
+    _: Any, part: Any, source: Any, offsets: Any, into: Any, stride: Any, width: Any
+) -> Any:
+    """Eight keys as columns of `into`, a word of two elements a line: `transpose_keys` in pairs."""
+    stored = stored_as(part)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _, source, offsets, into, stride, width = args
+        starts = [
+            builder.add(source, _load(builder, builder.add(offsets, _i64(8 * i)), _i64))
+            for i in range(8)
+        ]
+        later = builder.add(offsets, _i64(8 * AHEAD))
+        with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as loop:
+            prefetch_keys(builder, source, later, loop.index, stored)
+            step = builder.mul(loop.index, _i64(8 * SIZES[BF16]))
+            line = builder.add(into, builder.mul(builder.mul(loop.index, stride), _i64(16)))
+            words = key_pairs(builder, [builder.add(start, step) for start in starts])
+            for i, word in enumerate(words):
+                _store(builder, word, builder.add(line, builder.mul(stride, _i64(4 * i))))
+        return context.get_dummy_value()
+
+    return types.void(part, *[_int] * 5), code
+
+
+@intrinsic
+def copy_value_pairs(
+    _: Any, part: Any, source: Any, offsets: Any, count: Any, into: Any, stride: Any, width: Any, columns: Any
+) -> Any:  # fmt: skip
+    """`count` times two values as tiles of `TILE_COLUMNS` words of one element of each.
+
+    Args:
+        part, source, offsets: as in `copy_values`.
+        into, stride: address of the first tile, [count, TILE_COLUMNS], and bytes from tile to tile.
+        width: elements of a value, a multiple of 8.
+        columns: elements of a row of tiles; those from `width` on are zeros.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _, source, offsets, count, into, stride, width, columns = args
+
+        def place(line: Any, column: Any) -> Any:
+            """Of a column's word in a line of the first tile."""
+            tile = builder.udiv(column, _i64(TILE_COLUMNS))
+            inner = builder.sub(column, builder.mul(tile, _i64(TILE_COLUMNS)))
+            return builder.add(_step(builder, line, inner, 4), builder.mul(tile, stride))
+
+        with cgutils.for_range(builder, count) as loop:
+            at = _step(builder, offsets, loop.index, 16)
+            starts, ahead = [], []
+            for i in range(2):
+                one = builder.add(at, _i64(8 * i))
+                starts.append(builder.add(source, _load(builder, one, _i64)))
+                later = _load(builder, builder.add(one, _i64(8 * AHEAD)), _i64)
+                ahead.append(builder.add(source, later))
+            line = _step(builder, into, loop.index, 4 * TILE_COLUMNS)
+
+            def some(begin: Any, steps: Any, count: int) -> None:
+                with cgutils.for_range(builder, steps) as parts:
+                    column = builder.add(begin, builder.mul(parts.index, _i64(count)))
+                    rows = [
+                        _load(
+                            builder, _step(builder, start, column, 2), _vec(count, ir.IntType(16))
+                        )
+                        for start in starts
+                    ]
+                    if count * SIZES[BF16] >= LINE:
+                        for one in ahead:
+                            _prefetch(builder, _step(builder, one, column, 2), 3)
+                    to = place(line, column)
+                    for i, words in enumerate(value_pairs(builder, *rows)):
+                        _store(builder, words, builder.add(to, _i64(4 * i * words.type.count)))
+
+            whole = builder.udiv(width, _i64(TILE_COLUMNS))
+            some(_i64(0), whole, TILE_COLUMNS)
+            done = builder.mul(whole, _i64(TILE_COLUMNS))
+            some(done, builder.udiv(builder.sub(width, done), _i64(8)), 8)
+            rest = builder.udiv(builder.sub(columns, width), _i64(8))
+            with cgutils.for_range(builder, rest) as parts:
+                column = builder.add(width, builder.mul(parts.index, _i64(8)))
+                _store(builder, _const(0.0, 8), place(line, column))
+        return context.get_dummy_value()
+
+    return types.void(part, *[_int] * 7), code
 
 
 @intrinsic

@@ -18,12 +18,13 @@ from numba.extending import intrinsic
 
 _HAS = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if _HAS.get("avx512f") else 8
-DOTS = LANES == 16 and bool(_HAS.get("avx512bf16"))  # it multiplies bfloat16 in pairs
+# Whether the processor multiplies bfloat16 by itself: in words of two, adding both products to a
+# float32 in a fixed order. What is computed in such words is "in pairs".
+DOTS = LANES == 16 and bool(_HAS.get("avx512bf16"))
 TILE_VECTORS = 2
 TILE_COLUMNS = LANES * TILE_VECTORS
-TILE_ROWS = (
-    6  # 6 x 2 accumulators: enough to hide the latency of an FMA, few enough for 16 registers
-)
+# 6 x 2 accumulators hide the latency of an FMA and leave some of 16 registers; AVX-512 has 32.
+TILE_ROWS = 12 if LANES == 16 else 6
 
 F32, BF16, F16, INT8, FP8 = range(5)  # what K/V is stored in
 SIZES = (4, 2, 2, 1, 1)  # bytes of each
@@ -72,6 +73,24 @@ def _call(builder: Any, name: str, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, full), args)
 
 
+def _dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
+    """total plus the products of two pairs in each word; subnormals are zeros."""
+    if not DOTS:  # compiled all the same, never called
+        return total
+    lanes, bits = x.type.count, 32 * x.type.count
+    words, kind = (
+        _vec(lanes, _i32),
+        ir.FunctionType(_vec(lanes), [_vec(lanes), *[_vec(lanes, _i32)] * 2]),
+    )
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [total, builder.bitcast(x, words), builder.bitcast(y, words)])
+
+
+def _fma(builder: Any, x: Any, y: Any, total: Any) -> Any:
+    return _call(builder, "fma", x, y, total)
+
+
 def _load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
@@ -109,6 +128,22 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.select(low, c(0.0), builder.fmul(y, builder.bitcast(bits, x.type)))
 
 
+def _from_bf16(builder: Any, x: Any) -> Any:
+    """16-bit words as float32."""
+    lanes = x.type.count
+    wide = builder.shl(builder.zext(x, _vec(lanes, _i32)), _const(16, lanes, _i32))
+    return builder.bitcast(wide, _vec(lanes))
+
+
+def _to_bf16(builder: Any, x: Any) -> Any:
+    """Float32 to the nearest bfloat16, ties to even; subnormals, which `_dot` takes for zeros, to zero."""
+    if not DOTS:
+        return builder.trunc(builder.bitcast(x, _vec(LANES, _i32)), _vec(LANES, ir.IntType(16)))
+    kind = ir.FunctionType(_vec(LANES, ir.IntType(16)), [_vec(LANES)])
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x])
+
+
 def _widen(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
     """Stored elements as float32."""
     raw = _load(builder, address, _vec(lanes, _STORED[kind]))
@@ -120,7 +155,7 @@ def _widen(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
     if kind == F32:
         return raw
     if kind == BF16:
-        return builder.bitcast(builder.shl(builder.zext(raw, ints), c(16)), floats)
+        return _from_bf16(builder, raw)
     if kind == F16:
         return builder.fpext(raw, floats)
     if kind == INT8:
@@ -169,19 +204,23 @@ def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(vector, _i32(0))
 
 
-def _make_tile(num_rows: int) -> Any:
+def _make_tile(num_rows: int, *, pairs: bool = False) -> Any:
+    add = _dot if pairs else _fma
+
     @intrinsic
     def tile(
-        _: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any
-    ) -> Any:
-        """c[r, :TILE_COLUMNS] = sum over k < depth of a[r, k] * b[k, :], k ascending.
+        _: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
+        scale: Any,
+    ) -> Any:  # fmt: skip
+        """c[r, :TILE_COLUMNS] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
 
-        Strides in floats. The +0 at the end makes a sum of zeros +0 however many there were, so
-        that trailing products by zero may be left out.
+        Strides in floats, or in words of pairs; only with pairs there is a scale. The +0 at the end
+        makes a sum of zeros +0 however many there were, so that trailing products by zero may be
+        left out.
         """
 
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            a, a_stride, b, b_stride, c, c_stride, depth = args
+            a, a_stride, b, b_stride, c, c_stride, depth, scale = args
             zero = _const(0.0, LANES)
             sums = [
                 [cgutils.alloca_once(builder, _vec(LANES)) for _ in range(TILE_VECTORS)]
@@ -201,50 +240,70 @@ def _make_tile(num_rows: int) -> Any:
                     x = _load(builder, _step(builder, start, loop.index, 4), _f32)
                     wide = _fill(builder, x, LANES)
                     for one, other in zip(row, lines, strict=True):
-                        builder.store(_call(builder, "fma", wide, other, builder.load(one)), one)
+                        builder.store(add(builder, wide, other, builder.load(one)), one)
+            factor = _fill(builder, scale, LANES)
             for r, row in enumerate(sums):
                 into = builder.add(c, builder.mul(c_stride, _i64(4 * r)))
                 for v, one in enumerate(row):
-                    total = builder.fadd(builder.load(one), zero)
+                    total = builder.load(one)
+                    if pairs:
+                        total = builder.fmul(total, factor)
+                    total = builder.fadd(total, zero)
                     _store(builder, total, builder.add(into, _i64(4 * LANES * v)))
             return context.get_dummy_value()
 
-        return types.void(_int, _int, _int, _int, _int, _int, _int), code
+        return types.void(*[_int] * 7, _float), code
 
     return tile
 
 
-tile_1, tile_2, tile_4, tile_6 = (_make_tile(num_rows) for num_rows in (1, 2, 4, TILE_ROWS))
+tile_1, tile_2, tile_4, tile_all = (_make_tile(num_rows) for num_rows in (1, 2, 4, TILE_ROWS))
+pair_tile_1, pair_tile_2, pair_tile_4, pair_tile_all = (
+    _make_tile(num_rows, pairs=True) for num_rows in (1, 2, 4, TILE_ROWS)
+)
 
 
-@intrinsic
-def softmax_row(_: Any, row: Any, count: Any) -> Any:
-    """In place exp(x - max) of `count` floats, a multiple of LANES: (max, sum of the results).
+def _make_softmax(*, pairs: bool) -> Any:
+    @intrinsic
+    def softmax(_: Any, row: Any, count: Any) -> Any:
+        """In place exp(x - max) of `count` floats, a multiple of LANES: (max, sum of the results).
 
-    Both are taken lane by lane, ascending, then across lanes: further floats that are -inf change
-    neither.
-    """
+        Both are taken lane by lane, ascending, then across lanes: further floats that are -inf
+        change neither. In pairs the results are bfloat16, from the row's beginning on, and their
+        sum is that of the rounded ones.
+        """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, count = args
-        vec, steps = _vec(LANES), builder.udiv(count, _i64(LANES))
-        top, total = (cgutils.alloca_once(builder, vec) for _ in range(2))
-        builder.store(_const(float("-inf"), LANES), top)
-        with cgutils.for_range(builder, steps) as loop:
-            x = _load(builder, _step(builder, row, loop.index, 4 * LANES), vec)
-            builder.store(_max(builder, builder.load(top), x), top)
-        peak = _fold(builder, builder.load(top), lambda a, b: _max(builder, a, b))
-        wide = _fill(builder, peak, LANES)
-        builder.store(_const(0.0, LANES), total)
-        with cgutils.for_range(builder, steps) as loop:
-            at = _step(builder, row, loop.index, 4 * LANES)
-            y = _exp(builder, builder.fsub(_load(builder, at, vec), wide))
-            _store(builder, y, at)
-            builder.store(builder.fadd(builder.load(total), y), total)
-        weight = _fold(builder, builder.load(total), builder.fadd)
-        return context.make_tuple(builder, signature.return_type, (peak, weight))
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            row, count = args
+            vec, steps = _vec(LANES), builder.udiv(count, _i64(LANES))
+            top, total = (cgutils.alloca_once(builder, vec) for _ in range(2))
+            builder.store(_const(float("-inf"), LANES), top)
+            with cgutils.for_range(builder, steps) as loop:
+                x = _load(builder, _step(builder, row, loop.index, 4 * LANES), vec)
+                builder.store(_max(builder, builder.load(top), x), top)
+            peak = _fold(builder, builder.load(top), lambda a, b: _max(builder, a, b))
+            wide = _fill(builder, peak, LANES)
+            builder.store(_const(0.0, LANES), total)
+            with cgutils.for_range(builder, steps) as loop:
+                at = _step(builder, row, loop.index, 4 * LANES)
+                y = _exp(builder, builder.fsub(_load(builder, at, vec), wide))
+                if pairs:
+                    at = _step(builder, row, loop.index, 2 * LANES)
+                    narrow = _to_bf16(builder, y)
+                    _store(builder, narrow, at)
+                    y = _from_bf16(builder, narrow)
+                else:
+                    _store(builder, y, at)
+                builder.store(builder.fadd(builder.load(total), y), total)
+            weight = _fold(builder, builder.load(total), builder.fadd)
+            return context.make_tuple(builder, signature.return_type, (peak, weight))
 
-    return types.UniTuple(_float, 2)(_int, _int), code
+        return types.UniTuple(_float, 2)(_int, _int), code
+
+    return softmax
+
+
+softmax_row, softmax_pairs = _make_softmax(pairs=False), _make_softmax(pairs=True)
 
 
 @intrinsic
@@ -325,45 +384,6 @@ def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
     return types.void(_int, _int, _int), code
 
 
-def stored_as(part: Any) -> int:
-    """What a plane is stored in, known when a kernel is compiled; `part` is the type of its `Part`."""
-    kind: int = part.instance_class.kind
-    return kind
-
-
-@intrinsic
-def moved(_: Any, part: Any, address: Any) -> Any:
-    """The same plane of another layer: a `Part` with another address."""
-    place = part.instance_class._fields.index("address")
-
-    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.insert_value(args[0], args[1], place)
-
-    return part(part, _int), code
-
-
-@intrinsic
-def stored_size(_: Any, part: Any) -> Any:
-    """Bytes of an element of a plane."""
-    size = SIZES[stored_as(part)]
-
-    def code(*_: Any) -> Any:
-        return _i64(size)
-
-    return _int(part), code
-
-
-@intrinsic
-def has_scales(_: Any, part: Any) -> Any:
-    """Whether what a plane holds is to be multiplied with factors."""
-    scaled = stored_as(part) >= INT8
-
-    def code(*_: Any) -> Any:
-        return ir.IntType(1)(scaled)
-
-    return types.boolean(part), code
-
-
 def _prefetch(builder: Any, address: Any, level: int) -> None:
     """Begin to fetch the cache line of an address; level 3 is the nearest, 2 the one behind it."""
     pointer = ir.IntType(8).as_pointer()
@@ -371,17 +391,6 @@ def _prefetch(builder: Any, address: Any, level: int) -> None:
     fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     read, data = _i32(0), _i32(1)
     builder.call(fetch, [builder.inttoptr(address, pointer), read, _i32(level), data])
-
-
-@intrinsic
-def stored_at(_: Any, part: Any, address: Any) -> Any:
-    """One element of a plane as float32."""
-    stored = stored_as(part)
-
-    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.extract_element(_widen(builder, args[1], stored, 1), _i32(0))
-
-    return _float(part, _int), code
 
 
 @intrinsic(prefer_literal=True)

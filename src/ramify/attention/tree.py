@@ -35,13 +35,13 @@ class TreeBackend:
         from ramify.attention import block_kernels, kernel_args, simd
 
         self.spec, self.device = spec, device
-        self._kernels, self._args = block_kernels, kernel_args
+        self._kernels, self._args, self._dots = block_kernels, kernel_args, simd.DOTS
         self.num_workers = max(1, torch.get_num_threads())
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
         self._counters = np.zeros(1, np.int64)
         # by layer, for the very same planes: asking a tensor costs a microsecond
-        self._parts: dict[int, tuple[tuple[Tensor, ...], list[Any]]] = {}
+        self._parts: dict[tuple[int, torch.dtype], tuple[tuple[Tensor, ...], list[Any]]] = {}
         self._shapes: dict[tuple[int, int], Any] = {}
         self._scratch = np.zeros((0, 0), np.float32)
         self._state = np.zeros((0, 0), np.float32)
@@ -108,28 +108,29 @@ class TreeBackend:
         if plan.num_tokens < q.shape[0]:
             out[plan.num_tokens :] = 0
         window = spec.windows[layer] if selected is None else None
-        self._launch(plan, q, self._parts_of(layer, planes), out, window or 0)
+        self._launch(plan, q, self._parts_of(layer, planes, q.dtype), out, window or 0)
         return out
 
     def arguments(self, plan: Tasks, planes: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """The last arguments of `layer_kernels.run_layers` for a step, all layers having one window.
 
         Args:
-            planes: of the first layer.
+            planes: of the first layer, in the dtype of queries.
         """
         shape = self._prepared(plan, self.spec.windows[0] or 0)
         return (
-            shape, *self._parts_of(0, planes), plan.tasks, plan.starts, plan.joints,
+            shape, *self._parts_of(0, planes, self.spec.plane_dtype), plan.tasks, plan.starts, plan.joints,
             plan.tokens, plan.positions, plan.table, self._state, self._scratch, self._counters,
         )  # fmt: skip
 
-    def _parts_of(self, layer: int, planes: Mapping[str, Tensor]) -> list[Any]:
+    def _parts_of(self, layer: int, planes: Mapping[str, Tensor], dtype: torch.dtype) -> list[Any]:
+        """For queries of this dtype."""
         tensors = tuple(planes.values())
-        known, parts = self._parts.get(layer, (None, []))
+        known, parts = self._parts.get((layer, dtype), (None, []))
         if known is None or len(known) != len(tensors) or any(map(is_not, known, tensors)):
             check_planes(planes, self.spec)
-            parts = self._told(parts_of(planes))
-            self._parts[layer] = tensors, parts
+            parts = self._told(parts_of(planes), dtype)
+            self._parts[layer, dtype] = tensors, parts
         return parts
 
     def _launch(
@@ -196,13 +197,17 @@ class TreeBackend:
 
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""
-        q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim)
+        dtype = self.spec.dtype if self.spec.dtype in ROW_KINDS else torch.float32
+        q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim, dtype=dtype)
         empty = torch.zeros(1, 1, 1, 8).to(self.spec.plane_dtype)
-        out = torch.empty(0, self.spec.num_heads, self.spec.out_dim)
-        self._launch(self.nothing(), q, self._told(parts_of({"k": empty, "v": empty})), out, 0)
+        out = torch.empty(0, self.spec.num_heads, self.spec.out_dim, dtype=dtype)
+        parts = self._told(parts_of({"k": empty, "v": empty}), dtype)
+        self._launch(self.nothing(), q, parts, out, 0)
 
-    def _told(self, parts: Sequence[tuple[int, ...]]) -> list[Any]:
-        """Parts as the kernel takes them: it is compiled for each kind."""
+    def _told(self, parts: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Any]:
+        """Parts as the kernel takes them, for queries of this dtype: it is compiled for each kind."""
+        if self._dots and dtype == torch.bfloat16 and all(map(_fits_pairs, parts)):
+            return [self._args.PairsPart(*part) for _, *part in parts]
         return [self._args.PARTS[kind](*part) for kind, *part in parts]
 
 
@@ -242,6 +247,11 @@ def parts_of(planes: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
         return [latent, _part(planes, "rope"), latent]
     keys = _part(planes, "k")
     return [keys, (keys[0], *(0,) * 5), _part(planes, "v")]
+
+
+def _fits_pairs(part: tuple[int, ...]) -> bool:
+    kind, _, width, *_, scales = part
+    return kind == KINDS[torch.bfloat16] and width % 8 == 0 and not scales
 
 
 def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from ramify.attention import (
     block_kernels,
     block_rows,
     direct,
+    direct_pairs,
     few_rows,
     kernel_args,
     key_vectors,
@@ -19,8 +20,8 @@ from ramify.attention import (
 from ramify.attention.block_kernels import attend_task
 from ramify.attention.block_rows import address, jit
 from ramify.attention.compiled import compiled
-from ramify.attention.kernel_args import Rows
-from ramify.attention.simd import copy_row, moved
+from ramify.attention.kernel_args import Rows, moved
+from ramify.attention.simd import copy_row
 from ramify.attention.workers import STEP, leave, take_next
 from ramify.models import chain_kernels, panel_kernels, panel_tiles, row_kernels, row_tiles
 from ramify.models.chain_kernels import KIND, TASKS, TURN, operate
@@ -107,6 +108,7 @@ run_layers = compiled(
     block_rows.__file__,
     chain_kernels.__file__,
     direct.__file__,
+    direct_pairs.__file__,
     few_rows.__file__,
     kernel_args.__file__,
     key_vectors.__file__,

@@ -12,16 +12,17 @@ from numba.extending import intrinsic
 from ramify.attention.row_ops import narrow, rounded
 from ramify.attention.simd import (
     BF16,
-    DOTS,
     F32,
     LANES,
     LINE,
     SIZES,
     _call,
     _const,
+    _dot,
     _exp,
     _f32,
     _fill,
+    _fma,
     _halves_of,
     _i32,
     _i64,
@@ -55,27 +56,14 @@ def _line(builder: Any, address: Any, kind: int) -> list[Any]:
     return _halves_of(builder, _load(builder, address, _vec(LANES, _i32)))
 
 
-def _dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
-    """total plus two products of bfloat16, the second first, each rounded; subnormals are zeros."""
-    words, kind = _vec(16, _i32), ir.FunctionType(_vec(16), [_vec(16), *[_vec(16, _i32)] * 2])
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    dot = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(dot, [total, builder.bitcast(x, words), builder.bitcast(y, words)])
-
-
 def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any], kind: int) -> None:
     """sums[r, v] += column[r] * vectors[v], for all rows; `column` is the address of the first."""
-    at = iter(sums)
+    add, at = _dot if kind == PAIRS else _fma, iter(sums)
     for r in range(len(sums) // len(vectors)):
         x = _load(builder, builder.add(column, _i64(4 * r)), _f32)
         wide = _fill(builder, x, LANES)
         for vector, one in zip(vectors, at, strict=False):
-            total = builder.load(one)
-            if kind == PAIRS:
-                total = _dot(builder, wide, vector, total)
-            else:
-                total = _call(builder, "fma", wide, vector, total)
-            builder.store(total, one)
+            builder.store(add(builder, wide, vector, builder.load(one)), one)
 
 
 def _fetch(builder: Any, place: Any, gap: Any, count: int) -> None:
@@ -145,12 +133,10 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
 
 f32_0, f32_1, f32_2, f32_3, f32_4 = (_make_tile(rows, 1, F32) for rows in TILES)
 bf16_0, bf16_1, bf16_2, bf16_3, bf16_4 = (_make_tile(rows, 1, BF16) for rows in TILES)
-# without such dot products nobody calls them
-_PAIRS = PAIRS if DOTS else F32
-pairs_0, pairs_1, pairs_2, pairs_3, pairs_4 = (_make_tile(rows, 1, _PAIRS) for rows in TILES)
+pairs_0, pairs_1, pairs_2, pairs_3, pairs_4 = (_make_tile(rows, 1, PAIRS) for rows in TILES)
 f32_wide_0, f32_wide_1 = (_make_tile(TILES[i], GROUPS[i], F32) for i in range(2))
 bf16_wide_0, bf16_wide_1 = (_make_tile(TILES[i], GROUPS[i], BF16) for i in range(2))
-pairs_wide_0, pairs_wide_1 = (_make_tile(TILES[i], GROUPS[i], _PAIRS) for i in range(2))
+pairs_wide_0, pairs_wide_1 = (_make_tile(TILES[i], GROUPS[i], PAIRS) for i in range(2))
 
 
 @intrinsic(prefer_literal=True)
