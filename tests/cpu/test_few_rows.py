@@ -194,6 +194,34 @@ def test_a_value_that_is_no_number_stays_with_rows_that_see_it(
                 assert not found[position - begin].isfinite().any()
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_plan_that_follows_another_is_the_one_made_anew(
+    num_workers: int, window: int | None
+) -> None:
+    """Requests that grow by a token each, over block ends, alone and on a prefix, one more or less."""
+    spec = spec_of(num_heads=4, num_kv_heads=2, windows=(window,))
+    noise, backend = torch.Generator().manual_seed(0), backend_of(spec, num_workers)
+    lengths = [640, 700, 900, 120]
+    rows = pages_of([length + 300 for length in lengths], 8, noise)
+    for i in (1, 2):
+        rows[i][:64] = rows[0][:64]
+    sharing = [(-1, 0), (0, 512), (0, 512), (-1, 0)]
+    for step in range(280):
+        count = 3 if step % 40 == 7 else 4
+        shared = [(-1, 0)] * 4 if step % 50 == 9 else sharing
+        shares = [(length + step, 1) for length in lengths[:count]]
+        batch = batch_of(spec, shares, rows[:count], shared[:count])
+
+        found, expected = backend.plan(batch), backend_of(spec, num_workers).plan(batch)
+
+        for name in ("tasks", "starts", "joints", "tokens", "positions", "table"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
+        for name in ("page_size", "num_tokens", "max_rows", "state_rows"):
+            assert getattr(found, name) == getattr(expected, name)
+        assert [one.tolist() for one in found.phases] == [one.tolist() for one in expected.phases]
+
+
 def test_tasks_are_cut_by_what_they_cost() -> None:
     """A shared prefix and one long request are work for several; equal requests are a task each."""
     spec = spec_of(num_heads=8, num_kv_heads=8)

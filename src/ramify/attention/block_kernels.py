@@ -21,6 +21,7 @@ from ramify.attention import (
     few_rows,
     kernel_args,
     key_vectors,
+    laid_out,
     row_ops,
     workers,
 )
@@ -46,40 +47,20 @@ from ramify.attention.kernel_args import (
     Rows,
     Shape,
     in_pairs,
-    stored_at,
-    stored_size,
 )
-from ramify.attention.key_vectors import (
-    copy_value_pairs,
-    copy_values,
-    transpose_keys,
-    transpose_pairs,
-)
+from ramify.attention.laid_out import pack_keys, pack_values, product
 from ramify.attention.row_ops import divide_row, scale_up
 from ramify.attention.simd import (
     F32,
-    LINE,
     TILE_COLUMNS,
     TILE_ROWS,
     copy_row,
-    element_at,
-    int_at,
     is_finite,
-    pair_tile_1,
-    pair_tile_2,
-    pair_tile_4,
-    pair_tile_all,
-    prefetch,
-    put_float,
-    tile_1,
-    tile_2,
-    tile_4,
-    tile_all,
 )
 from ramify.attention.workers import take_next
 
 _BLOCK, _COLUMNS, _ROWS = BLOCK_KEYS, TILE_COLUMNS, TILE_ROWS  # globals are constants to Numba
-_FEW, _LINE = FEW_ROWS, LINE
+_FEW = FEW_ROWS
 _TILED = few_rows.room(FEW_ROWS)
 
 
@@ -90,121 +71,6 @@ def scratch_floats(shape: Shape, max_rows: int) -> int:
     tile = tiled * (BLOCK_KEYS + shape.value_stride + 2)
     floats = packed + tile + 3 * BLOCK_KEYS + max_rows * shape.key_dim
     return -(-(floats + 2 * (7 * BLOCK_KEYS + 3 * max_rows)) // 16) * 16
-
-
-@jit
-def _fetch(block: Block, begin: int, end: int) -> None:
-    """Begin to fetch some rows of a block into the second-level cache."""
-    for i in range(begin, end):
-        at = block.source + int_at(block.offsets + 8 * i)
-        for line in range(0, block.part.width * stored_size(block.part), _LINE):
-            prefetch(at + line, 2)
-
-
-@jit
-def _pack_keys(keys: Block, into: int, depth: int, count: int) -> None:
-    """Columns of [tiles, depth, TILE_COLUMNS] float32, or words of pairs, from `count` keys.
-
-    A tile of a product lies in one piece: lines a power of two apart would share few places of
-    the first-level cache.
-    """
-    part, source = keys.part, keys.source
-    rest = part.width % 8
-    whole = part.width - rest
-    for j in range(0, count, 8):
-        where, scale = keys.offsets + 8 * j, keys.factors + 4 * j
-        to = into + 4 * (j // _COLUMNS * depth * _COLUMNS + j % _COLUMNS)
-        if in_pairs(part):
-            transpose_pairs(part, source, where, to, _COLUMNS, part.width)
-        else:
-            transpose_keys(part, source, where, scale, to, _COLUMNS, whole)
-    for d in range(whole, part.width):
-        for j in range(count):
-            at = source + int_at(keys.offsets + 8 * j) + d * stored_size(part)
-            x = stored_at(part, at) * element_at(keys.factors + 4 * j, 0)
-            tile = into + 4 * _COLUMNS * (j // _COLUMNS * depth + d)
-            put_float(tile + 4 * (j % _COLUMNS), x)
-
-
-@jit
-def _pack_values(values: Block, into: int, stride: int, count: int) -> None:
-    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32; in pairs words of half as many keys."""
-    part, size = values.part, stored_size(values.part)
-    if in_pairs(part):
-        copy_value_pairs(part, values.source, values.offsets, -(-count // 2), into,
-                         2 * _COLUMNS * _BLOCK, part.width, stride)  # fmt: skip
-        return
-    tiles = part.width // _COLUMNS
-    tile = 4 * _COLUMNS * _BLOCK
-    copy_values(part, values.source, values.offsets, values.factors, count, into, tile, tiles)
-    for d in range(tiles * _COLUMNS, stride, _COLUMNS):
-        for j in range(count):
-            at = values.source + int_at(values.offsets + 8 * j) + d * size
-            factor = element_at(values.factors + 4 * j, 0)
-            to = into + tile * (d // _COLUMNS) + 4 * _COLUMNS * j
-            for i in range(_COLUMNS):
-                x = (
-                    stored_at(part, at + i * size) * factor
-                    if d + i < part.width
-                    else np.float32(0.0)
-                )
-                put_float(to + 4 * i, x)
-
-
-@jit
-def _multiply_tile(
-    rows: int, part: Part, a: int, a_stride: int, b: int, c: int, c_stride: int, depth: int, scale: float
-) -> None:  # fmt: skip
-    """The tile of so many rows, in pairs or not."""
-    if in_pairs(part):
-        if rows == _ROWS:
-            pair_tile_all(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-        elif rows == 4:
-            pair_tile_4(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-        elif rows == 2:
-            pair_tile_2(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-        else:
-            pair_tile_1(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    elif rows == _ROWS:
-        tile_all(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    elif rows == 4:
-        tile_4(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    elif rows == 2:
-        tile_2(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    else:
-        tile_1(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-
-
-@jit
-def _product(
-    num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
-    depth: int, num_columns: int, scale: float, later: Later,
-) -> None:  # fmt: skip
-    """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles.
-
-    In pairs `depth` counts words, and the product is multiplied by `scale`.
-
-    Args:
-        b: address of the first tile, [depth, TILE_COLUMNS]; the next is `b_tile` bytes further.
-        later: fetched meanwhile, a little after each tile: all at once, the next would wait.
-    """
-    done, fetched = 0, later.begin
-    share = -(-(later.end - later.begin) * _COLUMNS // num_columns)
-    while done < num_rows:
-        left = num_rows - done
-        x, y = a + 4 * done * a_stride, c + 4 * done * c_stride
-        rows = _ROWS if left >= _ROWS else (4 if left >= 4 else (2 if left >= 2 else 1))
-        for tile in range(num_columns // _COLUMNS):
-            at, to = b + b_tile * tile, y + 4 * _COLUMNS * tile
-            part = later.keys.part
-            _multiply_tile(rows, part, x, a_stride, at, to, c_stride, depth, scale)
-            if fetched < later.end:
-                upto = min(fetched + share, later.end)
-                _fetch(later.keys, fetched, upto)
-                if later.values.part.address != later.keys.part.address:  # latents are both
-                    _fetch(later.values, fetched, upto)
-                fetched = upto
-        done += rows
 
 
 @jit
@@ -226,7 +92,7 @@ def _attend_tile(
     mine = queries + 4 * depth * first_row
     words = depth // 2 if in_pairs(keys.part) else depth
     from_low = keys.packed + low // _COLUMNS * (4 * _COLUMNS * words)
-    _product(num_rows, mine, depth, from_low, 4 * _COLUMNS * words, scores, _BLOCK, words, width,
+    product(num_rows, mine, depth, from_low, 4 * _COLUMNS * words, scores, _BLOCK, words, width,
              np.float32(shape.scale), later)  # fmt: skip
     for r in range(num_rows):
         end = seen[first_row + r] - low
@@ -258,7 +124,7 @@ def _weigh(
         low, words, keys = low // 2, -(-words // 2), _BLOCK // 2
     first = values.packed + 4 * _COLUMNS * low
     nothing = Later(later.keys, later.values, 0, 0)
-    _product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * keys, into, stride, words, stride,
+    product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * keys, into, stride, words, stride,
              np.float32(1.0), nothing)  # fmt: skip
 
 
@@ -421,14 +287,14 @@ def attend_task(
             of_keys = Block(latent, at_key, keys_at, key_factors.ctypes.data, keys)
             of_values = Block(value, at_value, values_at, value_factors.ctypes.data, values)
             packed = depth // 2 if in_pairs(latent) else depth  # words of a key
-            _pack_keys(of_keys, keys, packed, num_keys)
+            pack_keys(of_keys, keys, packed, num_keys)
             if rope.width:
                 scale_factors(rope, slots, padded, heads, h, rope_factors)
                 of_rope = Block(rope, rope.address + h * rope.head, in_rope.ctypes.data,
                                 rope_factors.ctypes.data, 0)  # fmt: skip
                 words = latent.width // 2 if in_pairs(latent) else latent.width
-                _pack_keys(of_rope, keys + 4 * _COLUMNS * words, packed, num_keys)
-            _pack_values(of_values, values, stride, num_keys)
+                pack_keys(of_rope, keys + 4 * _COLUMNS * words, packed, num_keys)
+            pack_values(of_values, values, stride, num_keys)
             mine = folded + 4 * depth * (h - head0) * num_rows
             # what is fetched meanwhile: the next head, block or task
             to_keys, to_values, head, to_come = next_keys_at, next_values_at, next_head0, left
@@ -497,6 +363,7 @@ attend = compiled(
     few_rows.__file__,
     kernel_args.__file__,
     key_vectors.__file__,
+    laid_out.__file__,
     row_ops.__file__,
     workers.__file__,
 )

@@ -67,13 +67,13 @@ def offset_at(builder: Any, offsets: Any, index: Any) -> Any:
     return _load(builder, _step(builder, offsets, index, 8), _i64)
 
 
-def factor_at(builder: Any, factors: Any, index: Any) -> Any:
+def factor_at(builder: Any, factors: Any, index: Any, lanes: int = 8) -> Any:
     """The float, or the word, of that number in all lanes."""
-    return _fill(builder, _load(builder, _step(builder, factors, index, 4), _f32), 8)
+    return _fill(builder, _load(builder, _step(builder, factors, index, 4), _f32), lanes)
 
 
-def fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
-    """What begins to fetch one more line of some rows, into the second level, at each call.
+def fetcher(builder: Any, later: Sequence[Any]) -> Callable[..., None]:
+    """What begins to fetch one more line of some rows, or several, into the second level, at each call.
 
     Args:
         later: an address, that of int64 with the bytes from it to each row, how many rows there are
@@ -91,14 +91,17 @@ def fetcher(builder: Any, later: Sequence[Any]) -> Callable[[], None]:
         builder.store(builder.add(start, row_bytes), end)
         builder.store(place, row)
 
-    def fetch() -> None:
-        _prefetch(builder, builder.load(line), 2)
-        further = builder.add(builder.load(line), _i64(LINE))
-        builder.store(further, line)
-        with builder.if_then(builder.icmp_signed(">=", further, builder.load(end)), likely=False):
-            below = builder.add(builder.load(row), _i64(8))
-            is_row = builder.icmp_signed("<=", below, last)
-            begin(builder.select(is_row, below, last))
+    def fetch(count: int = 1) -> None:
+        for _ in range(count):
+            _prefetch(builder, builder.load(line), 2)
+            further = builder.add(builder.load(line), _i64(LINE))
+            builder.store(further, line)
+            with builder.if_then(
+                builder.icmp_signed(">=", further, builder.load(end)), likely=False
+            ):
+                below = builder.add(builder.load(row), _i64(8))
+                is_row = builder.icmp_signed("<=", below, last)
+                begin(builder.select(is_row, below, last))
 
     begin(offsets)
     return fetch
@@ -127,7 +130,10 @@ def _paired(builder: Any, vectors: list[Any], halves: list[list[int]]) -> list[A
 
 def take_sums(builder: Any, places: list[Any], sums: list[Any], *, is_apart: bool = False) -> None:
     """Sums as they are in memory."""
-    found = [_load(builder, place, _vec(8)) for place in places]
+    found = [
+        builder.load(builder.inttoptr(at, one.type), align=1)
+        for at, one in zip(places, sums, strict=True)
+    ]
     for x, one in zip(_apart(builder, found) if is_apart else found, sums, strict=True):
         builder.store(x, one)
 
@@ -140,14 +146,28 @@ def accumulate(
         builder.store(add(builder, x, y, builder.load(one)), one)
 
 
+def _how(
+    stored: int, *, pairs: bool
+) -> tuple[Callable[..., Any], int, Callable[..., list[Any]], int, int]:
+    """How keys are multiplied: what adds, bytes of a query's element, what turns eight elements.
+
+    And how many groups of keys have their chains of additions side by side, so that they wait less,
+    and how many of these are one vector.
+    """
+    if pairs:
+        return _dot, 2, key_pairs, 4, 2
+    return _fma, 4, partial(key_columns, kind=stored), 2 if stored == BF16 else 1, 1
+
+
 def put_sums(
     builder: Any, sums: list[Any], places: list[Any], *, is_apart: bool = False, scale: Any = None
 ) -> None:
     """Sums, times `scale` if there is one, that end in +0."""
     found = [builder.load(one) for one in sums]
+    lanes = found[0].type.count
     if scale is not None:
-        found = [builder.fmul(one, _fill(builder, scale, 8)) for one in found]
-    found = [builder.fadd(one, _const(0.0, 8)) for one in found]
+        found = [builder.fmul(one, _fill(builder, scale, lanes)) for one in found]
+    found = [builder.fadd(one, _const(0.0, lanes)) for one in found]
     for x, place in zip(_together(builder, found) if is_apart else found, places, strict=True):
         _store(builder, x, place)
 
@@ -173,51 +193,49 @@ def scores(
         later: what is fetched meanwhile, see `fetcher`.
     """
     stored, pairs = stored_as(part), part.instance_class.pairs
-    add, query_size = (_dot, 2) if pairs else (_fma, 4)
-    turned = key_pairs if pairs else partial(key_columns, kind=stored)
-    # Side by side, chains of additions wait less; in other kinds a group fills the registers.
-    at_once = 2 if stored == BF16 else 1
+    add, query_size, turned, at_once, of_vector = _how(stored, pairs=pairs)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, factors, groups, width, queries, last, tile, into, stride = args[:11]
         fetch = fetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
         row_bytes = builder.mul(width, _i64(4))
 
-        def columns_of(first: Any, element: Any) -> list[Any]:
-            """Eight elements of the keys of a group; what is read later is fetched."""
+        def columns_of(first: Any, element: Any, num_keys: int) -> list[Any]:
+            """Eight elements of some keys; what is read later is fetched."""
             index = builder.udiv(element, _i64(8))
             soon = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
-            prefetch_keys(builder, source, soon, index, stored)
-            for _ in range(SIZES[stored]):
-                fetch()
+            if not pairs:  # from the second level these come soon enough
+                prefetch_keys(builder, source, soon, index, stored)
+            fetch(SIZES[stored] * num_keys // KEYS)
             begin = builder.add(source, builder.mul(element, _i64(SIZES[stored])))
-            keys = [offset_at(builder, offsets, builder.add(first, _i64(i))) for i in range(KEYS)]
-            places = [builder.add(begin, key) for key in keys]
-            columns = turned(builder, places)
+            keys = [
+                offset_at(builder, offsets, builder.add(first, _i64(i))) for i in range(num_keys)
+            ]
+            columns = turned(builder, [builder.add(begin, key) for key in keys])
             if stored >= INT8:
                 scales = _load(builder, _step(builder, factors, first, 4), _vec(8))
                 columns = [builder.fmul(column, scales) for column in columns]
             return columns
 
-        def some(rows: list[Any], begin: Any, rounds: Any, count: int) -> None:
-            """`rounds` times so many groups, from the group `begin` on."""
-            sums = [[cgutils.alloca_once(builder, _vec(8)) for _ in range(count)] for _ in rows]
+        def some(rows: list[Any], begin: Any, rounds: Any, count: int, lanes: int) -> None:
+            """`rounds` times so many vectors of keys, from the group `begin` on."""
+            vec = _vec(lanes)
+            sums = [[cgutils.alloca_once(builder, vec) for _ in range(count)] for _ in rows]
             with cgutils.for_range(builder, rounds) as loop:
-                group = builder.add(begin, builder.mul(loop.index, _i64(count)))
-                firsts = [
-                    builder.mul(builder.add(group, _i64(i)), _i64(KEYS)) for i in range(count)
-                ]
+                start = builder.mul(begin, _i64(KEYS))
+                start = builder.add(start, builder.mul(loop.index, _i64(count * lanes)))
+                firsts = [builder.add(start, _i64(i * lanes)) for i in range(count)]
                 for one in chain.from_iterable(sums):
-                    builder.store(_const(0.0, 8), one)
+                    builder.store(_const(0.0, lanes), one)
                 with cgutils.for_range(builder, builder.udiv(width, _i64(8))) as eights:
                     element = builder.mul(eights.index, _i64(8))
-                    columns = [columns_of(first, element) for first in firsts]
+                    columns = [columns_of(first, element, lanes) for first in firsts]
                     begin_of = builder.mul(element, _i64(query_size))
                     for d in range(len(columns[0])):
                         place = builder.add(begin_of, _i64(4 * d))
                         for row, mine in zip(rows, sums, strict=True):
-                            x = _fill(builder, _load(builder, builder.add(row, place), _f32), 8)
-                            vectors = [of_group[d] for of_group in columns]
+                            one = _load(builder, builder.add(row, place), _f32)
+                            x, vectors = _fill(builder, one, lanes), [of[d] for of in columns]
                             accumulate(builder, add, x, vectors, mine)
                 for r, mine in enumerate(sums):
                     line = builder.add(into, builder.mul(stride, _i64(r)))
@@ -227,10 +245,10 @@ def scores(
         def emit(num_rows: int) -> None:
             rows = rows_of(builder, queries, row_bytes, last, num_rows)
             rounds = builder.udiv(groups, _i64(at_once))
-            some(rows, _i64(0), rounds, at_once)
+            some(rows, _i64(0), rounds, at_once // of_vector, KEYS * of_vector)
             done = builder.mul(rounds, _i64(at_once))
             if at_once > 1:
-                some(rows, done, builder.sub(groups, done), 1)
+                some(rows, done, builder.sub(groups, done), 1, KEYS)
 
         each_tile(builder, tile, emit)
         return context.get_dummy_value()

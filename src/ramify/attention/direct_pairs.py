@@ -23,28 +23,30 @@ from ramify.attention.direct import (
     rows_of,
     take_sums,
 )
-from ramify.attention.key_vectors import AHEAD, value_pairs
+from ramify.attention.key_vectors import value_pairs
 from ramify.attention.simd import (
+    BF16,
     LINE,
+    SIZES,
     _dot,
     _i64,
     _load,
-    _prefetch,
     _step,
     _vec,
 )
 
-_WIDTHS = {
-    1: (32, 16, 8),
-    2: (32, 16, 8),
-    4: (16, 8),
-}  # elements a tile of so many rows makes at once
+_WIDTHS = (
+    64,
+    32,
+    16,
+    8,
+)  # elements of a value that are multiplied at once, while there are so many
 _int = types.int64
 
 
 def _read(builder: Any, source: Any, offsets: Any, keys: list[Any], width: int) -> list[Any]:
     """So many elements of the values of two keys, as words; None is a key that is not wanted."""
-    size = min(width, 16)
+    size = min(width, 32)
     kind = _vec(size, ir.IntType(16))
     places = [None if key is None else offset_at(builder, offsets, key) for key in keys]
     found = []
@@ -85,15 +87,16 @@ def mix_pairs(
         def columns(num_rows: int, at_once: int, begin: Any, steps: Any) -> None:
             """`steps` times so many elements of each row, from the element `begin` on."""
             rows = rows_of(builder, weights, stride, last, num_rows)
-            lanes = range(0, at_once, 8)
-            sums = [[cgutils.alloca_once(builder, _vec(8)) for _ in lanes] for _ in rows]
+            lanes = 16 if at_once >= 32 else 8
+            vectors = range(0, at_once, lanes)
+            sums = [[cgutils.alloca_once(builder, _vec(lanes)) for _ in vectors] for _ in rows]
             with cgutils.for_range(builder, steps) as loop:
                 column = builder.add(begin, builder.mul(loop.index, _i64(at_once)))
                 start = _step(builder, source, column, 2)
                 lines = [_step(builder, into, column, 4)]
                 while len(lines) < num_rows:
                     lines.append(builder.add(lines[-1], into_stride))
-                places = [[builder.add(line, _i64(4 * at)) for at in lanes] for line in lines]
+                places = [[builder.add(line, _i64(4 * at)) for at in vectors] for line in lines]
                 for mine, at in zip(sums, places, strict=True):
                     take_sums(builder, at, mine)
 
@@ -101,18 +104,15 @@ def mix_pairs(
                     """Two keys by their numbers, one of them perhaps None, and a word of weights."""
                     values = _read(builder, start, offsets, keys, at_once)
                     for row, mine in zip(rows, sums, strict=True):
-                        accumulate(builder, _dot, factor_at(builder, row, word), values, mine)
+                        accumulate(
+                            builder, _dot, factor_at(builder, row, word, lanes), values, mine
+                        )
 
                 with builder.if_then(builder.icmp_signed("!=", skipped, _i64(0)), likely=False):
                     add([None, _i64(0)], _i64(0))
                 with cgutils.for_range(builder, num_pairs) as pairs:
                     key = builder.add(skipped, builder.mul(pairs.index, _i64(2)))
-                    for i in range(2):
-                        ahead = builder.add(key, _i64(AHEAD + i))
-                        soon = builder.add(start, offset_at(builder, offsets, ahead))
-                        for line in range(0, 2 * at_once, LINE):
-                            _prefetch(builder, builder.add(soon, _i64(line)), 3)
-                            fetch()
+                    fetch(max(1, 2 * at_once * SIZES[BF16] // LINE))
                     add([key, builder.add(key, _i64(1))], builder.add(skipped, pairs.index))
                 with builder.if_then(builder.icmp_signed("!=", alone, _i64(0)), likely=False):
                     key = builder.sub(count, _i64(1))
@@ -122,7 +122,7 @@ def mix_pairs(
 
         def emit(num_rows: int) -> None:
             done = _i64(0)
-            for at_once in _WIDTHS[num_rows]:
+            for at_once in _WIDTHS:
                 steps = builder.udiv(builder.sub(width, done), _i64(at_once))
                 columns(num_rows, at_once, done, steps)
                 done = builder.add(done, builder.mul(steps, _i64(at_once)))

@@ -46,24 +46,36 @@ def key_columns(builder: Any, places: list[Any], kind: int) -> list[Any]:
 
 
 def key_pairs(builder: Any, places: list[Any]) -> list[Any]:
-    """Four words of 32 bits, two elements each, of eight keys: a vector for each word.
+    """Four words of 32 bits, two elements each, of 8 or 16 keys: a vector for each word.
 
-    A key's words fill half a vector, behind them are those of the key four further: so half as many
-    shuffles turn them as with elements one by one, and nothing crosses the middle.
+    A key's words fill a quarter of 512 bits, behind them are those of the key four further, and so
+    on: so half as many shuffles turn them as with elements one by one, and nothing crosses quarters.
     """
-    four, all_eight = _vec(4, _i32), list(range(8))
     rows = [
-        _shuffle(builder, _load(builder, one, four), _load(builder, other, four), all_eight)
-        for one, other in zip(places[:4], places[4:], strict=True)
+        _joined(builder, [_load(builder, place, _vec(4, _i32)) for place in places[i::4]])
+        for i in range(4)
     ]
+    lanes = len(places)
+    quarters = range(0, lanes, 4)
     turned = []
     for at in (0, 2):
-        by_one = [at, at + 8, at + 1, at + 9, at + 4, at + 12, at + 5, at + 13]
+        by_one = [q + at + i // 2 + i % 2 * lanes for q in quarters for i in range(4)]
         low, high = (_shuffle(builder, rows[i], rows[i + 1], by_one) for i in (0, 2))
         for word in (0, 2):
-            by_two = [word, word + 1, word + 8, word + 9, word + 4, word + 5, word + 12, word + 13]
+            by_two = [q + word + i % 2 + i // 2 * lanes for q in quarters for i in range(4)]
             turned.append(_shuffle(builder, low, high, by_two))
     return turned
+
+
+def _joined(builder: Any, vectors: list[Any]) -> Any:
+    """One behind the other; a power of two of them."""
+    while len(vectors) > 1:
+        places = list(range(2 * vectors[0].type.count))
+        vectors = [
+            _shuffle(builder, a, b, places)
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
 
 
 def value_pairs(builder: Any, first: Any, second: Any) -> list[Any]:

@@ -58,6 +58,10 @@ def draw_all(
     tokens = likeliest.tolist()
     start = 0
     for draw in draws:
+        if are_finite[start] and _is_plainest(draw):
+            drawn[draw.request_id] = Drawn((tokens[start],))
+            start += 1
+            continue
         end = start + len(draw.draft) + 1
         try:
             drawn[draw.request_id] = _drawn(
@@ -67,6 +71,13 @@ def draw_all(
             failed[draw.request_id] = error
         start = end
     return drawn, failed
+
+
+def _is_plainest(draw: Draw) -> bool:
+    """Whether the likeliest token is all that is wanted, as of most at temperature 0."""
+    return not (
+        draw.params.temperature or draw.draft or draw.shaping or draw.num_logprobs is not None
+    )
 
 
 def draw_tokens(logits: Rows, draw: Draw) -> Drawn:

@@ -14,6 +14,7 @@ from ramify.attention import (
     few_rows,
     kernel_args,
     key_vectors,
+    laid_out,
     row_ops,
     workers,
 )
@@ -112,6 +113,7 @@ run_layers = compiled(
     few_rows.__file__,
     kernel_args.__file__,
     key_vectors.__file__,
+    laid_out.__file__,
     panel_kernels.__file__,
     panel_tiles.__file__,
     row_kernels.__file__,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ramify.attention.block_rows import address, jit
-from ramify.attention.simd import BF16, F32, element_at, put_float
+from ramify.attention.simd import BF16, F32, LINE, element_at, put_float
 from ramify.attention.workers import take_next
 from ramify.models.panel_tiles import (
     GROUPS,
@@ -85,6 +85,14 @@ class Product(NamedTuple):
     out: int  # address of [num_rows, num_columns]
     out_stride: int
     num_columns: int
+
+
+def aligned(num_bytes: int) -> int:
+    """Whole lines of the cache: a vector across two of them takes twice as long."""
+    return -(-num_bytes // LINE) * LINE
+
+
+_aligned = jit(aligned)
 
 
 @jit
@@ -327,7 +335,7 @@ def multiply(numbers: Any, eps: float, scratch: Any, counters: int) -> Any:
     block_rows, tile, pieces = numbers[13], numbers[14], numbers[15]
     tile_rows, total = _TILES[tile], num_tasks(numbers)
     packed = address(scratch)
-    sums = packed + 4 * (block_rows * product.width + _ROUND)
+    sums = packed + _aligned(4 * (block_rows * product.width + _ROUND))
     lines = sums + 4 * _PANEL * _GROUPS[0] * block_rows
     spare = lines + 4 * _ROUND * product.width
     unit = 2 if product.mode == GATE else 1
@@ -355,5 +363,7 @@ def multiply(numbers: Any, eps: float, scratch: Any, counters: int) -> Any:
 
 
 def scratch_floats(block_rows: int, width: int) -> int:
-    """Floats that one worker needs."""
-    return (block_rows + _ROUND) * width + block_rows * GROUPS[0] * PANEL + _ROUND + PANEL
+    """Floats that one worker needs, whole lines of the cache."""
+    packed, lines = block_rows * width + _ROUND, _ROUND * width
+    sums = block_rows * GROUPS[0] * PANEL
+    return (aligned(4 * packed) + aligned(4 * (sums + lines + PANEL))) // 4

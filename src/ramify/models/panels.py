@@ -337,7 +337,8 @@ def kept_scratch(
     """
     kept = _scratch.floats
     if kept.shape[0] < num_workers or kept.shape[1] < floats:
-        kept = _scratch.floats = np.zeros((num_workers, floats), np.float32)
+        # of torch: where a line of the cache begins
+        kept = _scratch.floats = torch.zeros((num_workers, floats)).numpy()
     if len(_scratch.counters) < operations:
         _scratch.counters = np.zeros((operations, 2), np.int64)
     return kept, _scratch.counters
