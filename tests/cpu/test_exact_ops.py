@@ -23,7 +23,7 @@ from ramify.attention.exact import (
 )
 from ramify.errors import ConfigError
 from ramify.models.layers import rms_norm, silu_mul
-from ramify.models.linear import LINEAR_STRATEGIES, Linear, choose_linear, why_not
+from ramify.models.linear import LINEAR_STRATEGIES, Linear, choose_linear, preferred, why_not
 from ramify.models.loader import Decoder, load_model
 from ramify.models.rows import choose_rows, sample_rows
 from ramify.testing import write_tiny_checkpoint
@@ -337,6 +337,29 @@ def test_the_default_file_is_below_the_cache_directory(
     verdict_of(ProbeStore.default(), "a")
 
     assert (tmp_path / "ramify" / "exactness.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dots", "tiles", "expected"),
+    [
+        (torch.float32, True, True, ("panels", "packed", "padded", "tiled")),
+        (torch.bfloat16, False, False, ("panels", "unpadded")),
+        (torch.bfloat16, True, False, ("panels", "packed", "unpadded")),
+        (torch.bfloat16, True, True, ("packed", "panels", "unpadded")),
+    ],
+)
+def test_what_a_processor_has_decides_what_is_tried_first(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    dots: bool,
+    tiles: bool,
+    expected: tuple[str, ...],
+) -> None:
+    """Our kernels, but where there is AMX; oneDNN's in bfloat16 where it has instructions for it."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
+
+    assert preferred(torch.zeros(8, 8, dtype=dtype)) == expected
 
 
 def test_a_matrix_without_structure_teaches_nothing(tmp_path: Path) -> None:

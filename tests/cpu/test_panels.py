@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.attention.exact import ROW_COUNTS, differing_row_counts
+from ramify.attention.tree import TreeBackend
 from ramify.errors import ConfigError
 from ramify.models.config import RopeConfig
 from ramify.models.layers import Rotary, rms_norm, rotate, silu_mul
 from ramify.models.panels import Panels, Turn, why_not_panels
+from tests.cpu.attention_cases import spec_of
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
@@ -37,11 +44,12 @@ def test_no_row_count_and_no_place_changes_a_bit(
     assert differing_row_counts(linear, rows, sorted(counts)) == ()
 
 
+@pytest.mark.parametrize("width", [511, 512])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: int) -> None:
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: int, width: int) -> None:
     """Who computes a task does not matter."""
-    linear, x = Panels(random(301, 511, dtype=dtype)), random(130, 511, dtype=dtype, seed=2)
+    linear, x = Panels(random(301, width, dtype=dtype)), random(130, width, dtype=dtype, seed=2)
     expected, before = linear(x), torch.get_num_threads()
 
     try:
@@ -119,6 +127,48 @@ def test_views_and_nothing_at_all(dtype: torch.dtype) -> None:
     assert torch.equal(linear(wide[:, 31:61]), linear(wide[:, 31:61].contiguous()))
     assert torch.equal(linear(tall.T), linear(tall.T.contiguous()))
     assert linear(wide[:0, :30]).shape == (0, 20)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_is_its_callers_affair(default: torch.dtype) -> None:
+    """Scratch is float32, whatever tensors are that nobody said a dtype for."""
+    weight, x = random(40, 2000), random(300, 2000, seed=1)
+    expected = Panels(weight)(x)
+    spec = spec_of(dtype=torch.bfloat16, head_dim=64)
+
+    def in_a_thread() -> None:  # with scratch of its own, made anew
+        found.append(Panels(weight)(x))
+        found.append(TreeBackend(spec, torch.device("cpu")))
+
+    found: list[object] = []
+    try:
+        torch.set_default_dtype(default)
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert len(found) == 2 and isinstance(found[0], Tensor)
+    assert torch.equal(found[0], expected)
+
+
+def test_a_processor_that_numba_is_told_of_gets_what_it_has() -> None:
+    """Compiled for another one, nothing is multiplied in pairs: LLVM would end the process."""
+    program = (
+        "import torch; from ramify.models.panels import Panels; "
+        "w, x = torch.ones(64, 32), torch.ones(3, 32); "
+        "assert (Panels(w.bfloat16())(x.bfloat16()) == 32).all()"
+    )
+    told = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse2"}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_what_cannot_be_computed_is_refused_with_the_reason() -> None:

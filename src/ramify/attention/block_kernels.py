@@ -93,7 +93,7 @@ def _attend_tile(
     words = depth // 2 if in_pairs(keys.part) else depth
     from_low = keys.packed + low // _COLUMNS * (4 * _COLUMNS * words)
     product(num_rows, mine, depth, from_low, 4 * _COLUMNS * words, scores, _BLOCK, words, width,
-             np.float32(shape.scale), later)  # fmt: skip
+            np.float32(shape.scale), keys.part, later)  # fmt: skip
     for r in range(num_rows):
         end = seen[first_row + r] - low
         line = scores + 4 * _BLOCK * r
@@ -125,7 +125,7 @@ def _weigh(
     first = values.packed + 4 * _COLUMNS * low
     nothing = Later(later.keys, later.values, 0, 0)
     product(num_rows, weights, _BLOCK, first, 4 * _COLUMNS * keys, into, stride, words, stride,
-             np.float32(1.0), nothing)  # fmt: skip
+            np.float32(1.0), values.part, nothing)  # fmt: skip
 
 
 @jit

@@ -27,7 +27,7 @@ def compiled(function: Callable[..., None], *sources: str) -> Any:
     """
     content = b"".join(Path(one).read_bytes() for one in (*sources, simd.__file__, __file__))
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    function.__qualname__ = f"{function.__name__.strip('_')}_{digest}_{simd.LANES}"
+    function.__qualname__ = f"{function.__name__.strip('_')}_{digest}_{simd.LANES}{'p' * simd.DOTS}"
     options = {"nogil": True, "parallel": True, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)

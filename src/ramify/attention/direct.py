@@ -1,8 +1,9 @@
 """Few query rows against some keys that are read where they lie: `simd` for `few_rows`.
 
 To lay a block out pays only when many rows read it. What is here gives the very bits of
-`simd.tile_1` and its like on a block that was laid out: one chain of fused multiply-adds for each
-score over the elements of a key, and for each element of a result over the keys, ascending.
+`simd.tile_1` and its like on a block that was laid out: one chain of fused multiply-adds, or of dot
+products, for each score over the elements of a key, and for each element of a result over the keys
+(in pairs: `direct_pairs`), ascending.
 """
 
 from __future__ import annotations
@@ -128,12 +129,11 @@ def _paired(builder: Any, vectors: list[Any], halves: list[list[int]]) -> list[A
     return [_shuffle(builder, a, b, places) for a, b in pairs for places in halves]
 
 
-def take_sums(builder: Any, places: list[Any], sums: list[Any], *, is_apart: bool = False) -> None:
-    """Sums as they are in memory."""
-    found = [
-        builder.load(builder.inttoptr(at, one.type), align=1)
-        for at, one in zip(places, sums, strict=True)
-    ]
+def take_sums(
+    builder: Any, places: list[Any], sums: list[Any], lanes: int = 8, *, is_apart: bool = False
+) -> None:
+    """Sums as they are in memory, in vectors of so many lanes."""
+    found = [_load(builder, place, _vec(lanes)) for place in places]
     for x, one in zip(_apart(builder, found) if is_apart else found, sums, strict=True):
         builder.store(x, one)
 
@@ -187,7 +187,7 @@ def scores(
         offsets, factors: addresses of int64, bytes from `source` to each key, with `AHEAD` more
             behind the last; and of the floats that keys of a kind with scales are multiplied with.
         width: elements of a key, a multiple of 8.
-        queries: address of [last + 1, width] float32.
+        queries: address of rows of `width` floats: float32, or bfloat16 in the first half.
         tile: one of `TILES`; as many rows are written.
         stride: bytes from row to row of `into`.
         later: what is fetched meanwhile, see `fetcher`.
@@ -202,9 +202,9 @@ def scores(
 
         def columns_of(first: Any, element: Any, num_keys: int) -> list[Any]:
             """Eight elements of some keys; what is read later is fetched."""
-            index = builder.udiv(element, _i64(8))
-            soon = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
             if not pairs:  # from the second level these come soon enough
+                index = builder.udiv(element, _i64(8))
+                soon = _step(builder, offsets, builder.add(first, _i64(AHEAD)), 8)
                 prefetch_keys(builder, source, soon, index, stored)
             fetch(SIZES[stored] * num_keys // KEYS)
             begin = builder.add(source, builder.mul(element, _i64(SIZES[stored])))

@@ -35,12 +35,8 @@ from ramify.attention.simd import (
     _vec,
 )
 
-_WIDTHS = (
-    64,
-    32,
-    16,
-    8,
-)  # elements of a value that are multiplied at once, while there are so many
+# elements of a value that are multiplied at once, while there are so many
+_WIDTHS = (64, 32, 16, 8)
 _int = types.int64
 
 
@@ -98,7 +94,7 @@ def mix_pairs(
                     lines.append(builder.add(lines[-1], into_stride))
                 places = [[builder.add(line, _i64(4 * at)) for at in vectors] for line in lines]
                 for mine, at in zip(sums, places, strict=True):
-                    take_sums(builder, at, mine)
+                    take_sums(builder, at, mine, lanes)
 
                 def add(keys: list[Any], word: Any) -> None:
                     """Two keys by their numbers, one of them perhaps None, and a word of weights."""

@@ -36,7 +36,7 @@ class BF16Part(Part):
 
 
 class PairsPart(Part):
-    """A plane of bfloat16 that is computed with in pairs, as are queries and weights."""
+    """A plane of bfloat16 that is computed with in pairs, as are the others, queries and weights."""
 
     kind, pairs = BF16, True
 
@@ -92,12 +92,10 @@ class Few(NamedTuple):
     head: int  # the first of the heads
     num_heads: int
     num_rows: int  # of each head
-    key_offsets: (
-        int  # of [BLOCK_KEYS] int64: bytes from the plane's address; AHEAD more behind them
-    )
+    key_offsets: int  # of [BLOCK_KEYS] int64: bytes from the plane's address; AHEAD more behind
     value_offsets: int
-    queries: int  # of [num_heads, num_rows, key_dim] float32
-    scores: int  # of room for [num_heads, tiled rows, BLOCK_KEYS] float32
+    queries: int  # of [num_heads, num_rows, key_dim] float32; in pairs bfloat16, half of each row
+    scores: int  # of room for [num_heads, tiled rows, BLOCK_KEYS] float32; weights likewise
     partial: int  # of room for [num_heads, tiled rows, value_stride] float32
     next_offsets: int  # of the keys of the next block, or of the next task's first
     next_count: int

@@ -1,4 +1,7 @@
-"""Keys and values from where they lie to vectors of float32, as LLVM IR: `simd` for few and for many rows."""
+"""Keys and values from where they lie to vectors of float32 or of pairs, as LLVM IR.
+
+It is `simd` for few and for many rows.
+"""
 
 from __future__ import annotations
 

@@ -123,13 +123,15 @@ def _multiply_tile(
 @jit
 def product(
     num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
-    depth: int, num_columns: int, scale: float, later: Later,
+    depth: int, num_columns: int, scale: float, part: Part, later: Later,
 ) -> None:  # fmt: skip
     """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles.
 
-    In pairs `depth` counts words, and the product is multiplied by `scale`.
+    In pairs `depth` counts words, and the product is multiplied by `scale`, which is not looked at
+    otherwise: `a` is scaled already.
 
     Args:
+        part: the plane that b is made of.
         b: address of the first tile, [depth, TILE_COLUMNS]; the next is `b_tile` bytes further.
         later: fetched meanwhile, a little after each tile: all at once, the next would wait.
     """
@@ -141,7 +143,6 @@ def product(
         rows = _ROWS if left >= _ROWS else (4 if left >= 4 else (2 if left >= 2 else 1))
         for tile in range(num_columns // _COLUMNS):
             at, to = b + b_tile * tile, y + 4 * _COLUMNS * tile
-            part = later.keys.part
             _multiply_tile(rows, part, x, a_stride, at, to, c_stride, depth, scale)
             if fetched < later.end:
                 upto = min(fetched + share, later.end)

@@ -1,7 +1,8 @@
 """Vector instructions for Numba, written as LLVM IR: what rounds how is fixed here.
 
 Every result is a fixed sequence of operations per element, whatever the tile it was computed in:
-LLVM assigns registers, it reorders no sum. Accumulation is float32 with fused multiply-adds.
+LLVM assigns registers, it reorders no sum. Accumulation is float32, by fused multiply-adds or, in
+pairs, by dot products (see `DOTS`).
 Addresses are integers, so that one compiled kernel serves every dtype and layout of K/V.
 """
 
@@ -12,15 +13,27 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _HAS = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if _HAS.get("avx512f") else 8
+
+
+def _multiplies_pairs() -> bool:
+    """Whether kernels may use dot products: Numba can be told to compile for another processor."""
+    needed, told = ("avx512f", "avx512vl", "avx512bf16"), config.CPU_FEATURES
+    if config.CPU_NAME not in (None, "", llvmlite.binding.get_host_cpu_name()):
+        return False
+    if told is not None and not all(f"+{one}" in told.split(",") for one in needed):
+        return False
+    return all(_HAS.get(one) for one in needed)
+
+
 # Whether the processor multiplies bfloat16 by itself: in words of two, adding both products to a
 # float32 in a fixed order. What is computed in such words is "in pairs".
-DOTS = LANES == 16 and bool(_HAS.get("avx512bf16"))
+DOTS = _multiplies_pairs()
 TILE_VECTORS = 2
 TILE_COLUMNS = LANES * TILE_VECTORS
 # 6 x 2 accumulators hide the latency of an FMA and leave some of 16 registers; AVX-512 has 32.
@@ -77,12 +90,10 @@ def _dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
     """total plus the products of two pairs in each word; subnormals are zeros."""
     if not DOTS:  # compiled all the same, never called
         return total
-    lanes, bits = x.type.count, 32 * x.type.count
-    words, kind = (
-        _vec(lanes, _i32),
-        ir.FunctionType(_vec(lanes), [_vec(lanes), *[_vec(lanes, _i32)] * 2]),
-    )
-    name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
+    lanes = x.type.count
+    words = _vec(lanes, _i32)
+    kind = ir.FunctionType(_vec(lanes), [_vec(lanes), words, words])
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [total, builder.bitcast(x, words), builder.bitcast(y, words)])
 
@@ -214,7 +225,7 @@ def _make_tile(num_rows: int, *, pairs: bool = False) -> Any:
     ) -> Any:  # fmt: skip
         """c[r, :TILE_COLUMNS] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
 
-        Strides in floats, or in words of pairs; only with pairs there is a scale. The +0 at the end
+        Strides in floats, or in words of pairs; without pairs `scale` is not looked at. The +0 at the end
         makes a sum of zeros +0 however many there were, so that trailing products by zero may be
         left out.
         """

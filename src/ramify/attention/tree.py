@@ -25,6 +25,7 @@ from ramify.errors import ConfigError
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 KINDS[torch.float8_e4m3fn] = 4
+CACHE_LINE = 64  # bytes
 ROW_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # queries and results of the kernel
 
 
@@ -43,7 +44,7 @@ class TreeBackend:
         # by layer, for the very same planes: asking a tensor costs a microsecond
         self._parts: dict[tuple[int, torch.dtype], tuple[tuple[Tensor, ...], list[Any]]] = {}
         self._shapes: dict[tuple[int, int], Any] = {}
-        self._kept: tuple[tuple[object, ...] | None, Tasks | None] = None, None
+        self._kept: tuple[tuple[object, ...], Tasks] | None = None
         self._scratch = np.zeros((0, 0), np.float32)
         self._state = np.zeros((0, 0), np.float32)
         use_threads(self.num_workers)
@@ -74,14 +75,15 @@ class TreeBackend:
         """Who reads what together, and in which order."""
         positions = batch.positions.astype(np.int64)
         key = self._decodes(batch)
-        last, plan = self._kept
-        if key is not None and key == last and plan is not None:
+        if key is not None and self._kept is not None and key == self._kept[0]:
+            plan = self._kept[1]
             table = frozen(batch.block_table)
             return replace(plan, positions=positions[plan.tokens], table=table)
         cut = self._cut(positions)
         cut.add_all(batch)
         plan = cut.done(batch.block_table, batch.page_size)
-        self._kept = key, plan
+        if key is not None:
+            self._kept = key, plan
         return plan
 
     def _decodes(self, batch: AttentionBatch) -> tuple[object, ...] | None:
@@ -179,8 +181,8 @@ class TreeBackend:
     def _reserve(self, shape: Any, plan: Tasks) -> None:
         """Kept between steps: a fresh allocation costs more than it is used for."""
         floats = self._kernels.scratch_floats(shape, plan.max_rows)
-        if self._scratch.shape[1] < floats:  # of torch: where a line of the cache begins
-            self._scratch = torch.zeros((self.num_workers, floats)).numpy()
+        if self._scratch.shape[1] < floats:
+            self._scratch = aligned_zeros(self.num_workers, floats)
         if len(self._state) < plan.state_rows:
             self._state = np.zeros((plan.state_rows, 2 + self._value_stride), np.float32)
         if len(self._counters) <= len(plan.joints):
@@ -216,14 +218,18 @@ class TreeBackend:
     def _compile(self) -> None:
         """Compile now, or read what an earlier process compiled, rather than in the first step."""
         dtype = self.spec.dtype if self.spec.dtype in ROW_KINDS else torch.float32
-        q = torch.zeros(0, self.spec.num_heads, self.spec.head_dim, dtype=dtype)
-        empty = torch.zeros(1, 1, 1, 8).to(self.spec.plane_dtype)
-        out = torch.empty(0, self.spec.num_heads, self.spec.out_dim, dtype=dtype)
+        heads, device = self.spec.num_heads, self.device
+        q = torch.zeros(0, heads, self.spec.head_dim, dtype=dtype, device=device)
+        empty = torch.zeros(1, 1, 1, 8, dtype=dtype, device=device).to(self.spec.plane_dtype)
+        out = torch.empty(0, heads, self.spec.out_dim, dtype=dtype, device=device)
         parts = self._told(parts_of({"k": empty, "v": empty}), dtype)
         self._launch(self.nothing(), q, parts, out, 0)
 
     def _told(self, parts: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Any]:
-        """Parts as the kernel takes them, for queries of this dtype: it is compiled for each kind."""
+        """Parts as the kernel takes them, for queries of this dtype: it is compiled for each kind.
+
+        All of them are in pairs, or none.
+        """
         if self._dots and dtype == torch.bfloat16 and all(map(_fits_pairs, parts)):
             return [self._args.PairsPart(*part) for _, *part in parts]
         return [self._args.PARTS[kind](*part) for kind, *part in parts]
@@ -285,6 +291,16 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
         head,
         scales,
     )
+
+
+def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
+    """[num_rows, floats] float32 from the beginning of a line of the cache on.
+
+    A vector across two lines takes twice as long. NumPy's own begin 16 or 32 bytes later.
+    """
+    room = np.zeros(num_rows * floats + CACHE_LINE // 4, np.float32)
+    begin = -room.ctypes.data % CACHE_LINE // 4
+    return room[begin : begin + num_rows * floats].reshape(num_rows, floats)
 
 
 def use_threads(count: int) -> None:

@@ -74,10 +74,9 @@ def draw_all(
 
 
 def _is_plainest(draw: Draw) -> bool:
-    """Whether the likeliest token is all that is wanted, as of most at temperature 0."""
-    return not (
-        draw.params.temperature or draw.draft or draw.shaping or draw.num_logprobs is not None
-    )
+    """Whether the likeliest token is all that is wanted, and nothing was guessed."""
+    is_bare = draw.shaping is None and draw.num_logprobs is None
+    return is_bare and not draw.draft and draw.params.temperature == 0.0
 
 
 def draw_tokens(logits: Rows, draw: Draw) -> Drawn:

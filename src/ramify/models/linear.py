@@ -137,13 +137,16 @@ def why_not(strategy: str, weight: Tensor) -> str | None:
 def preferred(weight: Tensor) -> tuple[str, ...]:
     """Strategies for this dtype on this machine, the fastest first.
 
-    Measured, 1 to 2,048 rows: with AVX2 and with AVX-512, also where that multiplies bfloat16,
-    `panels` was as fast as `packed` or faster with few rows, at most 5 % slower with many; and only
-    `panels` lets a whole step be one call. With AMX nothing was measured, and oneDNN uses it.
+    Measured, 1 to 2,048 rows: with AVX2 and with AVX-512, in bfloat16 where the processor multiplies
+    it, `panels` was as fast as `packed` or faster with few rows, at most 6 % slower with many; and
+    only `panels` lets a whole step be one call. Without such instructions there is no other good
+    product in bfloat16; where there is AMX, for bfloat16, oneDNN uses it, and nothing was measured.
     """
     if weight.dtype == torch.bfloat16:
-        tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-        return ("packed", "panels", "unpadded") if tiles else ("panels", "packed", "unpadded")
+        if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+            return "packed", "panels", "unpadded"
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+        return ("panels", "packed", "unpadded") if native else ("panels", "unpadded")
     # in float32 F.linear as it is differs; a probe that happens to miss it must not adopt it
     return "panels", "packed", "padded", "tiled"
 

@@ -1,7 +1,8 @@
 """Matrix products on CPU whose rows cannot depend on each other, compiled by Numba.
 
 Every element of a result is one fixed expression in float32: the bias, plus one sum per strip of
-`STRIP` inner elements, in ascending order, each a chain of fused multiply-adds in ascending order.
+`STRIP` inner elements, in ascending order, each a chain of fused multiply-adds in ascending order;
+in pairs, of `STRIP` words and dot products, which take subnormals for zeros.
 Tiles, blocks, panels and threads decide what is computed when, never a bit of it. The loops are
 those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008): a strip of
 a panel of weights stays in the first-level cache while the rows of a block pass by.
@@ -59,7 +60,7 @@ from ramify.models.row_tiles import scale_row, sum_squares
 
 BLOCK_ROWS = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
 AHEAD = 4  # strips between what is read and what is fetched
-STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (measured, AVX2)
+STRIP = 128  # shorter chains are nearer to the truth; 256 was no faster (float32, AVX2)
 _PANEL, _STRIP, _GROUPS, _TILES = PANEL, STRIP, GROUPS, TILES  # globals are constants to Numba
 _AHEAD, _UNROLLED, _PAIRS = AHEAD, UNROLLED, PAIRS
 _ROUND = 8  # rows are packed so many elements at a time

@@ -34,9 +34,8 @@ from ramify.attention.simd import (
     _widen,
 )
 
-PAIRS = len(
-    SIZES
-)  # two bfloat16 of a row in a 32-bit word, as the dot products of `DOTS` want them
+# two bfloat16 of a row in a 32-bit word, as the dot products of `simd.DOTS` want them
+PAIRS = len(SIZES)
 
 PANEL = 2 * LANES
 # Rows of a tile. The largest has as many accumulators as hide the latency of an FMA and fit into
@@ -84,9 +83,10 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
         """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
 
         Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
-        [num_rows, PANEL], both float32; in pairs, k counts words. Meanwhile what lies at `ahead` is fetched, every `UNROLLED`
-        elements as much as they read, or a line where `gap` is no larger, and `gap` bytes further.
-        Several panels are read as fast as they come from memory without.
+        [num_rows, PANEL], both float32; in pairs a has words, and k counts them. Meanwhile what lies
+        at `ahead` is fetched, every `UNROLLED` elements as much as they read, or a line where `gap`
+        is no larger, and `gap` bytes further. Several panels are read as fast as they come from
+        memory without.
         """
 
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.tree import use_threads
+from ramify.attention.tree import aligned_zeros, use_threads
 from ramify.errors import ConfigError
 from ramify.kv import huge_pages
 
@@ -83,6 +83,8 @@ def pack_bias(bias: Tensor) -> Tensor:
 
 class Panels:
     """x @ weight.T + bias, accumulated in float32; the weight is copied.
+
+    Where the processor multiplies bfloat16 by itself, subnormal numbers of that dtype are zeros.
 
     Args:
         weight: [out_width, in_width], float32 or bfloat16; if gated, the rows of gate, then those of
@@ -337,8 +339,7 @@ def kept_scratch(
     """
     kept = _scratch.floats
     if kept.shape[0] < num_workers or kept.shape[1] < floats:
-        # of torch: where a line of the cache begins
-        kept = _scratch.floats = torch.zeros((num_workers, floats)).numpy()
+        kept = _scratch.floats = aligned_zeros(num_workers, floats)
     if len(_scratch.counters) < operations:
         _scratch.counters = np.zeros((operations, 2), np.int64)
     return kept, _scratch.counters
