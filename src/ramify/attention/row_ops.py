@@ -11,15 +11,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ramify.attention.simd import (
+    DOTS,
     F32,
     LANES,
     SIZES,
     _const,
     _fill,
+    _from_bf16,
     _i32,
     _i64,
     _step,
     _store,
+    _to_bf16,
     _vec,
     _widen,
 )
@@ -41,16 +44,19 @@ def rounded(builder: Any, x: Any, kind: int) -> Any:
     """A float32 vector with the values that `kind` can hold."""
     if kind == F32:
         return x
-    lanes = x.type.count
-    wide = builder.zext(narrow(builder, x, kind), _vec(lanes, _i32))
-    return builder.bitcast(builder.shl(wide, _const(16, lanes, _i32)), x.type)
+    return _from_bf16(builder, narrow(builder, x, kind))
 
 
 def narrow(builder: Any, x: Any, kind: int) -> Any:
-    """A float32 vector in the dtype of `kind`, to the nearest, ties to even."""
+    """A float32 vector in the dtype of `kind`, to the nearest, ties to even.
+
+    Where an instruction does it, subnormals of whole vectors become zeros.
+    """
     if kind == F32:
         return x
     lanes = x.type.count
+    if DOTS and lanes == LANES:
+        return _to_bf16(builder, x)
 
     def c(value: int) -> Any:
         return _const(value, lanes, _i32)
