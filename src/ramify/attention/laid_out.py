@@ -21,10 +21,6 @@ from ramify.attention.simd import (
     TILE_ROWS,
     element_at,
     int_at,
-    pair_tile_1,
-    pair_tile_2,
-    pair_tile_4,
-    pair_tile_all,
     prefetch,
     put_float,
     tile_1,
@@ -97,30 +93,6 @@ def pack_values(values: Block, into: int, stride: int, count: int) -> None:
 
 
 @jit
-def _multiply_tile(
-    rows: int, part: Part, a: int, a_stride: int, b: int, c: int, c_stride: int, depth: int, scale: float
-) -> None:  # fmt: skip
-    """The tile of so many rows, in pairs or not."""
-    if in_pairs(part):
-        if rows == _ROWS:
-            pair_tile_all(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-        elif rows == 4:
-            pair_tile_4(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-        elif rows == 2:
-            pair_tile_2(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-        else:
-            pair_tile_1(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    elif rows == _ROWS:
-        tile_all(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    elif rows == 4:
-        tile_4(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    elif rows == 2:
-        tile_2(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-    else:
-        tile_1(a, a_stride, b, _COLUMNS, c, c_stride, depth, scale)
-
-
-@jit
 def product(
     num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
     depth: int, num_columns: int, scale: float, part: Part, later: Later,
@@ -143,7 +115,14 @@ def product(
         rows = _ROWS if left >= _ROWS else (4 if left >= 4 else (2 if left >= 2 else 1))
         for tile in range(num_columns // _COLUMNS):
             at, to = b + b_tile * tile, y + 4 * _COLUMNS * tile
-            _multiply_tile(rows, part, x, a_stride, at, to, c_stride, depth, scale)
+            if rows == _ROWS:
+                tile_all(part, x, a_stride, at, _COLUMNS, to, c_stride, depth, scale)
+            elif rows == 4:
+                tile_4(part, x, a_stride, at, _COLUMNS, to, c_stride, depth, scale)
+            elif rows == 2:
+                tile_2(part, x, a_stride, at, _COLUMNS, to, c_stride, depth, scale)
+            else:
+                tile_1(part, x, a_stride, at, _COLUMNS, to, c_stride, depth, scale)
             if fetched < later.end:
                 upto = min(fetched + share, later.end)
                 _fetch(later.keys, fetched, upto)

@@ -215,23 +215,23 @@ def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(vector, _i32(0))
 
 
-def _make_tile(num_rows: int, *, pairs: bool = False) -> Any:
-    add = _dot if pairs else _fma
-
+def _make_tile(num_rows: int) -> Any:
     @intrinsic
     def tile(
-        _: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
+        _: Any, part: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
         scale: Any,
     ) -> Any:  # fmt: skip
         """c[r, :TILE_COLUMNS] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
 
-        Strides in floats, or in words of pairs; without pairs `scale` is not looked at. The +0 at the end
+        Strides in floats, or in words of pairs if `part`, the plane that b is made of, is one; without pairs `scale` is not looked at. The +0 at the end
         makes a sum of zeros +0 however many there were, so that trailing products by zero may be
         left out.
         """
+        pairs = part.instance_class.pairs
+        add = _dot if pairs else _fma
 
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            a, a_stride, b, b_stride, c, c_stride, depth, scale = args
+            _, a, a_stride, b, b_stride, c, c_stride, depth, scale = args
             zero = _const(0.0, LANES)
             sums = [
                 [cgutils.alloca_once(builder, _vec(LANES)) for _ in range(TILE_VECTORS)]
@@ -263,15 +263,12 @@ def _make_tile(num_rows: int, *, pairs: bool = False) -> Any:
                     _store(builder, total, builder.add(into, _i64(4 * LANES * v)))
             return context.get_dummy_value()
 
-        return types.void(*[_int] * 7, _float), code
+        return types.void(part, *[_int] * 7, _float), code
 
     return tile
 
 
 tile_1, tile_2, tile_4, tile_all = (_make_tile(num_rows) for num_rows in (1, 2, 4, TILE_ROWS))
-pair_tile_1, pair_tile_2, pair_tile_4, pair_tile_all = (
-    _make_tile(num_rows, pairs=True) for num_rows in (1, 2, 4, TILE_ROWS)
-)
 
 
 def _make_softmax(*, pairs: bool) -> Any:

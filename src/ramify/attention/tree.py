@@ -296,7 +296,7 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
     """[num_rows, floats] float32 from the beginning of a line of the cache on.
 
-    A vector across two lines takes twice as long. NumPy's own begin 16 or 32 bytes later.
+    NumPy's own begin 16 to 48 bytes later, so that vectors lie across two lines.
     """
     room = np.zeros(num_rows * floats + CACHE_LINE // 4, np.float32)
     begin = -room.ctypes.data % CACHE_LINE // 4

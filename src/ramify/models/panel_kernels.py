@@ -89,7 +89,7 @@ class Product(NamedTuple):
 
 
 def aligned(num_bytes: int) -> int:
-    """Whole lines of the cache: a vector across two of them takes twice as long."""
+    """Whole lines of the cache, so that no vector lies across two of them."""
     return -(-num_bytes // LINE) * LINE
 
 
