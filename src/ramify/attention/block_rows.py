@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from ramify.attention.exponentials import exp_of, soft_cap_row, softmax_pairs, softmax_row
 from ramify.attention.kernel_args import Part, Shape, in_pairs
 from ramify.attention.simd import (
     TILE_COLUMNS,
     copy_row,
     element_at,
-    exp_of,
     fold_row,
     put_float,
-    soft_cap_row,
-    softmax_pairs,
-    softmax_row,
 )
 
 BLOCK_KEYS = 256

@@ -47,18 +47,6 @@ _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _STORED = (_f32, ir.IntType(16), ir.HalfType(), ir.IntType(8), ir.IntType(8))
 _int, _float = types.int64, types.float32
 
-# exp(r) - 1 - r over r², highest power first, |r| <= ln 2 / 2 (Cephes mathematical library, expf)
-_EXP_TERMS = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; the first has few bits
-_EXP_LEAST = -87.0  # below it exp is 0 here; float32 would go on to 1e-38
-
 
 def _vec(lanes: int, scalar: Any = _f32) -> Any:
     return ir.VectorType(scalar, lanes)
@@ -116,27 +104,6 @@ def _step(builder: Any, base: Any, index: Any, size: int) -> Any:
 
 def _max(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _exp(builder: Any, x: Any) -> Any:
-    """exp(x) for x <= 0 to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_LEAST`, NaN of NaN."""
-    lanes = x.type.count
-
-    def c(value: float) -> Any:
-        return _const(value, lanes)
-
-    low = builder.fcmp_ordered("<", x, c(_EXP_LEAST))
-    x = builder.select(low, c(_EXP_LEAST), x)
-    n = _call(builder, "rint", builder.fmul(x, c(1.4426950408889634)))
-    r = _call(builder, "fma", n, c(-_LN2_HIGH), x)
-    r = _call(builder, "fma", n, c(-_LN2_LOW), r)
-    p = c(_EXP_TERMS[0])
-    for term in _EXP_TERMS[1:]:
-        p = _call(builder, "fma", p, r, c(term))
-    y = builder.fadd(_call(builder, "fma", builder.fmul(p, r), r, r), c(1.0))
-    power = builder.add(builder.fptosi(n, _vec(lanes, _i32)), _const(127, lanes, _i32))
-    bits = builder.shl(power, _const(23, lanes, _i32))
-    return builder.select(low, c(0.0), builder.fmul(y, builder.bitcast(bits, x.type)))
 
 
 def _from_bf16(builder: Any, x: Any) -> Any:
@@ -269,78 +236,6 @@ def _make_tile(num_rows: int) -> Any:
 
 
 tile_1, tile_2, tile_4, tile_all = (_make_tile(num_rows) for num_rows in (1, 2, 4, TILE_ROWS))
-
-
-def _make_softmax(*, pairs: bool) -> Any:
-    @intrinsic
-    def softmax(_: Any, row: Any, count: Any) -> Any:
-        """In place exp(x - max) of `count` floats, a multiple of LANES: (max, sum of the results).
-
-        Both are taken lane by lane, ascending, then across lanes: further floats that are -inf
-        change neither. In pairs the results are bfloat16, from the row's beginning on, and their
-        sum is that of the rounded ones.
-        """
-
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            row, count = args
-            vec, steps = _vec(LANES), builder.udiv(count, _i64(LANES))
-            top, total = (cgutils.alloca_once(builder, vec) for _ in range(2))
-            builder.store(_const(float("-inf"), LANES), top)
-            with cgutils.for_range(builder, steps) as loop:
-                x = _load(builder, _step(builder, row, loop.index, 4 * LANES), vec)
-                builder.store(_max(builder, builder.load(top), x), top)
-            peak = _fold(builder, builder.load(top), lambda a, b: _max(builder, a, b))
-            wide = _fill(builder, peak, LANES)
-            builder.store(_const(0.0, LANES), total)
-            with cgutils.for_range(builder, steps) as loop:
-                at = _step(builder, row, loop.index, 4 * LANES)
-                y = _exp(builder, builder.fsub(_load(builder, at, vec), wide))
-                if pairs:
-                    at = _step(builder, row, loop.index, 2 * LANES)
-                    narrow = _to_bf16(builder, y)
-                    _store(builder, narrow, at)
-                    y = _from_bf16(builder, narrow)
-                else:
-                    _store(builder, y, at)
-                builder.store(builder.fadd(builder.load(total), y), total)
-            weight = _fold(builder, builder.load(total), builder.fadd)
-            return context.make_tuple(builder, signature.return_type, (peak, weight))
-
-        return types.UniTuple(_float, 2)(_int, _int), code
-
-    return softmax
-
-
-softmax_row, softmax_pairs = _make_softmax(pairs=False), _make_softmax(pairs=True)
-
-
-@intrinsic
-def exp_of(_: Any, x: Any) -> Any:
-    """exp(x) of one x <= 0, with the bits that `softmax_row` gives."""
-
-    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.extract_element(_exp(builder, _fill(builder, args[0], 4)), _i32(0))
-
-    return _float(_float), code
-
-
-@intrinsic
-def soft_cap_row(_: Any, row: Any, cap: Any, count: Any) -> Any:
-    """In place cap * tanh(x / cap) of `count` floats, a multiple of LANES."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        row, cap, count = args
-        wide, one = _fill(builder, cap, LANES), _const(1.0, LANES)
-        with cgutils.for_range(builder, builder.udiv(count, _i64(LANES))) as loop:
-            at = _step(builder, row, loop.index, 4 * LANES)
-            x = builder.fdiv(_load(builder, at, _vec(LANES)), wide)
-            twice = builder.fmul(_call(builder, "fabs", x), _const(-2.0, LANES))
-            e = _exp(builder, twice)
-            t = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
-            _store(builder, builder.fmul(_call(builder, "copysign", t, x), wide), at)
-        return context.get_dummy_value()
-
-    return types.void(_int, _float, _int), code
 
 
 @intrinsic

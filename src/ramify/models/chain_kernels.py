@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import prange
 
-from ramify.attention import block_rows, kernel_args, row_ops, workers
+from ramify.attention import block_rows, exponentials, kernel_args, row_ops, workers
 from ramify.attention.block_rows import address, jit
 from ramify.attention.compiled import compiled
 from ramify.attention.workers import STEP, leave, take_next
@@ -66,6 +66,7 @@ run_all = compiled(
     _run_all,
     __file__,
     block_rows.__file__,
+    exponentials.__file__,
     kernel_args.__file__,
     panel_kernels.__file__,
     panel_tiles.__file__,

@@ -9,6 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.attention.exponentials import _exp, short_exp
 from ramify.attention.row_ops import narrow, rounded
 from ramify.attention.simd import (
     BF16,
@@ -19,7 +20,6 @@ from ramify.attention.simd import (
     _call,
     _const,
     _dot,
-    _exp,
     _f32,
     _fill,
     _fma,
@@ -250,7 +250,7 @@ def gate_line(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
             strict=True,
         )
         for g, u, at in both:
-            active = rounded(builder, silu(builder, rounded(builder, g, stored)), stored)
+            active = silu(builder, rounded(builder, g, stored), stored)
             product = builder.fmul(active, rounded(builder, u, stored))
             _store(builder, narrow(builder, product, stored), at)
         return context.get_dummy_value()
@@ -267,11 +267,10 @@ def _places(builder: Any, into: Any, kind: int) -> list[Any]:
     return [builder.add(into, _i64(SIZES[kind] * LANES * v)) for v in (0, 1)]
 
 
-def silu(builder: Any, x: Any) -> Any:
-    """x / (1 + exp(-x)) of a float32 vector, by exp of what is not positive."""
-    lanes = x.type.count
-    zero, one = _const(0.0, lanes), _const(1.0, lanes)
-    e = _exp(builder, builder.fsub(zero, _call(builder, "fabs", x)))
+def silu(builder: Any, x: Any, kind: int) -> Any:
+    """x / (1 + exp(-x)) of a float32 vector, rounded to `kind`; by exp of what is not positive."""
+    exp, zero, one = _exp if kind == F32 else short_exp, _const(0.0, LANES), _const(1.0, LANES)
+    e = exp(builder, builder.fsub(zero, _call(builder, "fabs", x)))
     negative = builder.fcmp_ordered("<", x, zero)
     over = builder.select(negative, builder.fmul(x, e), x)
-    return builder.fdiv(over, builder.fadd(one, e))
+    return rounded(builder, builder.fdiv(over, builder.fadd(one, e)), kind)

@@ -1,0 +1,86 @@
+"""The softmax of a row of scores, in float32 and for pairs, beside float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+
+from ramify.attention.block_rows import address, jit
+from ramify.attention.exponentials import softmax_pairs, softmax_row
+from ramify.attention.simd import DOTS, TILE_COLUMNS
+from ramify.attention.tree import aligned_zeros
+
+KINDS = ["float32", pytest.param("pairs", marks=pytest.mark.skipif(not DOTS, reason="no pairs"))]
+
+
+@jit
+def of_floats(row, count):
+    return softmax_row(row, count)
+
+
+@jit
+def of_pairs(row, count):
+    return softmax_pairs(row, count)
+
+
+def softmax(scores: np.ndarray, kind: str) -> tuple[np.ndarray, float, float]:
+    """Weights as float32, their maximum and their sum."""
+    row = aligned_zeros(1, len(scores))[0]
+    row[:] = scores
+    if kind == "float32":
+        return row, *of_floats(address(row), len(row))
+    peak, total = of_pairs(address(row), len(row))
+    stored = torch.from_numpy(row[: len(row) // 2].view(np.int16)).view(torch.bfloat16)
+    return stored.float().numpy(), peak, total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_weights_are_exponentials(kind: str, spread: float) -> None:
+    draw = np.random.default_rng(int(100 * spread))
+    for count in (TILE_COLUMNS, 5 * TILE_COLUMNS, 256):
+        scores = (draw.standard_normal(count) * spread).astype(np.float32)
+        weights, peak, total = softmax(scores, kind)
+        exact = np.exp((scores - scores.max()).astype(np.float64))  # rounded as the row is
+        assert peak == scores.max()
+        assert weights[scores.argmax()] == 1
+        assert total == pytest.approx(weights.sum(dtype=np.float64), rel=1e-6)
+        if kind == "float32":
+            assert np.allclose(weights, exact, rtol=3e-7, atol=1e-37)
+            continue
+        exact[exact < 2**-126] = 0  # as pairs hold none
+        nearest = torch.from_numpy(exact).bfloat16().double().numpy()
+        assert np.allclose(weights, exact, rtol=2**-7.99, atol=1e-37)
+        assert (weights == nearest).mean() > 0.99  # the others lie in the middle of two
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_seen_weighs_nothing(kind: str) -> None:
+    scores = np.random.default_rng(1).standard_normal(64).astype(np.float32)
+    weights, peak, total = softmax(scores, kind)
+    longer = np.concatenate([scores, np.full(192, -np.inf, np.float32)])
+    again, *rest = softmax(longer, kind)
+    assert np.array_equal(again[:64], weights)
+    assert not again[64:].any()
+    assert rest == [peak, total]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extremes(kind: str) -> None:
+    scores = np.full(TILE_COLUMNS, -1e30, np.float32)
+    scores[:6] = 3.0, 3.0 - 88.0, 3.0 - 104.0, 3.0 - 1000.0, -np.inf, -3.4e38
+    weights, peak, total = softmax(scores, kind)
+    assert (peak, total) == (3.0, 1.0)
+    assert weights[0] == 1
+    assert not weights[1:].any()
+    scores[7] = np.nan
+    weights, _, total = softmax(scores, kind)
+    assert np.isnan(weights).tolist() == [at == 7 for at in range(TILE_COLUMNS)]
+    assert np.isnan(total)
+    scores[7] = np.inf
+    weights, peak, _ = softmax(scores, kind)
+    assert peak == np.inf
+    assert np.isnan(weights[7])
