@@ -1,4 +1,4 @@
-"""Steps of few rows in one call of compiled code: the bits of attention called layer by layer."""
+"""Short steps in one call of compiled code: the bits of attention called layer by layer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ramify.attention import tree
 from ramify.attention.backend import AttentionSpec
@@ -20,7 +21,6 @@ from ramify.engine.runner import ModelRunner
 from ramify.engine.step import StepPlan
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
-from ramify.models.chain import INLINE_ROWS
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
 from ramify.models.needs import attention_spec, kv_layout
@@ -72,6 +72,12 @@ def plan_of(shares: list[tuple[int, int]], *, shared: int = 0, seed: int = 0) ->
     return StepPlan(batch, tokens, (), (), tuple(range(len(shares))))
 
 
+def num_weights(path: Path) -> int:
+    """Of the products of all layers."""
+    names = load_file(path / "model.safetensors").items()
+    return sum(one.numel() for name, one in names if name.endswith("_proj.weight"))
+
+
 def outcome(runner: ModelRunner, plans: list[StepPlan]) -> list[torch.Tensor]:
     """Hidden rows of each step, and all of K/V at the end."""
     for layer in range(runner.pool.layout.num_layers):
@@ -88,7 +94,7 @@ CASES = {
     "one long request": [plan_of([(700, 1)]), plan_of([(701, 1)]), plan_of([(702, 5)])],
     "several": [plan_of([(20, 1), (300, 2), (0, 9), (600, 1)]), plan_of([(21, 1), (302, 1)])],
     "a shared prefix": [plan_of([(540, 1), (530, 1), (514, 3)], shared=512)],
-    "as many as can be": [plan_of([(3, INLINE_ROWS - 2), (9, 2)])],
+    "a chunk of a prefill": [plan_of([(0, 300), (20, 1)]), plan_of([(300, 210), (21, 1), (0, 70)])],
 }
 
 
@@ -155,10 +161,14 @@ def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
         assert_same_bits(one[:padding], other[:padding])
 
 
-def test_many_rows_are_left_to_the_interpreter(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("work", [0, 100])
+def test_long_steps_are_left_to_the_interpreter(
+    folder: Path, work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runner_of(folder, "llama", "float32")
+    """What one call may compute: 64 rows at least, here 100 by their weights."""
+    runner_of(folder, "llama", "float32")  # writes the checkpoint
+    monkeypatch.setattr("ramify.models.chain.INLINE_WORK", work * num_weights(folder / "llama"))
+    runner, most = runner_of(folder, "llama", "float32"), max(64, work)
     calls = list[int]()
     run = runner.backend.run
 
@@ -167,7 +177,9 @@ def test_many_rows_are_left_to_the_interpreter(
         return run(plan, layer, *rest)
 
     monkeypatch.setattr(runner.backend, "run", recorded)
-    outcome(runner, [plan_of([(0, INLINE_ROWS + 1)])])
+    outcome(runner, [plan_of([(0, most)])])
+    assert not calls
+    outcome(runner, [plan_of([(0, most + 1)])])
     assert calls == [0, 1, 2]
     with torch.inference_mode():
         before, count = torch.get_num_threads(), len(calls)

@@ -1,6 +1,6 @@
 """What a dense decoder computes from one attention to the next, in one call of compiled code.
 
-With few rows attention too, if it is told how (`attention.inline`): all layers are one call.
+In short steps attention too, if it is told how (`attention.inline`): all layers are one call.
 
 For few rows the Python around a product takes as long as a small product: a pass over the weights
 leaves nothing of the interpreter in the processor's caches.
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from ramify.attention.inline import Inline
 
-INLINE_ROWS = 64  # with more, the interpreter costs nothing, and it should get its turn
+# What one call may compute at most: rows, or rows times weights where those are more, half a second's
+# work of two cores. Where layers take longer the interpreter costs nothing, and it should get its turn.
+INLINE_ROWS, INLINE_WORK = 64, 6e10
 MAX_PROGRAMS = 64  # kept, one for each number of rows and of threads: those used last
 
 
@@ -84,6 +86,12 @@ class Chain:
         self._kernels, self._run_layers = chain_kernels, layer_kernels.run_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
         self._eps = np.array([link.eps for links in layers for link in links])
+        num_weights = len(layers) * sum(
+            link.widths[0] * link.widths[1] * (1 + (link is first.inner))
+            for link in first
+            if isinstance(link, Panels)
+        )
+        self.inline_rows = max(INLINE_ROWS, int(INLINE_WORK / num_weights))  # of one call, at most
         # not of a method: it would keep itself, and the weights, until cycles are collected
         self._program = functools.lru_cache(MAX_PROGRAMS)(partial(_program, self._layers))
         use_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
@@ -162,7 +170,7 @@ class Chain:
         dtype = self._layers[0].qkv.kind[0]
         kind = dtype, len(self._layers), *self._num_heads, self._head_dim
         found = inline.kind, inline.num_workers, len(inline.slots)
-        return num_rows <= INLINE_ROWS and found == (kind, num_workers, num_rows)
+        return num_rows <= self.inline_rows and found == (kind, num_workers, num_rows)
 
     def _run_inline(
         self, program: NDArray[np.int64], positions: Tensor, floats: int, inline: Inline, dtype: torch.dtype

@@ -19,7 +19,7 @@ from ramify.models.linear import PAD_ROWS, Apply, Linear
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
 # callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `inline`, an
-# `attention.inline.Inline` for this step, few rows may do so without calling it.
+# `attention.inline.Inline` for this step, a short step may do so without calling it.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -112,12 +112,12 @@ class DenseDecoder:
             layer.mlp.add_to(hidden, hidden)
         return hidden
 
-    def takes_inline(self, inline: Inline) -> bool:
-        """Whether steps of few rows use `attend.inline`; it is compiled for its kind now."""
+    def inline_rows(self, inline: Inline) -> int:
+        """Rows of the longest step that uses `attend.inline`; it is compiled for its kind now."""
         if self._chain is None:
-            return False
+            return 0
         self._chain.compile_inline(inline)
-        return True
+        return self._chain.inline_rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] rows of `forward` -> [R, vocab_size] float32."""
