@@ -21,6 +21,7 @@ from ramify.attention.block_rows import jit
 STEP = 16  # bytes from the counters of an operation to those of the next: tasks taken, tasks done
 PATIENCE = 1000  # looks before a worker lets others have its processor: some 50 µs on x86
 _PATIENCE = PATIENCE  # globals are constants to Numba
+_BACK = 1 << 32
 _i64, _int = ir.IntType(64), types.int64
 
 
@@ -77,6 +78,20 @@ def _give_way(_: Any) -> Any:
 def take_next(counter: int) -> Any:
     """The int64 at an address, raised by one for whoever asks next; safe among threads."""
     return raised(counter, 1)
+
+
+@jit
+def take_from_end(counter: int, total: int, last: int) -> Any:
+    """One of `total` tasks: the first, or if `last` is 1 the last of those left; -1 if none is.
+
+    Whoever takes one beside the one taken before may have some of its work done. The int64 at the
+    address counts those taken from the front in its low half, those from the back in the high one.
+    """
+    before = raised(counter, 1 + last * (_BACK - 1))
+    front, back = before % _BACK, before // _BACK
+    if front + back >= total:
+        return -1
+    return total - 1 - back if last else front
 
 
 @jit

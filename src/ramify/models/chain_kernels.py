@@ -22,13 +22,16 @@ _KIND, _TURN, _TASKS, _STEP = KIND, TURN, TASKS, STEP  # globals are constants t
 
 
 @jit
-def operate(numbers: Any, eps: float, positions: Any, scratch: Any, counters: int) -> None:
+def operate(
+    numbers: Any, eps: float, positions: Any, scratch: Any, counters: int, worker: int
+) -> None:
     """This worker's part of an operation, and its wait for the others.
 
     Args:
         numbers, eps, positions: see `_run_all`.
         scratch: this worker's own.
         counters: address of those of this operation.
+        worker: its number.
     """
     if numbers[_KIND] == _TURN:
         total, done, task = numbers[_TASKS], 0, take_next(counters)
@@ -37,7 +40,7 @@ def operate(numbers: Any, eps: float, positions: Any, scratch: Any, counters: in
             done += 1
             task = take_next(counters)
     else:
-        total, done = num_tasks(numbers), multiply(numbers, eps, scratch, counters)
+        total, done = num_tasks(numbers), multiply(numbers, eps, scratch, counters, worker)
     leave(counters, done, total)
 
 
@@ -59,7 +62,7 @@ def _run_all(
     for worker in prange(num_workers):
         for i in range(len(program)):
             at = address(counters) + _STEP * i
-            operate(program[i], eps[i], positions, scratch[worker], at)
+            operate(program[i], eps[i], positions, scratch[worker], at, worker)
 
 
 run_all = compiled(

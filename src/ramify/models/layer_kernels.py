@@ -74,7 +74,7 @@ def _run_layers(
         at, layer = address(counters), 0
         for i in range(len(program)):
             if program[i, _KIND] != _TURN:
-                operate(program[i], eps[i], positions, scratch[worker], at)
+                operate(program[i], eps[i], positions, scratch[worker], at, worker)
                 at += _STEP
                 continue
             where = Rows(numbers[0], numbers[1], numbers[2], numbers[5])

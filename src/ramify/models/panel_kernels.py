@@ -21,7 +21,7 @@ import numpy as np
 
 from ramify.attention.block_rows import address, jit
 from ramify.attention.simd import BF16, F32, LINE, element_at, put_float
-from ramify.attention.workers import take_next
+from ramify.attention.workers import take_from_end
 from ramify.models.panel_tiles import (
     GROUPS,
     PAIRS,
@@ -316,7 +316,7 @@ def num_tasks(numbers: Any) -> Any:
 
 
 @jit
-def multiply(numbers: Any, eps: float, scratch: Any, counters: int) -> Any:
+def multiply(numbers: Any, eps: float, scratch: Any, counters: int, worker: int) -> Any:
     """Tasks of a product, each some panels of a block of rows, as long as there are any.
 
     Args:
@@ -326,6 +326,8 @@ def multiply(numbers: Any, eps: float, scratch: Any, counters: int) -> Any:
         eps: of the norm.
         scratch: [scratch_floats] float32, this worker's own.
         counters: address of those of this operation.
+        worker: its number. The even ones begin with the first rows, the odd ones with the last: two
+            that take turns would each pack all of them.
 
     Returns how many this worker has done.
     """
@@ -343,8 +345,8 @@ def multiply(numbers: Any, eps: float, scratch: Any, counters: int) -> Any:
     num_units = product.num_panels // unit
     ready, done = -1, 0
     while True:
-        task = take_next(counters)
-        if task >= total:
+        task = take_from_end(counters, total, worker % 2)
+        if task < 0:
             return done
         block, piece = task // pieces, task % pieces
         first = block * block_rows

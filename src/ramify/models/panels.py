@@ -23,7 +23,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `attention.simd` numbers the
 MULTIPLY, TURN = range(2)  # as `chain_kernels` numbers them
 X, X_STRIDE, OUT = 2, 3, 10  # places among the numbers of `panel_kernels.multiply`
 ROWS, BEYOND = 1, 12  # and of `row_kernels.turn`
-TASKS_PER_WORKER = 4  # so that a worker that is interrupted does not hold up the others
+# so that a worker that is interrupted does not hold up the others; of one block of rows, of several
+TASKS_PER_WORKER, TASKS_OF_BLOCKS = 4, 16
 TURNED_ROWS = 4  # of a task, at least: a row takes a microsecond or so
 
 _NO_POSITIONS = np.zeros(0, np.int64)
@@ -235,7 +236,8 @@ def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, in
     per_tile = -(-per_block // -(-per_block // TILES[-1]))
     tile = next(place for place, rows in enumerate(TILES) if rows >= per_tile)
     block_rows = -(-per_block // TILES[tile]) * TILES[tile]
-    pieces = min(-(-TASKS_PER_WORKER * num_workers // num_blocks), num_panels)
+    tasks = num_workers * (TASKS_PER_WORKER if num_blocks == 1 else TASKS_OF_BLOCKS)
+    pieces = min(-(-tasks // num_blocks), num_panels)
     return block_rows, tile, pieces
 
 

@@ -1,0 +1,52 @@
+"""Workers that share tasks: each is done once, whoever takes it from which end."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+
+from ramify.attention.block_rows import address, jit
+from ramify.attention.workers import take_from_end
+
+
+@jit
+def take(counters, total, last):
+    return take_from_end(address(counters), total, last)
+
+
+@jit
+def take_all(counters, total, last, times):
+    """Count in `times` how often each task was taken."""
+    task = take_from_end(address(counters), total, last)
+    while task >= 0:
+        times[task] += 1
+        task = take_from_end(address(counters), total, last)
+
+
+@given(st.integers(0, 40), st.lists(st.booleans(), max_size=60))
+def test_from_both_ends_until_none_is_left(total: int, lasts: list[bool]) -> None:
+    counters, left = np.zeros(2, np.int64), list(range(total))
+    for last in lasts:
+        expected = left.pop(-1 if last else 0) if left else -1
+        assert take(counters, total, int(last)) == expected
+
+
+def test_threads_take_each_task_once() -> None:
+    for total in (0, 1, 7, 100_000):
+        counters = np.zeros(2, np.int64)
+        times = [np.zeros(total + 1, np.int64) for _ in range(4)]
+        threads = [
+            threading.Thread(target=take_all, args=(counters, total, number % 2, mine))
+            for number, mine in enumerate(times)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (np.sum(times, axis=0)[:total] == 1).all()
