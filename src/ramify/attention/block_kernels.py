@@ -37,6 +37,7 @@ from ramify.attention.block_rows import (
     scale_factors,
     soften,
     span_of,
+    to_weights,
 )
 from ramify.attention.compiled import compiled
 from ramify.attention.few_rows import FEW_ROWS, attend_few, is_plain, mix_alone
@@ -97,14 +98,16 @@ def _attend_tile(
             np.float32(shape.scale), keys.part, later)  # fmt: skip
     for r in range(num_rows):
         end = seen[first_row + r] - low
-        line = scores + 4 * _BLOCK * r
-        tops[2 * r], tops[2 * r + 1] = soften(shape, values.part, line, end, width)
+        tops[2 * r] = soften(shape, scores + 4 * _BLOCK * r, end, width)
+    for r in range(num_rows):
+        tops[2 * r + 1] = to_weights(values.part, scores + 4 * _BLOCK * r, width, tops[2 * r])
     _weigh(shape, values, scores, num_rows, (low, high), partial, later)
+    numbers = is_finite(partial, stride * num_rows)  # of all rows, as nearly always
     for r in range(num_rows):
         sums = partial + 4 * stride * r
         begin, end = own_keys(shape, seen[first_row + r] - low, high - low)
         if begin < end:
-            if not is_finite(sums, stride):
+            if not numbers and not is_finite(sums, stride):
                 row = scores + 4 * _BLOCK * r
                 if in_pairs(values.part):
                     offsets = values.offsets + 8 * (low + begin)

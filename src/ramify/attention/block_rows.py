@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ramify.attention.exponentials import exp_of, soft_cap_row, softmax_pairs, softmax_row
+from ramify.attention.exponentials import exp_of, exp_pairs, exp_row, largest, soft_cap_row
 from ramify.attention.kernel_args import Part, Shape, in_pairs
 from ramify.attention.simd import (
     TILE_COLUMNS,
@@ -86,12 +86,8 @@ def span_of(shape: Shape, seen: Any, first: int, count: int) -> Any:
 
 
 @jit
-def soften(shape: Shape, part: Part, row: int, end: int, width: int) -> Any:
-    """Scores in place to weights, 0 for keys from `end` on and before the window: see `softmax_row`.
-
-    Args:
-        part: the values' plane.
-    """
+def soften(shape: Shape, row: int, end: int, width: int) -> Any:
+    """Scores in place, -inf for keys from `end` on and before the window; returns their largest."""
     if shape.soft_cap > 0:
         soft_cap_row(row, np.float32(shape.soft_cap), width)
     for j in range(max(0, end), width):
@@ -99,9 +95,19 @@ def soften(shape: Shape, part: Part, row: int, end: int, width: int) -> Any:
     if shape.window:
         for j in range(min(width, end - shape.window)):
             put_float(row + 4 * j, _NOTHING)
+    return largest(row, width)
+
+
+@jit
+def to_weights(part: Part, row: int, width: int, top: float) -> Any:
+    """Scores in place to weights of the values in a plane, given the largest; returns their sum.
+
+    Several rows are softened before the first of them: what comes across lanes takes long, but can
+    be done for several at a time.
+    """
     if in_pairs(part):
-        return softmax_pairs(row, width)
-    return softmax_row(row, width)
+        return exp_pairs(row, width, top)
+    return exp_row(row, width, top)
 
 
 @jit

@@ -105,17 +105,31 @@ def _masked(builder: Any, name: str, *args: Any, mask: Any = None) -> Any:
 
 
 @intrinsic
-def softmax_row(_: Any, row: Any, count: Any) -> Any:
-    """In place exp(x - max) of `count` floats, a multiple of LANES: (max, sum of the results).
+def largest(_: Any, row: Any, count: Any) -> Any:
+    """Of `count` floats, a multiple of LANES: lane by lane, ascending, then across lanes."""
 
-    Both are taken lane by lane, ascending, then across lanes: further floats that are -inf change
-    neither.
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count = args
+        top = cgutils.alloca_once_value(builder, _const(float("-inf"), LANES))
+        with cgutils.for_range(builder, builder.udiv(count, _i64(LANES))) as loop:
+            x = _load(builder, _step(builder, row, loop.index, 4 * LANES), _vec(LANES))
+            builder.store(_max(builder, builder.load(top), x), top)
+        return _fold(builder, builder.load(top), lambda a, b: _max(builder, a, b))
+
+    return _float(_int, _int), code
+
+
+@intrinsic
+def exp_row(_: Any, row: Any, count: Any, peak: Any) -> Any:
+    """In place exp(x - peak) of `count` floats, a multiple of LANES; the sum of the results.
+
+    It is taken lane by lane, ascending, then across lanes: further floats that are -inf do not
+    change it.
     """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, count = args
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count, peak = args
         vec, steps = _vec(LANES), builder.udiv(count, _i64(LANES))
-        peak = _peak(builder, row, steps)
         wide = _fill(builder, peak, LANES)
         total = cgutils.alloca_once_value(builder, _const(0.0, LANES))
         with cgutils.for_range(builder, steps) as loop:
@@ -123,23 +137,21 @@ def softmax_row(_: Any, row: Any, count: Any) -> Any:
             y = _exp(builder, builder.fsub(_load(builder, at, vec), wide))
             _store(builder, y, at)
             builder.store(builder.fadd(builder.load(total), y), total)
-        weight = _fold(builder, builder.load(total), builder.fadd)
-        return context.make_tuple(builder, signature.return_type, (peak, weight))
+        return _fold(builder, builder.load(total), builder.fadd)
 
-    return types.UniTuple(_float, 2)(_int, _int), code
+    return _float(_int, _int, _float), code
 
 
 @intrinsic
-def softmax_pairs(_: Any, row: Any, count: Any) -> Any:
-    """`softmax_row` for pairs: the results are bfloat16, from the row's beginning on.
+def exp_pairs(_: Any, row: Any, count: Any, peak: Any) -> Any:
+    """`exp_row` for pairs: the results are bfloat16, from the row's beginning on.
 
     `count` is a multiple of TILE_COLUMNS, and the sum is that of the rounded results.
     """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, count = args
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count, peak = args
         vec, steps = _vec(LANES), builder.udiv(count, _i64(TILE_COLUMNS))
-        peak = _peak(builder, row, builder.mul(steps, _i64(2)))
         wide = _fill(builder, peak, LANES)
         ones = _const(0x3F803F80, LANES, _i32)
         total = cgutils.alloca_once_value(builder, _const(0.0, LANES))
@@ -152,19 +164,9 @@ def softmax_pairs(_: Any, row: Any, count: Any) -> Any:
             weights = _two_to_bf16(builder, both)
             _store(builder, weights, _step(builder, row, loop.index, 4 * LANES))
             builder.store(_dot(builder, ones, weights, builder.load(total)), total)
-        weight = _fold(builder, builder.load(total), builder.fadd)
-        return context.make_tuple(builder, signature.return_type, (peak, weight))
+        return _fold(builder, builder.load(total), builder.fadd)
 
-    return types.UniTuple(_float, 2)(_int, _int), code
-
-
-def _peak(builder: Any, row: Any, steps: Any) -> Any:
-    """The largest float of so many vectors."""
-    top = cgutils.alloca_once_value(builder, _const(float("-inf"), LANES))
-    with cgutils.for_range(builder, steps) as loop:
-        x = _load(builder, _step(builder, row, loop.index, 4 * LANES), _vec(LANES))
-        builder.store(_max(builder, builder.load(top), x), top)
-    return _fold(builder, builder.load(top), lambda a, b: _max(builder, a, b))
+    return _float(_int, _int, _float), code
 
 
 def _two_to_bf16(builder: Any, both: list[Any]) -> Any:
@@ -182,7 +184,7 @@ def _two_to_bf16(builder: Any, both: list[Any]) -> Any:
 
 @intrinsic
 def exp_of(_: Any, x: Any) -> Any:
-    """exp(x) of one x <= 0, with the bits that `softmax_row` gives."""
+    """exp(x) of one x <= 0, with the bits that `exp_row` gives."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.extract_element(_exp(builder, _fill(builder, args[0], 4)), _i32(0))

@@ -20,6 +20,7 @@ from ramify.attention.block_rows import (
     scale_factors,
     soften,
     span_of,
+    to_weights,
 )
 from ramify.attention.kernel_args import Few, Part, Shape, has_scales, in_pairs, stored_size
 from ramify.attention.simd import LINE, TILE_COLUMNS, is_finite, put_float
@@ -161,7 +162,8 @@ def attend_few(
     for h in range(few.num_heads):
         for r in range(few.num_rows):
             at, line = 2 * (h * few.num_rows + r), few.scores + 4 * _BLOCK * (h * rows + r)
-            tops[at], tops[at + 1] = soften(shape, few.values, line, seen[r] - low, width)
+            tops[at] = soften(shape, line, seen[r] - low, width)
+            tops[at + 1] = to_weights(few.values, line, width, tops[at])
     _weigh(shape, few, span, slots, value_factors)
     for h in range(few.num_heads):
         for r in range(few.num_rows):
