@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 from ramify.attention.block_rows import address, jit
-from ramify.attention.exponentials import exp_pairs, exp_row, largest
+from ramify.attention.exponentials import exp_of, exp_pairs, exp_row, largest
 from ramify.attention.simd import DOTS, TILE_COLUMNS
 from ramify.attention.tree import aligned_zeros
 
@@ -26,6 +26,11 @@ def of_floats(row, count):
 def of_pairs(row, count):
     top = largest(row, count)
     return top, exp_pairs(row, count, top)
+
+
+@jit
+def of_one(x):
+    return exp_of(x)
 
 
 def softmax(scores: np.ndarray, kind: str) -> tuple[np.ndarray, float, float]:
@@ -68,6 +73,20 @@ def test_what_is_not_seen_weighs_nothing(kind: str) -> None:
     assert np.array_equal(again[:64], weights)
     assert not again[64:].any()
     assert rest == [peak, total]
+    later = np.concatenate([np.full(3 * TILE_COLUMNS, -np.inf, np.float32), scores])
+    again, *rest = softmax(later, kind)  # a window has begun
+    assert not again[: 3 * TILE_COLUMNS].any()
+    assert np.array_equal(again[3 * TILE_COLUMNS :], weights)
+    assert rest == [peak, total]
+
+
+def test_one_exponential_has_the_bits_of_a_row_of_them() -> None:
+    """Running sums are folded with the one, weights are the others."""
+    draw = np.random.default_rng(2)
+    row = np.concatenate([[0.0, -87.0, -87.5, -1e30], -draw.exponential(20.0, 252)])
+    row = row.astype(np.float32)
+    weights, _, _ = softmax(row, "float32")
+    assert np.array_equal([of_one(x) for x in row], weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)

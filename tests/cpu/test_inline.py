@@ -161,14 +161,16 @@ def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
         assert_same_bits(one[:padding], other[:padding])
 
 
-@pytest.mark.parametrize("work", [0, 100])
+@pytest.mark.parametrize(("rows", "cached"), [(0, 0), (100, 0), (100, 200)])
 def test_long_steps_are_left_to_the_interpreter(
-    folder: Path, work: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, rows: int, cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one call may compute: 64 rows at least, here 100 by their weights."""
-    runner_of(folder, "llama", "float32")  # writes the checkpoint
-    monkeypatch.setattr("ramify.models.chain.INLINE_WORK", work * num_weights(folder / "llama"))
-    runner, most = runner_of(folder, "llama", "float32"), max(64, work)
+    """What one call may compute: 64 rows at least, here 100 by weights and keys."""
+    runner, most = runner_of(folder, "llama", "float32"), max(64, rows)
+    spec, layers = spec_of(runner.model, torch.float32), runner.pool.layout.num_layers
+    keys = 2 * layers * spec.num_heads * spec.head_dim * (cached + most)
+    work = rows * (num_weights(folder / "llama") + keys)
+    monkeypatch.setattr("ramify.models.chain.INLINE_WORK", work)
     calls = list[int]()
     run = runner.backend.run
 
@@ -177,9 +179,9 @@ def test_long_steps_are_left_to_the_interpreter(
         return run(plan, layer, *rest)
 
     monkeypatch.setattr(runner.backend, "run", recorded)
-    outcome(runner, [plan_of([(0, most)])])
+    outcome(runner, [plan_of([(cached, most)])])
     assert not calls
-    outcome(runner, [plan_of([(0, most + 1)])])
+    outcome(runner, [plan_of([(cached, most + 1)])])
     assert calls == [0, 1, 2]
     with torch.inference_mode():
         before, count = torch.get_num_threads(), len(calls)

@@ -22,6 +22,8 @@ from tests.cpu.attention_cases import spec_of
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
+from ramify.attention.simd import DOTS
+
 DTYPES = [torch.float32, torch.bfloat16]
 # widths around one and several panels, one strip and several, and none of these
 SHAPES = [(64, 128), (1, 1), (7, 3), (16, 256), (33, 257), (100, 76), (301, 511), (48, 1030)]
@@ -160,7 +162,22 @@ def test_a_processor_that_numba_is_told_of_gets_what_it_has() -> None:
         "w, x = torch.ones(64, 32), torch.ones(3, 32); "
         "assert (Panels(w.bfloat16())(x.bfloat16()) == 32).all()"
     )
-    told = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse2"}
+    run_told(program, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
+
+
+def test_pairs_want_all_that_they_are_made_of() -> None:
+    """A hypervisor can leave out any of it."""
+    wanted = "avx512f", "avx512vl", "avx512dq", "avx512bf16"
+    program = "from ramify.attention.simd import DOTS; assert DOTS == {}"
+    run_told(program.format(DOTS), NUMBA_CPU_FEATURES=",".join(f"+{one}" for one in wanted))
+    for missing in wanted:
+        told = ",".join(f"{'-' if one == missing else '+'}{one}" for one in wanted)
+        run_told(program.format(False), NUMBA_CPU_FEATURES=told)
+        run_told(program.format(False), NUMBA_CPU_FEATURES=f"+{missing},{told}")
+
+
+def run_told(program: str, **told: str) -> None:
+    """Run a program with these variables; it must end without an error."""
     result = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | told,
@@ -250,6 +267,23 @@ def test_silu_inside_the_kernel_is_silu(dtype: torch.dtype) -> None:
     unit = 1e-6 if dtype == torch.float32 else 2.0**-8
     assert torch.allclose(found.float(), expected, rtol=unit, atol=1e-30)
     assert linear(torch.tensor([[torch.nan, 1.0]]).to(dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_is_that_of_a_thread_that_flushes_subnormals(dtype: torch.dtype) -> None:
+    """Such a thread may be one of several: gates whose exponentials are near the least numbers."""
+    gate = -torch.linspace(80, 110, 4000).to(dtype)
+    linear = Panels(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), gated=True)
+    found, before = list[torch.Tensor](), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for flush in (False, True):
+            torch.set_flush_denormal(flush)
+            found.append(linear(torch.stack((gate, torch.ones_like(gate)), 1)))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

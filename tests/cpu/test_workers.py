@@ -38,11 +38,17 @@ def test_from_both_ends_until_none_is_left(total: int, lasts: list[bool]) -> Non
 
 
 def test_threads_take_each_task_once() -> None:
-    for total in (0, 1, 7, 100_000):
+    together = threading.Barrier(4)
+
+    def begin(*args: object) -> None:
+        together.wait()
+        take_all(*args)
+
+    for total in (0, 1, 7, *[100_000] * 5):
         counters = np.zeros(2, np.int64)
         times = [np.zeros(total + 1, np.int64) for _ in range(4)]
         threads = [
-            threading.Thread(target=take_all, args=(counters, total, number % 2, mine))
+            threading.Thread(target=begin, args=(counters, total, number % 2, mine))
             for number, mine in enumerate(times)
         ]
         for thread in threads:

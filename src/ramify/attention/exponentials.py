@@ -1,4 +1,4 @@
-"""Exponentials as LLVM IR, and the softmax made of them: `simd` for `block_kernels`.
+"""Exponentials as LLVM IR, and the softmax made of them, as `simd` is written.
 
 Like all of `simd`, a fixed sequence of operations per element.
 """
@@ -46,6 +46,7 @@ _EXP_LEAST = -87.0  # below it exp is 0 here; float32 would go on to 1e-38
 # 2^r, highest power first, 0 <= r < 1: within 2^-18, and 1 at 0 (the largest relative error made
 # least by Lawson's reweighted least squares)
 _SHORT_TERMS = (1.3426685531e-2, 5.2242472201e-2, 2.4128020570e-1, 6.9304484478e-1, 1.0)
+_NORMAL_LEAST = -126.0  # the power of two of float32's least normal number
 _FLOOR, _CURRENT = 1, 4  # how `vreduceps` rounds; the rounding that is set
 
 _int, _float = types.int64, types.float32
@@ -72,17 +73,22 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.select(low, c(0.0), builder.fmul(y, builder.bitcast(bits, x.type)))
 
 
-def short_exp(builder: Any, x: Any) -> Any:
-    """exp(x) for x <= 0 for what becomes a bfloat16: to 2^-18, or where `DOTS` is not, as `_exp`.
+def short_exp(builder: Any, x: Any, *, normal: bool = True) -> Any:
+    """exp(x) for x <= 0 for what becomes a bfloat16: to 2^-17, or where `DOTS` is not, as `_exp`.
 
-    Exactly 1 at 0, NaN of NaN, and of what is below -87.34 nothing that a bfloat16 can hold but 0 and
-    subnormals.
+    Exactly 1 at 0 and NaN of NaN.
+
+    Args:
+        normal: what would be subnormal is 0; if not, it is subnormal, or 0 where a thread flushes
+            them, as what comes next must do.
     """
     if not DOTS or x.type.count != LANES:
         return _exp(builder, x)
     t = builder.fmul(x, _const(_LOG2_E, LANES))
     p = _polynomial(builder, _masked(builder, "reduce", t, _i32(_FLOOR)), _SHORT_TERMS)
-    return _masked(builder, "scalef", p, t)  # by 2 to the power of the next integer below t
+    # by 2 to the power of the next integer below t
+    mask = builder.fcmp_unordered(">=", t, _const(_NORMAL_LEAST, LANES)) if normal else None
+    return _masked(builder, "scalef", p, t, mask=mask)
 
 
 def _polynomial(builder: Any, x: Any, terms: tuple[float, ...]) -> Any:
@@ -146,7 +152,8 @@ def exp_row(_: Any, row: Any, count: Any, peak: Any) -> Any:
 def exp_pairs(_: Any, row: Any, count: Any, peak: Any) -> Any:
     """`exp_row` for pairs: the results are bfloat16, from the row's beginning on.
 
-    `count` is a multiple of TILE_COLUMNS, and the sum is that of the rounded results.
+    `count` is a multiple of TILE_COLUMNS. The sum is that of the rounded results, a lane of it that
+    of two lanes side by side; subnormals are 0.
     """
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
@@ -160,7 +167,7 @@ def exp_pairs(_: Any, row: Any, count: Any, peak: Any) -> Any:
             both = []
             for v in range(2):
                 x = _load(builder, builder.add(at, _i64(4 * LANES * v)), vec)
-                both.append(short_exp(builder, builder.fsub(x, wide)))
+                both.append(short_exp(builder, builder.fsub(x, wide), normal=False))
             weights = _two_to_bf16(builder, both)
             _store(builder, weights, _step(builder, row, loop.index, 4 * LANES))
             builder.store(_dot(builder, ones, weights, builder.load(total)), total)

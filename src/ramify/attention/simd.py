@@ -23,11 +23,13 @@ LANES = 16 if _HAS.get("avx512f") else 8
 
 def _multiplies_pairs() -> bool:
     """Whether kernels may use dot products: Numba can be told to compile for another processor."""
-    needed, told = ("avx512f", "avx512vl", "avx512bf16"), config.CPU_FEATURES
+    needed, told = ("avx512f", "avx512vl", "avx512dq", "avx512bf16"), config.CPU_FEATURES
     if config.CPU_NAME not in (None, "", llvmlite.binding.get_host_cpu_name()):
         return False
-    if told is not None and not all(f"+{one}" in told.split(",") for one in needed):
-        return False
+    if told is not None:
+        last = {one[1:]: one[:1] for one in told.split(",")}  # what is said of it last
+        if not all(last.get(one) == "+" for one in needed):
+            return False
     return all(_HAS.get(one) for one in needed)
 
 

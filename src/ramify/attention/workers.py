@@ -18,7 +18,9 @@ from numba.extending import intrinsic
 
 from ramify.attention.block_rows import jit
 
-STEP = 16  # bytes from the counters of an operation to those of the next: tasks taken, tasks done
+STEP = (
+    16  # bytes from the counters of an operation to those of the next: of tasks taken, tasks done
+)
 PATIENCE = 1000  # looks before a worker lets others have its processor: some 50 µs on x86
 _PATIENCE = PATIENCE  # globals are constants to Numba
 _BACK = 1 << 32

@@ -51,27 +51,26 @@ class ModelRunner:
     ) -> None:
         self.model, self.pool, self.backend = model, pool, backend
         self.row_multiple = model.row_multiple if row_multiple is None else row_multiple
-        self._inline_rows, self._inline = self._inlined()
+        self._inline = self._inlined()
 
     def inline_step(self, plan: object, slots: Tensor) -> Inline | None:
         """What lets the model run the layers of a step without a call of `attend` for each."""
         inline = self._inline
-        if inline is None or len(slots) > self._inline_rows:
+        if inline is None:
             return None
         if inline.backend is not self.backend or inline.pool is not self.pool:
             return None
         return inline.step(plan, slots.numpy())
 
-    def _inlined(self) -> tuple[int, InlineAttention | None]:
-        """What makes such steps, if the model can run them, and how many rows they may have."""
+    def _inlined(self) -> InlineAttention | None:
+        """What makes such steps, if the model can run them."""
         model, backend, pool = self.model, self.backend, self.pool
         if not isinstance(model, DenseDecoder) or not isinstance(backend, TreeBackend):
-            return 0, None
+            return None
         if InlineAttention.why_not(backend, pool, model.dtype) is not None:
-            return 0, None
+            return None
         inline = InlineAttention(backend, pool)
-        num_rows = model.inline_rows(inline.nothing())
-        return num_rows, inline if num_rows else None
+        return inline if model.takes_inline(inline.nothing()) else None
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:

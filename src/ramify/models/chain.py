@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from ramify.attention.inline import Inline
 
-# What one call may compute at most: rows, or rows times weights where those are more, half a second's
-# work of two cores. Where layers take longer the interpreter costs nothing, and it should get its turn.
+# What one call computes at most: so many rows, or so many products of two numbers: 0.3 s of two cores
+# that multiply bfloat16 (Zen 4), 0.6 s of two with AVX2. Where a layer takes longer the interpreter
+# around it costs nothing, and it should get its turn.
 INLINE_ROWS, INLINE_WORK = 64, 6e10
 MAX_PROGRAMS = 64  # kept, one for each number of rows and of threads: those used last
 
@@ -86,12 +87,11 @@ class Chain:
         self._kernels, self._run_layers = chain_kernels, layer_kernels.run_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
         self._eps = np.array([link.eps for links in layers for link in links])
-        num_weights = len(layers) * sum(
+        self._num_weights = len(layers) * sum(
             link.widths[0] * link.widths[1] * (1 + (link is first.inner))
             for link in first
             if isinstance(link, Panels)
         )
-        self.inline_rows = max(INLINE_ROWS, int(INLINE_WORK / num_weights))  # of one call, at most
         # not of a method: it would keep itself, and the weights, until cycles are collected
         self._program = functools.lru_cache(MAX_PROGRAMS)(partial(_program, self._layers))
         use_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
@@ -130,7 +130,7 @@ class Chain:
             link.scratch_floats(num_rows, num_workers) for link in first if isinstance(link, Panels)
         )
         inline: Inline | None = getattr(attend, "inline", None)
-        if inline is not None and self._takes(inline, num_rows, num_workers):
+        if inline is not None and self._takes(inline, positions, num_workers):
             first.turn.check_limits(positions)
             self._run_inline(program, positions, floats, inline, dtype)
             return hidden
@@ -166,11 +166,17 @@ class Chain:
         rest = np.zeros(0, np.int64), 1, *kept_scratch(1, 0, 0), np.zeros(6, np.int64)
         self._run_layers(program, self._eps[:0], *rest, inline.planes, inline.slots, *inline.rest)
 
-    def _takes(self, inline: Inline, num_rows: int, num_workers: int) -> bool:
+    def _takes(self, inline: Inline, positions: Tensor, num_workers: int) -> bool:
+        num_rows, (num_q, _, _) = len(positions), self._num_heads
+        if num_rows > INLINE_ROWS:
+            num_keys = int(positions.numpy().max()) + 1
+            seen = 2 * len(self._layers) * num_q * self._head_dim * num_keys
+            if num_rows * (self._num_weights + seen) > INLINE_WORK:
+                return False
         dtype = self._layers[0].qkv.kind[0]
         kind = dtype, len(self._layers), *self._num_heads, self._head_dim
         found = inline.kind, inline.num_workers, len(inline.slots)
-        return num_rows <= self.inline_rows and found == (kind, num_workers, num_rows)
+        return found == (kind, num_workers, num_rows)
 
     def _run_inline(
         self, program: NDArray[np.int64], positions: Tensor, floats: int, inline: Inline, dtype: torch.dtype

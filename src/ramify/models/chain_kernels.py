@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import prange
 
 from ramify.attention import block_rows, exponentials, kernel_args, row_ops, workers
@@ -59,10 +60,10 @@ def _run_all(
     """
     for i in range(len(program)):
         counters[i, 0] = counters[i, 1] = 0
-    for worker in prange(num_workers):
+    for worker in prange(num_workers):  # at times unsigned: `operate` would be compiled twice
         for i in range(len(program)):
             at = address(counters) + _STEP * i
-            operate(program[i], eps[i], positions, scratch[worker], at, worker)
+            operate(program[i], eps[i], positions, scratch[worker], at, np.int64(worker))
 
 
 run_all = compiled(

@@ -112,12 +112,12 @@ class DenseDecoder:
             layer.mlp.add_to(hidden, hidden)
         return hidden
 
-    def inline_rows(self, inline: Inline) -> int:
-        """Rows of the longest step that uses `attend.inline`; it is compiled for its kind now."""
+    def takes_inline(self, inline: Inline) -> bool:
+        """Whether short steps use `attend.inline`; it is compiled for its kind now."""
         if self._chain is None:
-            return 0
+            return False
         self._chain.compile_inline(inline)
-        return self._chain.inline_rows
+        return True
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] rows of `forward` -> [R, vocab_size] float32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import prange
 
 from ramify.attention import (
@@ -74,7 +75,7 @@ def _run_layers(
         at, layer = address(counters), 0
         for i in range(len(program)):
             if program[i, _KIND] != _TURN:
-                operate(program[i], eps[i], positions, scratch[worker], at, worker)
+                operate(program[i], eps[i], positions, scratch[worker], at, np.int64(worker))
                 at += _STEP
                 continue
             where = Rows(numbers[0], numbers[1], numbers[2], numbers[5])
@@ -111,8 +112,8 @@ run_layers = compiled(
     chain_kernels.__file__,
     direct.__file__,
     direct_pairs.__file__,
-    few_rows.__file__,
     exponentials.__file__,
+    few_rows.__file__,
     kernel_args.__file__,
     key_vectors.__file__,
     laid_out.__file__,

@@ -23,7 +23,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `attention.simd` numbers the
 MULTIPLY, TURN = range(2)  # as `chain_kernels` numbers them
 X, X_STRIDE, OUT = 2, 3, 10  # places among the numbers of `panel_kernels.multiply`
 ROWS, BEYOND = 1, 12  # and of `row_kernels.turn`
-# so that a worker that is interrupted does not hold up the others; of one block of rows, of several
+# So that a worker that is interrupted does not hold up the others. With several blocks of rows a
+# worker goes on in the block that it has packed, so that more tasks cost nothing.
 TASKS_PER_WORKER, TASKS_OF_BLOCKS = 4, 16
 TURNED_ROWS = 4  # of a task, at least: a row takes a microsecond or so
 
@@ -121,7 +122,7 @@ class Panels:
         room = huge_pages.zeros((num_panels, len(parts), self._in_width, PANEL), weight.dtype)
         for place, part in enumerate(parts):
             pack(part, room[:, place])
-        self._weight = room.flatten(0, 1)
+        self._weight, self._num_units = room.flatten(0, 1), num_panels  # gate and up are one
         self._bias = None
         if bias is not None:
             biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
@@ -159,12 +160,12 @@ class Panels:
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
-            *_cut(num_rows, self._fixed[2], num_workers), MULTIPLY,
+            *_cut(num_rows, self._num_units, num_workers), MULTIPLY,
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
         """Floats that each worker needs; see `kept_scratch`."""
-        block_rows = _cut(num_rows, self._fixed[2], num_workers)[0]
+        block_rows = _cut(num_rows, self._num_units, num_workers)[0]
         return self._kernels.scratch_floats(block_rows, self._width)
 
     def check(self, x: Tensor) -> None:
@@ -223,7 +224,7 @@ class Panels:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, int]:
+def _cut(num_rows: int, num_units: int, num_workers: int) -> tuple[int, int, int]:
     """How a product is cut into tasks: the last three numbers of `panel_kernels.multiply`.
 
     As few tiles as there can be, and of those the smallest that will do.
@@ -237,7 +238,7 @@ def _cut(num_rows: int, num_panels: int, num_workers: int) -> tuple[int, int, in
     tile = next(place for place, rows in enumerate(TILES) if rows >= per_tile)
     block_rows = -(-per_block // TILES[tile]) * TILES[tile]
     tasks = num_workers * (TASKS_PER_WORKER if num_blocks == 1 else TASKS_OF_BLOCKS)
-    pieces = min(-(-tasks // num_blocks), num_panels)
+    pieces = min(-(-tasks // num_blocks), num_units)
     return block_rows, tile, pieces
 
 
