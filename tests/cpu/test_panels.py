@@ -269,6 +269,18 @@ def test_silu_inside_the_kernel_is_silu(dtype: torch.dtype) -> None:
     assert linear(torch.tensor([[torch.nan, 1.0]]).to(dtype)).isnan().all()
 
 
+@pytest.mark.parametrize("workers", [1, 2, 8, 32])
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_task_is_without_panels(gated: bool, workers: int) -> None:
+    """It would pack a block of rows for nothing."""
+    from ramify.models.panel_tiles import PANEL
+
+    linear = Panels(random(14 * PANEL, 8), gated=gated)
+    for rows in (1, 90, 200, 3000):
+        *_, pieces, _ = linear.numbers(rows, workers)
+        assert 1 <= pieces <= (7 if gated else 14)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_is_that_of_a_thread_that_flushes_subnormals(dtype: torch.dtype) -> None:
     """Such a thread may be one of several: gates whose exponentials are near the least numbers."""

@@ -96,7 +96,7 @@ def _attend_tile(
     from_low = keys.packed + low // _COLUMNS * (4 * _COLUMNS * words)
     product(num_rows, mine, depth, from_low, 4 * _COLUMNS * words, scores, _BLOCK, words, width,
             np.float32(shape.scale), keys.part, later)  # fmt: skip
-    for r in range(num_rows):
+    for r in range(num_rows):  # all before the first exponential, which waits for its row's largest
         end = seen[first_row + r] - low
         tops[2 * r] = soften(shape, scores + 4 * _BLOCK * r, end, width)
     for r in range(num_rows):

@@ -100,11 +100,7 @@ def soften(shape: Shape, row: int, end: int, width: int) -> Any:
 
 @jit
 def to_weights(part: Part, row: int, width: int, top: float) -> Any:
-    """Scores in place to weights of the values in a plane, given the largest; returns their sum.
-
-    Several rows are softened before the first of them: what comes across lanes takes long, but can
-    be done for several at a time.
-    """
+    """Scores in place to weights of the values in a plane, given the largest; returns their sum."""
     if in_pairs(part):
         return exp_pairs(row, width, top)
     return exp_row(row, width, top)

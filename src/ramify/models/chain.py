@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from ramify.attention.inline import Inline
 
-# What one call computes at most: so many rows, or so many products of two numbers: 0.3 s of two cores
-# that multiply bfloat16 (Zen 4), 0.6 s of two with AVX2. Where a layer takes longer the interpreter
-# around it costs nothing, and it should get its turn.
+# What one call computes at most: so many rows, or so many products of two numbers. By their peaks that
+# is 0.3 s of two cores that multiply bfloat16 (Zen 4), 0.7 s of two with AVX2. Where a layer takes
+# longer the interpreter around it costs nothing, and it should get its turn.
 INLINE_ROWS, INLINE_WORK = 64, 6e10
 MAX_PROGRAMS = 64  # kept, one for each number of rows and of threads: those used last
 
