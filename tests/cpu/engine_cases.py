@@ -81,7 +81,12 @@ class Model:
 
 
 class RecordingRunner(ModelRunner):
-    """A model over a pool as `LLM` builds it; keeps the logits of the last step."""
+    """A model over a pool as `LLM` builds it; keeps the logits of the last step.
+
+    Whatever the last layer may leave out is left out, and not by references: they are whole steps.
+    """
+
+    min_left_out = 1
 
     def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from ramify.attention.mla import (
     UpProjection,
     attend_block,
     merge,
-    part_of,
 )
 from ramify.attention.sparse import IndexQuery, SparseIndex
 from ramify.errors import ConfigError
@@ -341,28 +339,3 @@ def test_sparse_attention_reads_what_the_index_selects() -> None:
     few = torch.from_numpy(case.batch.positions < 4)
     assert float(errors[4][few].max()) < 2e-5
     assert float(errors[4][~few].min()) > 1e-3
-
-
-def test_part_of_a_batch_is_the_batch_of_that_part() -> None:
-    """Every array, as if only those requests had been planned; who left shares with nobody."""
-    table = PagedBlockTable.of([[7, 2, 5], [7, 0, 9], [7, 0, 8]], 4)
-    extends = [Extend(0, 0, 3, 5), Extend(1, 1, 4, 5), Extend(2, 2, 8, 1)]
-    batch = AttentionBatch.build(extends, table, [(-1, 0), (0, 4), (1, 8)])
-    shared: dict[tuple[int, ...], list[tuple[int, int]]] = {
-        (0, 2): [(-1, 0), (-1, 0)],
-        (1, 2): [(-1, 0), (0, 8)],
-    }
-
-    for seqs in ([], [0], [0, 2], [1, 2], [0, 1, 2]):
-        part = part_of(batch, seqs)
-        sharing = list(zip(batch.shared_with, batch.shared_len, strict=True))[: len(seqs)]
-        sharing = shared.get(tuple(seqs), sharing)
-        expected = AttentionBatch.build([extends[seq] for seq in seqs], table, sharing)
-        assert np.array_equal(part.shared_with, expected.shared_with)
-        assert np.array_equal(part.shared_len, expected.shared_len)
-        for name in ("cu_seqlens_q", "seq_lens_kv", "num_cached", "positions", "slot_mapping"):
-            assert np.array_equal(getattr(part, name), getattr(expected, name)), name
-        for name in ("max_q_len", "max_kv_len", "total_kv", "has_cached", "num_tokens"):
-            assert getattr(part, name) == getattr(expected, name), name
-        for seq in range(len(seqs)):
-            assert np.array_equal(part.kv_slots(seq), expected.kv_slots(seq))

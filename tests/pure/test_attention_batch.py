@@ -155,3 +155,41 @@ def test_a_decode_without_a_page_is_our_bug() -> None:
 
     with pytest.raises(AssertionError, match="a new token has no page"):
         AttentionBatch.of_decodes(rows, [3, 2], table, sharing)
+
+
+@pytest.mark.parametrize("num_last", [None, 1, 4])
+def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None:
+    """Every array, as if only those requests had been planned; who left shares with nobody.
+
+    And of each only its last tokens, those before it having been computed earlier.
+    """
+    table = PagedBlockTable.of([[7, 2, 5], [7, 0, 9], [7, 0, 8]], 4)
+    extends = [Extend(0, 0, 3, 5), Extend(1, 1, 4, 5), Extend(2, 2, 8, 1)]
+    batch = AttentionBatch.build(extends, table, [(-1, 0), (0, 4), (1, 8)])
+    shared: dict[tuple[int, ...], list[tuple[int, int]]] = {
+        (0, 2): [(-1, 0), (-1, 0)],
+        (1, 2): [(-1, 0), (0, 8)],
+    }
+
+    for seqs in ([], [0], [0, 2], [1, 2], [0, 1, 2]):
+        own = [extends[seq] for seq in seqs]
+        num_rows = None
+        if num_last is not None:
+            counts = [min(num_last, one.num_new) for one in own]
+            own = [
+                dataclasses.replace(one, num_cached=one.kv_len - count, num_new=count)
+                for one, count in zip(own, counts, strict=True)
+            ]
+            num_rows = np.array(counts, np.int64)
+        part = batch.part(seqs, num_rows)
+        sharing = list(zip(batch.shared_with, batch.shared_len, strict=True))[: len(seqs)]
+        sharing = shared.get(tuple(seqs), sharing)
+        expected = AttentionBatch.build(own, table, sharing)
+        assert np.array_equal(part.shared_with, expected.shared_with)
+        assert np.array_equal(part.shared_len, expected.shared_len)
+        for name in ("cu_seqlens_q", "seq_lens_kv", "num_cached", "positions", "slot_mapping"):
+            assert np.array_equal(getattr(part, name), getattr(expected, name)), name
+        for name in ("max_q_len", "max_kv_len", "total_kv", "has_cached", "num_tokens"):
+            assert getattr(part, name) == getattr(expected, name), name
+        for seq in range(len(seqs)):
+            assert np.array_equal(part.kv_slots(seq), expected.kv_slots(seq))

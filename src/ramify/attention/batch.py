@@ -168,6 +168,42 @@ class AttentionBatch:
             found.append(found[other] if common >= num_tokens and other >= 0 else i)
         return found
 
+    def part(
+        self, seqs: Sequence[int], num_rows: NDArray[np.int64] | None = None
+    ) -> AttentionBatch:
+        """The batch of some of its requests, in ascending order; they share what they shared.
+
+        Args:
+            num_rows: the last so many query rows of each, at least 1; by default all of them. K/V
+                of those before is then there already.
+        """
+        assert list(seqs) == sorted(seqs)
+        places = np.full(self.num_seqs + 1, -1, np.int32)  # the last is for -1
+        places[seqs] = np.arange(len(seqs))
+        shared_with = places[self.shared_with[seqs]]
+        ends = self.cu_seqlens_q[1:][seqs]
+        lens = ends - self.cu_seqlens_q[:-1][seqs] if num_rows is None else num_rows
+        cu_q = np.zeros(len(seqs) + 1, np.int32)
+        np.cumsum(lens, out=cu_q[1:])
+        rows = np.arange(cu_q[-1]) + np.repeat(ends - cu_q[1:], lens)
+        kv = self.seq_lens_kv[seqs]
+        cached = (kv - lens).astype(np.int32)
+        return AttentionBatch(
+            cu_seqlens_q=cu_q,
+            seq_lens_kv=kv,
+            num_cached=cached,
+            block_table=self.block_table[seqs],
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            shared_with=shared_with,
+            shared_len=np.where(shared_with < 0, 0, self.shared_len[seqs]),
+            page_size=self.page_size,
+            max_q_len=int(lens.max(initial=0)),
+            max_kv_len=int(kv.max(initial=0)),
+            total_kv=int(kv.sum()),
+            has_cached=bool(cached.any()),
+        )
+
     def kv_slots(self, seq: int) -> NDArray[np.int64]:
         """Slots of all keys that request `seq` sees, in position order: [kv_len]."""
         kv_len = int(self.seq_lens_kv[seq])

@@ -157,7 +157,7 @@ class MlaAttention:
         others = [seq for seq in range(batch.num_seqs) if seq not in set(chosen)]
         rows = [np.arange(spans[seq].start, spans[seq].stop) for seq in others]
         return MlaPlan(
-            self.backend.plan(part_of(batch, others)),
+            self.backend.plan(batch.part(others)),
             torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])),
             [spans[seq] for seq in chosen],
             index,
@@ -311,35 +311,6 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     """
     joint = torch.logaddexp(lse, other_lse)
     return out * torch.exp(lse - joint) + other * torch.exp(other_lse - joint), joint
-
-
-def part_of(batch: AttentionBatch, seqs: list[int]) -> AttentionBatch:
-    """The batch of some of its requests, in ascending order; they share what they shared."""
-    assert seqs == sorted(seqs)
-    places = np.full(batch.num_seqs + 1, -1, np.int32)  # the last is for -1
-    places[seqs] = np.arange(len(seqs))
-    shared_with = places[batch.shared_with[seqs]]
-    lens = np.diff(batch.cu_seqlens_q)[seqs]
-    begins = batch.cu_seqlens_q[:-1][seqs]
-    cu_q = np.zeros(len(seqs) + 1, np.int32)
-    np.cumsum(lens, out=cu_q[1:])
-    rows = np.arange(cu_q[-1]) - np.repeat(cu_q[:-1] - begins, lens)
-    kv = batch.seq_lens_kv[seqs]
-    return AttentionBatch(
-        cu_seqlens_q=cu_q,
-        seq_lens_kv=kv,
-        num_cached=batch.num_cached[seqs],
-        block_table=batch.block_table[seqs],
-        positions=batch.positions[rows],
-        slot_mapping=batch.slot_mapping[rows],
-        shared_with=shared_with,
-        shared_len=np.where(shared_with < 0, 0, batch.shared_len[seqs]),
-        page_size=batch.page_size,
-        max_q_len=int(lens.max(initial=0)),
-        max_kv_len=int(kv.max(initial=0)),
-        total_kv=int(kv.sum()),
-        has_cached=bool(batch.num_cached[seqs].any()),
-    )
 
 
 def _seconds(*calls: Callable[[], object]) -> list[float]:

@@ -40,7 +40,7 @@ def step_plan(scheduled: Scheduled) -> StepPlan:
                 row = start + first - begin
                 scores.append(Score(request.id, row, tuple(targets), params.prompt_logprobs))
     token_ids = np.frombuffer(ids, np.int32).astype(np.int64) if ids else np.empty(0, np.int64)
-    return StepPlan(batch, token_ids, tuple(draws), tuple(scores), tuple(names))
+    return StepPlan(batch, token_ids, tuple(draws), tuple(scores), tuple(names), bool(scores))
 
 
 def _draws(request: Request, stop: int, end: int) -> list[Draw]:

@@ -50,6 +50,7 @@ class StepPlan:
     draws: tuple[Draw, ...]
     scores: tuple[Score, ...]
     request_ids: tuple[int, ...]  # in batch order
+    whole: bool = True  # hidden rows are wanted that nothing is drawn from
 
 
 class Drawn(NamedTuple):

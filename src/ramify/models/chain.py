@@ -20,11 +20,14 @@ from torch import Tensor
 from ramify.attention.tree import use_threads
 from ramify.errors import ConfigError
 from ramify.models.panels import KINDS, OUT, ROWS, Panels, Turn, X, kept_scratch
+from ramify.models.rows import spoil
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ramify.attention.inline import Inline
+
+    Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see `dense`
 
 # What one call computes at most: so many rows, or so many products of two numbers. By their peaks that
 # is 0.3 s of two cores that multiply bfloat16 (Zen 4), 0.7 s of two with AVX2. Where a layer takes
@@ -99,12 +102,7 @@ class Chain:
         # compiled now, not in the first step
         chain_kernels.run_all(*nothing, 1, *kept_scratch(1, 0, 0))
 
-    def run(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
+    def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `DenseDecoder.forward`.
 
         Args:
@@ -115,49 +113,22 @@ class Chain:
             ConfigError: shapes or dtypes disagree, or `attend` returned something that does not fit.
             IndexError: a position is outside the tables.
         """
-        first, num_rows, num_workers = self._layers[0], len(hidden), torch.get_num_threads()
+        first = self._layers[0]
         first.qkv.check(hidden)
-        first.turn.check_positions(positions, num_rows)
+        first.turn.check_positions(positions, len(hidden))
         if not hidden.is_contiguous():
             raise ConfigError(f"hidden has strides {hidden.stride()}; it must be contiguous")
-        program, dtype = self._program(num_rows, num_workers).copy(), hidden.dtype
-        inner = torch.empty((num_rows, first.inner.out_width), dtype=dtype)
-        for link, source in ((_QKV, hidden), (_INNER, hidden), (_DOWN, inner)):
-            program[link::_EACH, X] = source.data_ptr()
-        for link, into in ((_OUTPUT, hidden), (_INNER, inner), (_DOWN, hidden)):
-            program[link::_EACH, OUT] = into.data_ptr()
-        floats = max(
-            link.scratch_floats(num_rows, num_workers) for link in first if isinstance(link, Panels)
-        )
+        program, _inner = self._addressed(hidden)
+        rows: Tensor | None = getattr(attend, "rows", None)
+        ahead = len(program) if rows is None else len(program) - _EACH
         inline: Inline | None = getattr(attend, "inline", None)
-        if inline is not None and self._takes(inline, positions, num_workers):
+        if inline is not None and self._takes(inline, positions):
             first.turn.check_limits(positions)
-            self._run_inline(program, positions, floats, inline, dtype)
-            return hidden
-        scratch = kept_scratch(num_workers, floats, len(program))
-        rest = positions.contiguous().numpy(), num_workers, *scratch
-        shape = num_rows, sum(self._num_heads), self._head_dim
-        wanted = num_rows, self._num_heads[0], self._head_dim
-        begin = 0
-        for number in range(len(self._layers)):
-            rows = torch.empty(shape, dtype=dtype)
-            qkv, end = _EACH * number + _QKV, _EACH * number + _OUTPUT
-            program[qkv, OUT] = program[qkv + 1, ROWS] = rows.data_ptr()
-            use_threads(num_workers)  # attention has its own number
-            self._kernels.run_all(program[begin:end], self._eps[begin:end], *rest)
-            if number == 0:
-                first.turn.check_done(program[_TURN])
-            mixed = attend(number, *rows.split_with_sizes(self._num_heads, 1))
-            if mixed.shape != wanted or mixed.dtype != dtype or not mixed.is_cpu:
-                raise ConfigError(
-                    f"attend returned {mixed.dtype} {tuple(mixed.shape)} on {mixed.device}; it must "
-                    f"return {dtype} {wanted} on cpu"
-                )
-            mixed = mixed.contiguous()
-            program[end, X] = mixed.data_ptr()
-            begin = end
-        use_threads(num_workers)
-        self._kernels.run_all(program[begin:], self._eps[begin:], *rest)
+            self._run_inline(program[:ahead], positions, inline, hidden.dtype)
+        else:
+            self._run_by_layer(program[:ahead], positions, attend, hidden.dtype)
+        if rows is not None:
+            self._run_last(program, positions, attend, hidden, rows)
         return hidden
 
     def compile_inline(self, inline: Inline) -> None:
@@ -166,7 +137,91 @@ class Chain:
         rest = np.zeros(0, np.int64), 1, *kept_scratch(1, 0, 0), np.zeros(6, np.int64)
         self._run_layers(program, self._eps[:0], *rest, inline.planes, inline.slots, *inline.rest)
 
-    def _takes(self, inline: Inline, positions: Tensor, num_workers: int) -> bool:
+    def _addressed(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:
+        """All operations on these rows, and what lies between those of an MLP: keep it for so long."""
+        num_rows, first = len(hidden), self._layers[0]
+        program = self._program(num_rows, torch.get_num_threads()).copy()
+        inner = torch.empty((num_rows, first.inner.out_width), dtype=hidden.dtype)
+        for link, source in ((_QKV, hidden), (_INNER, hidden), (_DOWN, inner)):
+            program[link::_EACH, X] = source.data_ptr()
+        for link, into in ((_OUTPUT, hidden), (_INNER, inner), (_DOWN, hidden)):
+            program[link::_EACH, OUT] = into.data_ptr()
+        return program, inner
+
+    def _run_by_layer(
+        self, program: NDArray[np.int64], positions: Tensor, attend: Attend, dtype: torch.dtype
+    ) -> None:
+        """Whole layers, the first ones of the chain."""
+        run, begin = self._run(len(positions), positions), 0
+        for number in range(len(program) // _EACH):
+            end = _EACH * number + _OUTPUT
+            heads = self._heads(program, number, len(positions), dtype)
+            run(program, begin, end)
+            if number == 0:
+                self._layers[0].turn.check_done(program[_TURN])
+            mixed = self._mixed(attend, number, *heads)
+            program[end, X] = mixed.data_ptr()
+            begin = end
+        run(program, begin, len(program))
+
+    def _run_last(
+        self, program: NDArray[np.int64], positions: Tensor, attend: Attend, hidden: Tensor, rows: Tensor
+    ) -> None:  # fmt: skip
+        """The last layer, of which only these rows are wanted behind K/V."""
+        number = len(self._layers) - 1
+        begin = _EACH * number
+        q, k, v = self._heads(program, number, len(hidden), hidden.dtype)
+        self._run(len(hidden), positions)(program, begin, begin + _OUTPUT)
+        self._layers[0].turn.check_done(program[begin + _TURN])
+        mixed = self._mixed(attend, number, q[rows], k, v)
+        if len(rows):
+            some = hidden[rows]
+            program, _inner = self._addressed(some)
+            program[begin + _OUTPUT, X] = mixed.data_ptr()
+            self._run(len(some), positions)(program, begin + _OUTPUT, len(program))
+            hidden[rows] = some
+        spoil(hidden, k, v)
+
+    def _run(
+        self, num_rows: int, positions: Tensor
+    ) -> Callable[[NDArray[np.int64], int, int], None]:
+        """What runs the operations [from, to) of a program on so many rows."""
+        num_workers, at = torch.get_num_threads(), positions.contiguous().numpy()
+        scratch = kept_scratch(num_workers, self._floats(num_rows), _EACH * len(self._layers))
+
+        def run(program: NDArray[np.int64], begin: int, end: int) -> None:
+            use_threads(num_workers)  # attention has its own number
+            some = slice(begin, end)
+            self._kernels.run_all(program[some], self._eps[some], at, num_workers, *scratch)
+
+        return run
+
+    def _floats(self, num_rows: int) -> int:
+        """Of scratch for each worker."""
+        products = [link for link in self._layers[0] if isinstance(link, Panels)]
+        num_workers = torch.get_num_threads()
+        return max(link.scratch_floats(num_rows, num_workers) for link in products)
+
+    def _heads(
+        self, program: NDArray[np.int64], number: int, num_rows: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Where the first operations of a layer will put q, k and v."""
+        at = _EACH * number
+        rows = torch.empty((num_rows, sum(self._num_heads), self._head_dim), dtype=dtype)
+        program[at + _QKV, OUT] = program[at + _TURN, ROWS] = rows.data_ptr()
+        return rows.split_with_sizes(self._num_heads, 1)
+
+    def _mixed(self, attend: Attend, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What attention makes of these, contiguous."""
+        mixed = attend(number, q, k, v)
+        if mixed.shape != q.shape or mixed.dtype != q.dtype or not mixed.is_cpu:
+            raise ConfigError(
+                f"attend returned {mixed.dtype} {tuple(mixed.shape)} on {mixed.device}; it must "
+                f"return {q.dtype} {tuple(q.shape)} on cpu"
+            )
+        return mixed.contiguous()
+
+    def _takes(self, inline: Inline, positions: Tensor) -> bool:
         num_rows, (num_q, _, _) = len(positions), self._num_heads
         if num_rows > INLINE_ROWS:
             num_keys = int(positions.numpy().max()) + 1
@@ -176,12 +231,12 @@ class Chain:
         dtype = self._layers[0].qkv.kind[0]
         kind = dtype, len(self._layers), *self._num_heads, self._head_dim
         found = inline.kind, inline.num_workers, len(inline.slots)
-        return found == (kind, num_workers, num_rows)
+        return found == (kind, torch.get_num_threads(), num_rows)
 
     def _run_inline(
-        self, program: NDArray[np.int64], positions: Tensor, floats: int, inline: Inline, dtype: torch.dtype
+        self, program: NDArray[np.int64], positions: Tensor, inline: Inline, dtype: torch.dtype
     ) -> None:  # fmt: skip
-        """All layers with their attention: the Python around each takes as long as a small one."""
+        """Layers with their attention: the Python around each takes as long as a small one."""
         num_rows, size = len(inline.slots), dtype.itemsize
         num_q, num_k, num_v = (heads * self._head_dim for heads in self._num_heads)
         rows = torch.empty((num_rows, num_q + num_k + num_v), dtype=dtype)
@@ -195,7 +250,7 @@ class Chain:
         )  # fmt: skip
         operations = len(program) + len(self._layers) * inline.num_phases
         use_threads(inline.num_workers)
-        scratch = kept_scratch(inline.num_workers, floats, operations)
+        scratch = kept_scratch(inline.num_workers, self._floats(num_rows), operations)
         rest = positions.contiguous().numpy(), inline.num_workers, *scratch, numbers
         self._run_layers(program, self._eps, *rest, inline.planes, inline.slots, *inline.rest)
 

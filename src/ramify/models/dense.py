@@ -16,10 +16,13 @@ from ramify.models.chain import Chain, Links
 from ramify.models.config import ModelConfig
 from ramify.models.heads import Heads, HeadsBuilder, TurnedHeads
 from ramify.models.linear import PAD_ROWS, Apply, Linear
+from ramify.models.rows import spoil
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
 # callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `inline`, an
-# `attention.inline.Inline` for this step, a short step may do so without calling it.
+# `attention.inline.Inline` for this step, a short step may do so without calling it. If it has an
+# attribute `rows`, [R] int64 ascending, only these are wanted: the last layer may leave out the others
+# behind K/V, and give it only their queries.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -100,17 +103,28 @@ class DenseDecoder:
                 may be views.
 
         Returns:
-            [T, hidden_size] in the model's dtype.
+            [T, hidden_size] in the model's dtype. Rows that `attend.rows` does not name may be
+            those before the last layer, or NaN where their K/V of that layer is not finite.
         """
         hidden = F.embedding(token_ids, self._embedding)
         if self._chain is not None and len(hidden):
             return self._chain.run(hidden, positions, attend)
         angles = self._heads.angles(positions)
+        rows: Tensor | None = getattr(attend, "rows", None)
         for number, layer in enumerate(self._layers):
             q, k, v = layer.heads(layer.qkv(hidden), *angles)
-            layer.output.add_to(hidden, attend(number, q, k, v).flatten(1))
-            layer.mlp.add_to(hidden, hidden)
+            if rows is not None and number == len(self._layers) - 1:
+                some = hidden[rows]
+                self._finish(layer, some, attend(number, q[rows], k, v))
+                hidden[rows] = some
+                spoil(hidden, k, v)
+            else:
+                self._finish(layer, hidden, attend(number, q, k, v))
         return hidden
+
+    def _finish(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> None:
+        layer.output.add_to(hidden, mixed.flatten(1))
+        layer.mlp.add_to(hidden, hidden)
 
     def takes_inline(self, inline: Inline) -> bool:
         """Whether short steps use `attend.inline`; it is compiled for its kind now."""
