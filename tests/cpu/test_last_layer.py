@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ramify.attention.blocked import BlockedBackend
+from ramify.attention.tree import TreeBackend
 from ramify.engine import runner as runners
 from ramify.engine.runner import ModelRunner
 from ramify.engine.step import Draw, StepPlan
@@ -141,6 +142,7 @@ def test_rows_that_are_drawn_from_are_those_of_the_whole_step(
     """And all of K/V; attention of the last layer has the rows of the draws alone."""
     runner = runner_of(folder, "qwen3", dtype)
     if backend == "blocked":
+        assert isinstance(runner.backend, TreeBackend)
         runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     elif backend == "blocks":
         runner._inline = None
