@@ -13,6 +13,7 @@ from torch import Tensor
 from ramify.attention.blocked import BlockedBackend
 from ramify.attention.tree import TreeBackend
 from ramify.engine import runner as runners
+from ramify.engine.executors import LocalExecutor
 from ramify.engine.runner import ModelRunner
 from ramify.engine.step import Draw, StepPlan
 from ramify.params import SamplingParams
@@ -192,13 +193,41 @@ def test_few_rows_are_not_worth_it_and_a_step_made_by_hand_is_whole(folder: Path
     assert rows.tolist() == [70]
 
 
-def test_rows_of_padding_and_rows_to_finish_do_not_meet(folder: Path) -> None:
-    """Who needs padding computes all rows."""
+@pytest.mark.parametrize("num_tokens", [96, 99])
+def test_rows_of_padding_and_rows_to_finish_do_not_meet(folder: Path, num_tokens: int) -> None:
+    """Who needs padding computes all rows, also where none is needed for all of them."""
     runner = runner_of(folder, "llama", "float32")
-    plan = drawing(plan_of([(0, 99)]), [(0, 0)])
+    plan = drawing(plan_of([(0, num_tokens)]), [(0, 0)])
+    assert runner.rows_to_finish(plan) is not None
     runner.row_multiple = 16
+    assert runner.rows_to_finish(plan) is None
     expected = outcome(runner, [replace(plan, whole=True)])
 
     found = outcome(runner, [plan])
 
     assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("seqs", [(0, 1, 2), (0, 2)])
+def test_a_broken_row_is_told_of_whether_or_not_all_are_drawn_from(
+    folder: Path, seqs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits tell of rows that are drawn from; hidden rows are looked at for the others."""
+    runner = runner_of(folder, "llama", "bfloat16")
+    plan = drawing(plan_of([(20, 1), (30, 1), (40, 1)]), [(seq, 0) for seq in seqs])
+    sound = LocalExecutor(runner).execute(plan)
+    assert sorted(sound.drawn) == list(seqs)
+    assert not sound.failed
+    forward = runner.forward
+
+    def spoilt(plan: StepPlan) -> Tensor:
+        hidden = forward(plan).clone()
+        hidden[1, 3] = torch.inf
+        return hidden
+
+    monkeypatch.setattr(runner, "forward", spoilt)
+    found = LocalExecutor(runner).execute(plan)
+
+    assert list(found.failed) == [1]
+    assert "the hidden state of request 1 at position 30 is not finite" in str(found.failed[1])
+    assert found.drawn == {seq: sound.drawn[seq] for seq in seqs if seq != 1}

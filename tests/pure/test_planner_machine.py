@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 from hypothesis import settings
@@ -14,6 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import CacheKey, Pages, PrefixCache
 from ramify.engine.step import Draw, StepPlan
@@ -126,6 +128,7 @@ class PlannerMachine(RuleBasedStateMachine):
             assert self.state() == before
             return
         assert self.cache.num_reserved - reserved == self.planner.demand
+        self.assert_made_anew(batch, chosen)
         ids: list[int] = []
         draws = []
         for at, one in enumerate(chosen):
@@ -140,6 +143,36 @@ class PlannerMachine(RuleBasedStateMachine):
         for draw in draws:
             wanted = fake_next_token(chosen[draw.request_id].tokens, VOCAB)
             assert result.drawn[draw.request_id].token_ids[0] == wanted
+
+    def assert_made_anew(self, batch: AttentionBatch, chosen: list[RadixSequence]) -> None:
+        """What the planner keeps from one step to the next does not show."""
+        rows = [one.row for one in chosen if one.row is not None]
+        extends = [
+            Extend(at, row, one.num_computed, one.num_planned)
+            for at, (one, row) in enumerate(zip(chosen, rows, strict=True))
+        ]
+        leases = [one.lease for one in chosen if one.lease is not None]
+        anew = AttentionBatch.build(extends, self.planner.table, self.cache.sharing(leases))
+        for name in (one.name for one in fields(AttentionBatch)):
+            found, expected = getattr(batch, name), getattr(anew, name)
+            assert np.array_equal(found, expected), name
+            assert getattr(found, "dtype", None) == getattr(expected, "dtype", None), name
+            assert not isinstance(found, np.ndarray) or not found.flags.writeable, name
+
+    @rule(mask=MASKS, turn=TURNS, num_steps=st.integers(2, 9))
+    def decode(self, mask: int, turn: int, num_steps: int) -> None:
+        """Some go on token by token, as long as there is room."""
+        able = [one for one in self.live if not one.num_planned and one.num_uncomputed == 1]
+        chosen = self.choose(able, mask, turn)
+        for step in range(num_steps):
+            if any(len(one.tokens) >= MAX_TOKENS for one in chosen):
+                return
+            self.run_step(chosen, [1] * len(chosen))
+            if not all(one.num_planned for one in chosen):
+                return
+            self.planner.commit(chosen)
+            for one in chosen:
+                one.tokens.append((step + len(one.tokens)) % VOCAB)
 
     @rule(mask=MASKS, turn=TURNS, drop=st.sampled_from([0, 0, 0, 1, 2]))
     def commit(self, mask: int, turn: int, drop: int) -> None:

@@ -155,6 +155,46 @@ class AttentionBatch:
             has_cached=any(cached),
         )
 
+    def next(self, rows: NDArray[np.int64], table: BlockTable) -> AttentionBatch:
+        """What `of_decodes` makes of the same requests in the step after this one, of a token each.
+
+        Between the two nothing but the ends of their rows may have changed. Most requests go on in
+        the page that they were in.
+
+        Args:
+            rows: of the table.
+        """
+        size, num_pages = self.page_size, self.block_table.shape[1]
+        positions, slots, pages = self.seq_lens_kv, self.slot_mapping + 1, self.block_table
+        entered = [i for i, at in enumerate(positions.tolist()) if at % size == 0]
+        width = -(-(self.max_kv_len + 1) // size)
+        if entered:
+            pages = np.full((len(rows), width), -1, np.int32)
+            pages[:, :num_pages] = self.block_table
+            for i in entered:
+                last = int(positions[i]) // size
+                page = int(table.array[rows[i], last])
+                assert page >= 0, "a new token has no page"
+                pages[i, last], slots[i] = page, page * size
+            pages.flags.writeable = False
+        kv = positions + 1
+        kv.flags.writeable = slots.flags.writeable = False
+        return AttentionBatch(
+            self.cu_seqlens_q,
+            kv,
+            positions,
+            pages,
+            positions,
+            slots,
+            self.shared_with,
+            self.shared_len,
+            page_size=size,
+            max_q_len=1,
+            max_kv_len=self.max_kv_len + 1,
+            total_kv=self.total_kv + len(rows),
+            has_cached=True,
+        )
+
     def leaders(self, num_tokens: int) -> list[int]:
         """For each request the first one in whose pages its first `num_tokens` tokens lie: [B].
 

@@ -18,6 +18,7 @@ from ramify.attention.demand import num_pages_asked, require_plannable, sort_out
 from ramify.attention.sequence import RadixSequence
 from ramify.cache.book import Lease
 from ramify.cache.key import CacheKey, pack
+from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.errors import CacheError, ConfigError, OutOfPagesError
@@ -57,6 +58,7 @@ class RadixAttentionPlanner:
         self._deferred: list[RadixSequence] = []  # committed before their leader
         self._batched: list[RadixSequence] = []  # of the last plan, while they share what they did
         self._rows = np.empty(0, np.int64)  # of those
+        self._decoded: AttentionBatch | None = None  # their last step, if it was of decodes
         self._sharing = sharing_arrays((), 0)
 
     # -- plan ------------------------------------------------------------------------------
@@ -99,15 +101,16 @@ class RadixAttentionPlanner:
                 raise OutOfPagesError(
                     asked, stats.free_pages, stats.evictable_pages, stats.num_pages
                 )
-            announced = False
+            announced: list[CacheKey] = []
             for one, limit, key in zip(others, rest, keys, strict=True):
                 assert one.lease is not None
                 begun.append((one, one.lease.num_tokens, len(one.private)))
-                if announced and one.row is None:  # it may attach to what was announced meanwhile
+                if one.row is None and self._has_more(one, key, announced):
                     first = one.lease
                     self._attach(one, key)
                     spare.append(first)
-                announced |= self._begin(one, limit, key)
+                if self._begin(one, limit, key) and key is not None:
+                    announced.append(key)
             self._grow(growing, begun)
             for one in decodes:
                 one.num_planned = 1
@@ -127,10 +130,16 @@ class RadixAttentionPlanner:
             leases = [one.lease for one in sequences if one.lease is not None]
             self._sharing = sharing_arrays(self.cache.sharing(leases), count)
             self._rows = np.array([one.row for one in sequences], np.int64)
-            self._batched = list(sequences)
+            self._batched, self._decoded = list(sequences), None
+        before, self._decoded = self._decoded, None
         cached = [one.num_computed for one in sequences]
         if num_decodes == count > 0:
-            return AttentionBatch.of_decodes(self._rows, cached, self.table, self._sharing)
+            if before is not None and before.seq_lens_kv.tolist() == cached:
+                batch = before.next(self._rows, self.table)
+            else:
+                batch = AttentionBatch.of_decodes(self._rows, cached, self.table, self._sharing)
+            self._decoded = batch
+            return batch
         new = [one.num_planned for one in sequences]
         return AttentionBatch.of(self._rows, cached, new, self.table, self._sharing)
 
@@ -163,6 +172,18 @@ class RadixAttentionPlanner:
         known = key if key is not None and one.reuse else CacheKey(b"", one.namespace)
         one.lease = self.cache.attach(known)
         one.num_computed = one.lease.num_tokens
+
+    def _has_more(
+        self, one: RadixSequence, key: CacheKey | None, announced: Sequence[CacheKey]
+    ) -> bool:
+        """Whether one of these begins with the next page of an attached sequence, too."""
+        if not announced or key is None or one.lease is None:
+            return False
+        upto = (one.lease.num_tokens + self.page_size) * ATOM_BYTES
+        page = key.atoms[:upto]
+        return any(
+            other.atoms.startswith(page) and other.namespace == key.namespace for other in announced
+        )
 
     def _detach(self, one: RadixSequence) -> None:
         assert one.lease is not None

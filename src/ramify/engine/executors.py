@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ramify.engine.runner import ModelRunner
 from ramify.engine.sampler import Pick, draw_all, pick, token_logprob
@@ -51,24 +52,19 @@ class LocalExecutor:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         hidden = self.runner.forward(plan)
-        failed: dict[int, Exception] = {}
-        for index in self.runner.broken_rows(hidden):
-            seq = int(np.searchsorted(plan.batch.cu_seqlens_q, index, side="right")) - 1
-            failed.setdefault(
-                plan.request_ids[seq],
-                FloatingPointError(
-                    f"the hidden state of request {plan.request_ids[seq]} at position "
-                    f"{plan.batch.positions[index]} is not finite; the weights or the K/V are "
-                    "damaged"
-                ),
-            )
+        draws, failed = plan.draws, dict[int, Exception]()
+        if [draw.row for draw in draws] != [
+            *range(plan.batch.num_tokens)
+        ]:  # else all are looked at
+            failed = self._broken(plan, hidden)
+            draws = tuple(draw for draw in draws if draw.request_id not in failed)
         drawn: dict[int, Drawn] = {}
-        draws = [draw for draw in plan.draws if draw.request_id not in failed]
         if draws:
             rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
             logits = self.runner.logits(hidden, rows).numpy()
             drawn, without = draw_all(logits, draws, self._choose)
-            failed |= without
+            if without:  # a row that is not finite has no logits that are: the better reason
+                failed |= without | self._broken(plan, hidden)
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
         for score in plan.scores:
             if score.request_id in failed:
@@ -84,6 +80,21 @@ class LocalExecutor:
                 ]
             scored[score.request_id] = tuple(found)
         return StepResult(drawn, scored, failed)
+
+    def _broken(self, plan: StepPlan, hidden: Tensor) -> dict[int, Exception]:
+        """Requests with a hidden row that is not finite, and what they are told."""
+        failed: dict[int, Exception] = {}
+        for index in self.runner.broken_rows(hidden):
+            seq = int(np.searchsorted(plan.batch.cu_seqlens_q, index, side="right")) - 1
+            failed.setdefault(
+                plan.request_ids[seq],
+                FloatingPointError(
+                    f"the hidden state of request {plan.request_ids[seq]} at position "
+                    f"{plan.batch.positions[index]} is not finite; the weights or the K/V are "
+                    "damaged"
+                ),
+            )
+        return failed
 
     def erase_pages(self, pages: Sequence[int]) -> None:
         """See `Executor.erase_pages`."""

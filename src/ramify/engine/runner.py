@@ -29,8 +29,7 @@ class _Attend:
         self._runner, self._batch, self._slots = runner, step.batch, slots
         self._plan: Any = runner.backend.plan(step.batch)
         self.inline = runner.inline_step(self._plan, slots)
-        is_padded = len(slots) > step.batch.num_tokens
-        self.rows = None if is_padded else runner.rows_to_finish(step)
+        self.rows = runner.rows_to_finish(step)
 
     def __call__(self, layer: int, q: Any, *new: Tensor) -> Tensor:
         runner, pool = self._runner, self._runner.pool
@@ -76,9 +75,12 @@ class ModelRunner:
         return inline.step(plan, slots.numpy())
 
     def rows_to_finish(self, step: StepPlan) -> Tensor | None:
-        """Rows [R] int64, ascending, that are to go through all of the last layer; None for all."""
+        """Rows [R] int64, ascending, that are to go through all of the last layer; None for all.
+
+        Where rows are padded all go: a few of them would have to be padded again.
+        """
         most = step.batch.num_tokens - self.min_left_out
-        if step.whole or len(step.draws) > most:
+        if step.whole or self.row_multiple > 1 or len(step.draws) > most:
             return None
         rows = {one.row + place for one in step.draws for place in range(len(one.draft) + 1)}
         return None if len(rows) > most else torch.tensor(sorted(rows), dtype=torch.int64)

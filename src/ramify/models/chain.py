@@ -95,8 +95,10 @@ class Chain:
             for link in first
             if isinstance(link, Panels)
         )
-        # not of a method: it would keep itself, and the weights, until cycles are collected
-        self._program = functools.lru_cache(MAX_PROGRAMS)(partial(_program, self._layers))
+        # not of methods: they would keep themselves, and the weights, until cycles are collected
+        kept = functools.lru_cache(MAX_PROGRAMS)
+        self._program = kept(partial(_program, self._layers))
+        self._floats = kept(partial(_scratch_floats, first))
         use_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
         nothing = np.zeros((0, chain_kernels.WIDTH), np.int64), self._eps[:0], np.zeros(0, np.int64)
         # compiled now, not in the first step
@@ -187,7 +189,8 @@ class Chain:
     ) -> Callable[[NDArray[np.int64], int, int], None]:
         """What runs the operations [from, to) of a program on so many rows."""
         num_workers, at = torch.get_num_threads(), positions.contiguous().numpy()
-        scratch = kept_scratch(num_workers, self._floats(num_rows), _EACH * len(self._layers))
+        floats = self._floats(num_rows, num_workers)
+        scratch = kept_scratch(num_workers, floats, _EACH * len(self._layers))
 
         def run(program: NDArray[np.int64], begin: int, end: int) -> None:
             use_threads(num_workers)  # attention has its own number
@@ -195,12 +198,6 @@ class Chain:
             self._kernels.run_all(program[some], self._eps[some], at, num_workers, *scratch)
 
         return run
-
-    def _floats(self, num_rows: int) -> int:
-        """Of scratch for each worker."""
-        products = [link for link in self._layers[0] if isinstance(link, Panels)]
-        num_workers = torch.get_num_threads()
-        return max(link.scratch_floats(num_rows, num_workers) for link in products)
 
     def _heads(
         self, program: NDArray[np.int64], number: int, num_rows: int, dtype: torch.dtype
@@ -241,7 +238,8 @@ class Chain:
         num_q, num_k, num_v = (heads * self._head_dim for heads in self._num_heads)
         rows = torch.empty((num_rows, num_q + num_k + num_v), dtype=dtype)
         mixed = torch.empty((num_rows, num_q), dtype=dtype)
-        mixed[inline.num_tokens :] = 0
+        if inline.num_tokens < num_rows:
+            mixed[inline.num_tokens :] = 0
         program[_QKV::_EACH, OUT] = program[_TURN::_EACH, ROWS] = rows.data_ptr()
         program[_OUTPUT::_EACH, X] = mixed.data_ptr()
         numbers = np.array(
@@ -250,9 +248,16 @@ class Chain:
         )  # fmt: skip
         operations = len(program) + len(self._layers) * inline.num_phases
         use_threads(inline.num_workers)
-        scratch = kept_scratch(inline.num_workers, self._floats(num_rows), operations)
+        floats = self._floats(num_rows, inline.num_workers)
+        scratch = kept_scratch(inline.num_workers, floats, operations)
         rest = positions.contiguous().numpy(), inline.num_workers, *scratch, numbers
         self._run_layers(program, self._eps, *rest, inline.planes, inline.slots, *inline.rest)
+
+
+def _scratch_floats(links: Links, num_rows: int, num_workers: int) -> int:
+    """What each worker needs for any product of a layer."""
+    products = [link for link in links if isinstance(link, Panels)]
+    return max(link.scratch_floats(num_rows, num_workers) for link in products)
 
 
 def _program(layers: Sequence[Links], num_rows: int, num_workers: int) -> NDArray[np.int64]:

@@ -26,6 +26,7 @@ ROWS, BEYOND = 1, 12  # and of `row_kernels.turn`
 # So that a worker that is interrupted does not hold up the others. With several blocks of rows a
 # worker goes on in the block that it has packed, so that more tasks cost nothing.
 TASKS_PER_WORKER, TASKS_OF_BLOCKS = 4, 16
+MAX_KEPT = 64  # numbers of rows, of one product
 TURNED_ROWS = 4  # of a task, at least: a row takes a microsecond or so
 
 _NO_POSITIONS = np.zeros(0, np.int64)
@@ -129,6 +130,9 @@ class Panels:
             self._bias = torch.stack(biases, 1).flatten()
         self._norm = None if norm is None else norm[0].contiguous()
         self.eps = 0.0 if norm is None else float(norm[1])  # of the norm, if there is one
+        self._eps_of_norm = np.array([self.eps])
+        # by rows, workers and whether it is added: what a kernel is told, but for addresses
+        self._made: dict[tuple[int, int, bool], tuple[NDArray[np.int64], int]] = {}
         self._fixed = (
             0 if self._norm is None else self._norm.data_ptr(),
             self._weight.data_ptr(),
@@ -215,12 +219,19 @@ class Panels:
         if x.stride(1) != 1:
             x = x.contiguous()
         num_workers = torch.get_num_threads()
-        numbers = np.array([self.numbers(num_rows, num_workers, add=add)], np.int64)
+        made = self._made.get((num_rows, num_workers, add))
+        if made is None:
+            found = self.numbers(num_rows, num_workers, add=add)
+            made = np.array([found], np.int64), self.scratch_floats(num_rows, num_workers)
+            if len(self._made) >= MAX_KEPT:
+                self._made.clear()
+            self._made[num_rows, num_workers, add] = made
+        numbers, floats = made[0].copy(), made[1]
         numbers[0, X], numbers[0, OUT] = x.data_ptr(), out.data_ptr()
         numbers[0, X_STRIDE] = x.stride(0) * self._dtype.itemsize
         use_threads(num_workers)
-        scratch = kept_scratch(num_workers, self.scratch_floats(num_rows, num_workers), 1)
-        self._run_all(numbers, np.array([self.eps]), _NO_POSITIONS, num_workers, *scratch)
+        scratch = kept_scratch(num_workers, floats, 1)
+        self._run_all(numbers, self._eps_of_norm, _NO_POSITIONS, num_workers, *scratch)
 
 
 @functools.lru_cache(maxsize=4096)
