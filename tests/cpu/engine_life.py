@@ -8,6 +8,7 @@ K/V that becomes NaN, in cached pages too; copies, decoders and observers of evi
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -132,11 +133,13 @@ class SmallModel:
         self.references: dict[tuple[tuple[int, ...], SamplingParams, int], Completion] = {}
         self._runners: dict[tuple[int, int], ModelRunner] = {}
         self._alone = self._new_runner(16, 16)
+        self._alone.min_left_out = sys.maxsize  # whole steps
 
     def runner(self, num_pages: int, page_size: int) -> ModelRunner:
         """The one for such a pool: one engine at a time may have it."""
         if (num_pages, page_size) not in self._runners:
-            self._runners[num_pages, page_size] = self._new_runner(num_pages, page_size)
+            runner = self._runners[num_pages, page_size] = self._new_runner(num_pages, page_size)
+            runner.min_left_out = 1  # whatever the last layer may leave out is left out
         return self._runners[num_pages, page_size]
 
     def _new_runner(self, num_pages: int, page_size: int) -> ModelRunner:

@@ -16,6 +16,8 @@ from ramify.engine import runner as runners
 from ramify.engine.executors import LocalExecutor
 from ramify.engine.runner import ModelRunner
 from ramify.engine.step import Draw, StepPlan
+from ramify.models.dense import DenseDecoder
+from ramify.models.loader import load_model
 from ramify.params import SamplingParams
 from tests.cpu.test_chain import decoder, ids, one_by_one
 from tests.cpu.test_inline import outcome, plan_of, runner_of
@@ -191,6 +193,24 @@ def test_few_rows_are_not_worth_it_and_a_step_made_by_hand_is_whole(folder: Path
     rows = runner.rows_to_finish(drawing(plan, [(1, 0)]))
     assert rows is not None
     assert rows.tolist() == [70]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_also_where_rows_need_not_be_exact(folder: Path, dtype: str) -> None:
+    """Operations of torch's own, layer by layer: close, and nothing left out of the K/V."""
+    decoder(folder, "qwen3", dtype)
+    model = load_model(folder / "qwen3", dtype=dtype, exact=False, linear_strategy="unpadded")
+    assert isinstance(model, DenseDecoder)
+    assert model._chain is None
+    for num_rows, rows in ((97, [3, 4, 90]), (70, [])):
+        every, some = Wanting(None), Wanting(rows)
+        expected = model.forward(*ids(model, num_rows), every)
+        found = model.forward(*ids(model, num_rows), some)
+        close = 1e-5 if dtype == "float32" else 5e-2
+        torch.testing.assert_close(found[rows], expected[rows], rtol=close, atol=close)
+        assert found.isfinite().all()
+        assert [len(one[0]) for one in some.given] == [num_rows, num_rows, len(rows)]
+        assert [len(one[1]) for one in some.given] == [num_rows] * 3
 
 
 @pytest.mark.parametrize("num_tokens", [96, 99])

@@ -159,7 +159,7 @@ def test_a_decode_without_a_page_is_our_bug() -> None:
 
 @pytest.mark.parametrize("num_last", [None, 1, 4])
 def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None:
-    """Every array, as if only those requests had been planned; who left shares with nobody.
+    """Every array, as if only those requests had been planned.
 
     And of each only its last tokens, those before it having been computed earlier.
     """
@@ -167,7 +167,7 @@ def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None
     extends = [Extend(0, 0, 3, 5), Extend(1, 1, 4, 5), Extend(2, 2, 8, 1)]
     batch = AttentionBatch.build(extends, table, [(-1, 0), (0, 4), (1, 8)])
     shared: dict[tuple[int, ...], list[tuple[int, int]]] = {
-        (0, 2): [(-1, 0), (-1, 0)],
+        (0, 2): [(-1, 0), (0, 4)],
         (1, 2): [(-1, 0), (0, 8)],
     }
 
@@ -189,7 +189,37 @@ def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None
         assert np.array_equal(part.shared_len, expected.shared_len)
         for name in ("cu_seqlens_q", "seq_lens_kv", "num_cached", "positions", "slot_mapping"):
             assert np.array_equal(getattr(part, name), getattr(expected, name)), name
+            assert getattr(part, name).dtype == getattr(expected, name).dtype, name
+            assert not getattr(part, name).flags.writeable, name
         for name in ("max_q_len", "max_kv_len", "total_kv", "has_cached", "num_tokens"):
             assert getattr(part, name) == getattr(expected, name), name
         for seq in range(len(seqs)):
             assert np.array_equal(part.kv_slots(seq), expected.kv_slots(seq))
+
+
+@given(texts=st.lists(st.text("ab", max_size=5), min_size=1, max_size=8), mask=st.integers(0, 255))
+def test_those_that_stay_share_what_they_shared(texts: list[str], mask: int) -> None:
+    """Over every number of tokens, whoever else has left. A letter is a page of two tokens."""
+    beginnings = sorted({text[:end] for text in texts for end in range(1, len(text) + 1)})
+    rows = [
+        [*(beginnings.index(text[: i + 1]) for i in range(len(text))), len(beginnings) + number]
+        for number, text in enumerate(texts)
+    ]
+    sharing = [(-1, 0)]
+    for i in range(1, len(texts)):  # with the first of those with which it shares most
+        common = [max(n for n in range(6) if texts[i][:n] == text[:n]) for text in texts[:i]]
+        common = [min(n, len(texts[i]), len(text)) for n, text in zip(common, texts, strict=False)]
+        most = max(common)
+        sharing.append((common.index(most), 2 * most) if most else (-1, 0))
+    extends = [Extend(i, i, 2 * len(text), 1) for i, text in enumerate(texts)]
+    batch = AttentionBatch.build(extends, PagedBlockTable.of(rows, 2), sharing)
+    seqs = [i for i in range(len(texts)) if mask >> i & 1]
+
+    part = batch.part(seqs)
+
+    for num_tokens in range(2, 12, 2):
+        whole, found = batch.leaders(num_tokens), part.leaders(num_tokens)
+        pairs = [(i, j) for i in range(len(seqs)) for j in range(i)]
+        for i, j in pairs:
+            together = whole[seqs[i]] == whole[seqs[j]]
+            assert (found[i] == found[j]) == together, (num_tokens, seqs[i], seqs[j])

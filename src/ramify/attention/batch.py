@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from operator import add
+from operator import add, itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,14 +213,14 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """The batch of some of its requests, in ascending order; they share what they shared.
 
+        Also those that shared with one that is not among them.
+
         Args:
             num_rows: the last so many query rows of each, at least 1; by default all of them. K/V
                 of those before is then there already.
         """
         assert list(seqs) == sorted(seqs)
-        places = np.full(self.num_seqs + 1, -1, np.int32)  # the last is for -1
-        places[seqs] = np.arange(len(seqs))
-        shared_with = places[self.shared_with[seqs]]
+        shared_with, shared_len = self._sharing_of(seqs)
         ends = self.cu_seqlens_q[1:][seqs]
         lens = ends - self.cu_seqlens_q[:-1][seqs] if num_rows is None else num_rows
         cu_q = np.zeros(len(seqs) + 1, np.int32)
@@ -228,21 +228,48 @@ class AttentionBatch:
         rows = np.arange(cu_q[-1]) + np.repeat(ends - cu_q[1:], lens)
         kv = self.seq_lens_kv[seqs]
         cached = (kv - lens).astype(np.int32)
+        arrays = (
+            cu_q,
+            kv,
+            cached,
+            self.block_table[seqs],
+            self.positions[rows],
+            self.slot_mapping[rows],
+            shared_with,
+            shared_len,
+        )
+        for array in arrays:
+            array.flags.writeable = False
         return AttentionBatch(
-            cu_seqlens_q=cu_q,
-            seq_lens_kv=kv,
-            num_cached=cached,
-            block_table=self.block_table[seqs],
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            shared_with=shared_with,
-            shared_len=np.where(shared_with < 0, 0, self.shared_len[seqs]),
+            *arrays,
             page_size=self.page_size,
             max_q_len=int(lens.max(initial=0)),
             max_kv_len=int(kv.max(initial=0)),
             total_kv=int(kv.sum()),
             has_cached=bool(cached.any()),
         )
+
+    def _sharing_of(self, seqs: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """`shared_with` and `shared_len` of some requests among themselves."""
+        others, lengths = self.shared_with.tolist(), self.shared_len.tolist()
+        places = {seq: place for place, seq in enumerate(seqs)}
+        left: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # who in its place shared how much with whom left
+        found: list[tuple[int, int]] = []
+        for place, seq in enumerate(seqs):
+            other, length, best = others[seq], lengths[seq], (-1, 0)
+            while other >= 0 and length > best[1]:
+                if other in places:
+                    best = places[other], length
+                    break
+                stand_ins = left.setdefault(other, [])
+                for at, common in stand_ins:
+                    best = max(best, (at, min(common, length)), key=itemgetter(1))
+                stand_ins.append((place, length))
+                other, length = others[other], min(length, lengths[other])
+            found.append(best)
+        return sharing_arrays(found, len(seqs))
 
     def kv_slots(self, seq: int) -> NDArray[np.int64]:
         """Slots of all keys that request `seq` sees, in position order: [kv_len]."""

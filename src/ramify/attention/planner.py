@@ -18,7 +18,6 @@ from ramify.attention.demand import num_pages_asked, require_plannable, sort_out
 from ramify.attention.sequence import RadixSequence
 from ramify.cache.book import Lease
 from ramify.cache.key import CacheKey, pack
-from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.errors import CacheError, ConfigError, OutOfPagesError
@@ -101,16 +100,15 @@ class RadixAttentionPlanner:
                 raise OutOfPagesError(
                     asked, stats.free_pages, stats.evictable_pages, stats.num_pages
                 )
-            announced: list[CacheKey] = []
+            announced = False
             for one, limit, key in zip(others, rest, keys, strict=True):
                 assert one.lease is not None
                 begun.append((one, one.lease.num_tokens, len(one.private)))
-                if one.row is None and self._has_more(one, key, announced):
+                if announced and one.row is None:  # it may attach to what was announced meanwhile
                     first = one.lease
                     self._attach(one, key)
                     spare.append(first)
-                if self._begin(one, limit, key) and key is not None:
-                    announced.append(key)
+                announced |= self._begin(one, limit, key)
             self._grow(growing, begun)
             for one in decodes:
                 one.num_planned = 1
@@ -172,18 +170,6 @@ class RadixAttentionPlanner:
         known = key if key is not None and one.reuse else CacheKey(b"", one.namespace)
         one.lease = self.cache.attach(known)
         one.num_computed = one.lease.num_tokens
-
-    def _has_more(
-        self, one: RadixSequence, key: CacheKey | None, announced: Sequence[CacheKey]
-    ) -> bool:
-        """Whether one of these begins with the next page of an attached sequence, too."""
-        if not announced or key is None or one.lease is None:
-            return False
-        upto = (one.lease.num_tokens + self.page_size) * ATOM_BYTES
-        page = key.atoms[:upto]
-        return any(
-            other.atoms.startswith(page) and other.namespace == key.namespace for other in announced
-        )
 
     def _detach(self, one: RadixSequence) -> None:
         assert one.lease is not None

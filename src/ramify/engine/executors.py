@@ -53,9 +53,8 @@ class LocalExecutor:
     def _execute(self, plan: StepPlan) -> StepResult:
         hidden = self.runner.forward(plan)
         draws, failed = plan.draws, dict[int, Exception]()
-        if [draw.row for draw in draws] != [
-            *range(plan.batch.num_tokens)
-        ]:  # else all are looked at
+        is_every_row_drawn_from = [one.row for one in draws] == [*range(plan.batch.num_tokens)]
+        if not is_every_row_drawn_from:  # else their logits tell: of no broken row are they finite
             failed = self._broken(plan, hidden)
             draws = tuple(draw for draw in draws if draw.request_id not in failed)
         drawn: dict[int, Drawn] = {}
@@ -63,7 +62,7 @@ class LocalExecutor:
             rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
             logits = self.runner.logits(hidden, rows).numpy()
             drawn, without = draw_all(logits, draws, self._choose)
-            if without:  # a row that is not finite has no logits that are: the better reason
+            if without:  # a broken row is the better reason
                 failed |= without | self._broken(plan, hidden)
         scored: dict[int, tuple[TokenLogprob, ...]] = {}
         for score in plan.scores:

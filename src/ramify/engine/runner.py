@@ -100,7 +100,8 @@ class ModelRunner:
         """Hidden rows [T, hidden] of the step; its K/V is in the pool afterwards.
 
         Rows that nothing is drawn from may be those before the last layer, unless the step is
-        `whole`; what is not finite in one, or in the K/V that it left, shows all the same.
+        `whole`. What is not finite in one of them, or in the K/V that it left, shows; what would be
+        behind that K/V is not computed, and nobody reads it.
         """
         batch = plan.batch
         # copies: torch warns of arrays that must not be written

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ class Sizes:
     max_batch_tokens: int
     max_num_seqs: int
     prefix_cache: bool = True
+    whole_steps: bool = False  # the last layer leaves nothing out; else, whatever it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ class _Answer:
 class _Listening(ModelRunner):
     """The model and attention of another runner over a pool of its own; keeps digests of logits."""
 
-    def __init__(self, runner: ModelRunner, pool: KVPool) -> None:
+    def __init__(self, runner: ModelRunner, pool: KVPool, *, whole_steps: bool) -> None:
         super().__init__(runner.model, pool, runner.backend, row_multiple=runner.row_multiple)
+        self.min_left_out = sys.maxsize if whole_steps else 1
         self.digests: list[bytes] = []  # of the rows that the last step drew from
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
@@ -127,7 +130,7 @@ class _Bench:
         )
         pool = given.pool
         self.pool = KVPool(pool.layout, config.num_pages, config.page_size, dtype=pool.dtype)
-        self.recorder = _Recorder(_Listening(given, self.pool))
+        self.recorder = _Recorder(_Listening(given, self.pool, whole_steps=sizes.whole_steps))
         vocab_size = llm.model_config.vocab_size
         self.core = EngineCore(
             config, self.recorder, vocab_size=vocab_size, namespace=llm.core.places.base
@@ -256,7 +259,7 @@ class Verifier:
         """A prompt's answer alone, and the K/V of prompt and answer computed in one chunk."""
         if (prompt, num_new) not in self._alone:
             room = len(prompt) + num_new + 2 * self._page_size
-            sizes = Sizes(room, 1 << 20, 1, prefix_cache=False)
+            sizes = Sizes(room, 1 << 20, 1, prefix_cache=False, whole_steps=True)
             [answer] = _Bench(self._llm, sizes).answer([prompt], num_new)
             bench = _Bench(self._llm, replace(sizes, prefix_cache=True))
             whole = prompt + answer.tokens
