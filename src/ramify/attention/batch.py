@@ -211,13 +211,14 @@ class AttentionBatch:
     def part(
         self, seqs: Sequence[int], num_rows: NDArray[np.int64] | None = None
     ) -> AttentionBatch:
-        """The batch of some of its requests, in ascending order; they share what they shared.
+        """The batch of some of its requests; they share what they shared.
 
-        Also those that shared with one that is not among them.
+        Also those that shared with one that is not among them, with each other.
 
         Args:
-            num_rows: the last so many query rows of each, at least 1; by default all of them. K/V
-                of those before is then there already.
+            seqs: places in this batch, ascending.
+            num_rows: [len(seqs)] the last so many query rows of each, at least 1; by default all of
+                them. K/V of those before is then there already.
         """
         assert list(seqs) == sorted(seqs)
         shared_with, shared_len = self._sharing_of(seqs)
@@ -253,9 +254,8 @@ class AttentionBatch:
         """`shared_with` and `shared_len` of some requests among themselves."""
         others, lengths = self.shared_with.tolist(), self.shared_len.tolist()
         places = {seq: place for place, seq in enumerate(seqs)}
-        left: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # who in its place shared how much with whom left
+        # by who is not among them: places of those that shared with it, and how much
+        left: dict[int, list[tuple[int, int]]] = {}
         found: list[tuple[int, int]] = []
         for place, seq in enumerate(seqs):
             other, length, best = others[seq], lengths[seq], (-1, 0)
