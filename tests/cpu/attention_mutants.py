@@ -91,10 +91,11 @@ class CutTree(TreeBackend):
     ) -> tuple[Tensor, Tensor]:
         """Attention over some keys, float32, and the log of its sum of exponentials."""
         out = super().run(plan, layer, q.float(), planes, selected=selected)
-        top, weight = torch.from_numpy(self._state[: plan.num_tokens * q.shape[1], :2]).unbind(1)
+        ends = self._state[: plan.num_tokens * q.shape[1], self._value_stride :]
+        top, weight = torch.from_numpy(ends).unflatten(0, (q.shape[1], -1))[..., :2].unbind(-1)
         seen = (selected >= 0).any(1)
         lse = torch.zeros(*q.shape[:2], 1)
-        lse[: plan.num_tokens] = (top + weight.log()).view(-1, q.shape[1], 1)
+        lse[: plan.num_tokens] = (top + weight.log()).T[..., None]
         lse[: plan.num_tokens][~seen] = -torch.inf
         out[: plan.num_tokens][~seen] = 0
         return out, lse

@@ -145,9 +145,10 @@ def _take_query(rows: Rows, part: Part, token: int, head: int, shape: Shape, int
 
 
 @jit
-def _put_mean(rows: Rows, row: int, shape: Shape, sums: int, weight: float) -> None:
+def _put_mean(rows: Rows, token: int, head: int, shape: Shape, state: Any) -> None:
     """One row of the result: its weighted sum over the sum of its weights."""
-    width = shape.value_dim
+    width, row = shape.value_dim, token * shape.num_heads + head
+    sums, weight = state.ctypes.data, state[shape.value_stride + 1]
     if rows.kind == F32:
         divide_row(sums, weight, rows.out + 4 * width * row, width, 0)
     else:
@@ -164,21 +165,22 @@ def _join(
     """
     begin, end, at = joint[0], joint[1], joint[2]
     first, count, group = task[1], task[2], shape.num_heads // shape.num_kv_heads
+    stride = shape.value_stride
     for h in range(shape.num_kv_heads):
         for t in range(count):
             for g in range(group):
-                row = tokens[first + t] * shape.num_heads + h * group + g
+                head = h * group + g
+                row = head * shape.num_tokens + tokens[first + t]
                 if joint[4]:
-                    state[row, 1] = 0.0
+                    state[row, stride + 1] = 0.0
                 place = at + (h * count + t) * group + g
                 for _ in range(begin, end):
-                    top, weight = state[place, 0], state[place, 1]
+                    top, weight = state[place, stride], state[place, stride + 1]
                     if weight != np.float32(0.0):  # nothing was seen of a block without weight
-                        sums = state[place].ctypes.data + 8
-                        fold(state, row, top, weight, sums, shape.value_stride)
+                        fold(state, row, top, weight, state[place].ctypes.data, stride)
                     place += count * shape.num_heads
                 if positions[first + t] < end * _BLOCK:
-                    _put_mean(rows, row, shape, state[row].ctypes.data + 8, state[row, 1])
+                    _put_mean(rows, tokens[first + t], head, shape, state[row])
 
 
 @jit
@@ -236,18 +238,17 @@ def attend_task(
             row_positions[t * group + g] = positions[first + t]
         for h in range(head0, head1):
             for g in range(group):
-                row = tokens[first + t] * num_heads + h * whole_group + group0 + g
+                head = h * whole_group + group0 + g
+                row = head * shape.num_tokens + tokens[first + t]
                 place = (h - head0) * num_rows + t * group + g
                 to = folded + 4 * depth * place
-                _take_query(
-                    rows, latent, tokens[first + t], h * whole_group + group0 + g, shape, to
-                )
+                _take_query(rows, latent, tokens[first + t], head, shape, to)
                 if joint >= 0:  # group0 is 0 here
                     row = joints[joint, 2] + (block0 - joints[joint, 0]) * count * num_heads
                     row += (h * count + t) * group + g
                 state_rows[place] = row
                 if block0 == 0 or joint >= 0:
-                    state[row, 1] = 0.0
+                    state[row, stride + 1] = 0.0
     block0, block1, highest = reach(shape, tasks[number], positions)
     following, next_head0, next_heads = np.int64(-1), head0, head1 - head0
     if block0 < block1:
@@ -316,10 +317,11 @@ def attend_task(
     if joint < 0:
         for t in range(count):
             if positions[first + t] < tasks[number][8] * _BLOCK:
-                for place in range(t * group, (head1 - head0) * num_rows, num_rows):
+                for h in range(head0, head1):
                     for g in range(group):
-                        row = state_rows[place + g]
-                        _put_mean(rows, row, shape, state[row].ctypes.data + 8, state[row, 1])
+                        row = state_rows[(h - head0) * num_rows + t * group + g]
+                        head = h * whole_group + group0 + g
+                        _put_mean(rows, tokens[first + t], head, shape, state[row])
     elif take_next(address(counters) + 8 * (1 + joint)) == joints[joint, 3] - 1:
         counters[1 + joint] = 0  # for the next launch
         _join(shape, tasks[number], joints[joint], tokens, positions, rows, state)
@@ -344,8 +346,10 @@ def _attend(
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
         rows: queries and results.
-        state: [T * num_heads and those of the joints, 2 + value_stride] float32, kept between
-            phases.
+        state: [T * num_heads and those of the joints, at least value_stride + 2] float32, kept
+            between phases: a row's weighted sum, maximum and sum of weights. All tokens of a head
+            follow each other, and a row begins with a line of the cache: where a worker writes,
+            no other one does, nor near it, where the processor would fetch ahead.
         scratch: [num_workers, scratch_floats] float32.
         counters: [1 + m] int64, for the workers to share: the next task; by joint, how many tasks
             are done, which is 0 before and after.

@@ -114,14 +114,14 @@ def own_keys(shape: Shape, end: int, high: int) -> Any:
 
 @jit
 def fold(state: Any, row: int, top: float, weight: float, partial: int, width: int) -> None:
-    """One block's result of a row into its running (maximum, sum of weights, weighted sum)."""
-    old_top, old_weight = state[row, 0], state[row, 1]
-    into = state[row].ctypes.data + 8
+    """One block's result of a row into its running weighted sum, then maximum, sum of weights."""
+    old_top, old_weight = state[row, width], state[row, width + 1]
+    into = state[row].ctypes.data
     if old_weight == np.float32(0.0):  # folding into nothing: the same bits, without the work
-        state[row, 0], state[row, 1] = top, weight
+        state[row, width], state[row, width + 1] = top, weight
         copy_row(into, partial, width)
         return
     best = max(old_top, top)
     old, new = exp_of(old_top - best), exp_of(top - best)
-    state[row, 0], state[row, 1] = best, old_weight * old + weight * new
+    state[row, width], state[row, width + 1] = best, old_weight * old + weight * new
     fold_row(into, old, partial, new, width)

@@ -115,6 +115,7 @@ class Rows(NamedTuple):
 class Shape(NamedTuple):
     """What is the same for all tasks of a launch."""
 
+    num_tokens: int  # rows of a head in `state`
     page_size: int
     num_heads: int
     num_kv_heads: int

@@ -40,10 +40,10 @@ class TreeBackend:
         self.num_workers = max(1, torch.get_num_threads())
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
+        self._state_width = whole_lines(self._value_stride + 2)
         self._counters = np.zeros(1, np.int64)
         # by layer, for the very same planes: asking a tensor costs a microsecond
         self._parts: dict[tuple[int, torch.dtype], tuple[tuple[Tensor, ...], list[Any]]] = {}
-        self._shapes: dict[tuple[int, int], Any] = {}
         self._kept: tuple[tuple[object, ...], Tasks] | None = None
         self._scratch = np.zeros((0, 0), np.float32)
         self._state = np.zeros((0, 0), np.float32)
@@ -96,7 +96,7 @@ class TreeBackend:
         return batch.page_size, *(one.tobytes() for one in arrays)
 
     def _cut(self, positions: NDArray[np.int64]) -> Cut:
-        return Cut(self.spec, self.num_workers, 2 + self._value_stride, positions)
+        return Cut(self.spec, self.num_workers, self._state_width, positions)
 
     # -- once per layer ----------------------------------------------------------------------
 
@@ -168,12 +168,10 @@ class TreeBackend:
     def _prepared(self, plan: Tasks, window: int) -> Any:
         """The shape of a launch, for which there is room afterwards."""
         spec = self.spec
-        shape = self._shapes.get((plan.page_size, window))
-        if shape is None:
-            shape = self._shapes[plan.page_size, window] = self._args.Shape(
-                plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
-                self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
-            )  # fmt: skip
+        shape = self._args.Shape(
+            plan.num_tokens, plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
+            self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
+        )  # fmt: skip
         self._reserve(shape, plan)
         use_threads(self.num_workers)
         return shape
@@ -184,7 +182,7 @@ class TreeBackend:
         if self._scratch.shape[1] < floats:
             self._scratch = aligned_zeros(self.num_workers, floats)
         if len(self._state) < plan.state_rows:
-            self._state = np.zeros((plan.state_rows, 2 + self._value_stride), np.float32)
+            self._state = aligned_zeros(plan.state_rows, self._state_width)
         if len(self._counters) <= len(plan.joints):
             self._counters = np.zeros(1 + len(plan.joints), np.int64)
 
@@ -291,6 +289,11 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
         head,
         scales,
     )
+
+
+def whole_lines(floats: int) -> int:
+    """So many floats, or as many more as end with a line of the cache."""
+    return -(-floats * 4 // CACHE_LINE) * CACHE_LINE // 4
 
 
 def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
