@@ -91,8 +91,9 @@ class CutTree(TreeBackend):
     ) -> tuple[Tensor, Tensor]:
         """Attention over some keys, float32, and the log of its sum of exponentials."""
         out = super().run(plan, layer, q.float(), planes, selected=selected)
-        ends = self._state[: plan.num_tokens * q.shape[1], self._value_stride :]
-        top, weight = torch.from_numpy(ends).unflatten(0, (q.shape[1], -1))[..., :2].unbind(-1)
+        ends = torch.from_numpy(self._state[: plan.head_rows * q.shape[1], self._value_stride :])
+        by_head = ends.unflatten(0, (q.shape[1], -1))[:, : plan.num_tokens]
+        top, weight = by_head[..., :2].unbind(-1)
         seen = (selected >= 0).any(1)
         lse = torch.zeros(*q.shape[:2], 1)
         lse[: plan.num_tokens] = (top + weight.log()).T[..., None]

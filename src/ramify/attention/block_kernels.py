@@ -145,10 +145,10 @@ def _take_query(rows: Rows, part: Part, token: int, head: int, shape: Shape, int
 
 
 @jit
-def _put_mean(rows: Rows, token: int, head: int, shape: Shape, state: Any) -> None:
-    """One row of the result: its weighted sum over the sum of its weights."""
+def _put_mean(rows: Rows, token: int, head: int, shape: Shape, folded: Any) -> None:
+    """One row of the result: its weighted sum over the sum of its weights, from a row of `state`."""
     width, row = shape.value_dim, token * shape.num_heads + head
-    sums, weight = state.ctypes.data, state[shape.value_stride + 1]
+    sums, weight = address(folded), folded[shape.value_stride + 1]
     if rows.kind == F32:
         divide_row(sums, weight, rows.out + 4 * width * row, width, 0)
     else:
@@ -170,14 +170,14 @@ def _join(
         for t in range(count):
             for g in range(group):
                 head = h * group + g
-                row = head * shape.num_tokens + tokens[first + t]
+                row = head * shape.head_rows + tokens[first + t]
                 if joint[4]:
                     state[row, stride + 1] = 0.0
                 place = at + (h * count + t) * group + g
                 for _ in range(begin, end):
                     top, weight = state[place, stride], state[place, stride + 1]
                     if weight != np.float32(0.0):  # nothing was seen of a block without weight
-                        fold(state, row, top, weight, state[place].ctypes.data, stride)
+                        fold(state, row, top, weight, address(state[place]), stride)
                     place += count * shape.num_heads
                 if positions[first + t] < end * _BLOCK:
                     _put_mean(rows, tokens[first + t], head, shape, state[row])
@@ -239,7 +239,7 @@ def attend_task(
         for h in range(head0, head1):
             for g in range(group):
                 head = h * whole_group + group0 + g
-                row = head * shape.num_tokens + tokens[first + t]
+                row = head * shape.head_rows + tokens[first + t]
                 place = (h - head0) * num_rows + t * group + g
                 to = folded + 4 * depth * place
                 _take_query(rows, latent, tokens[first + t], head, shape, to)
@@ -346,10 +346,11 @@ def _attend(
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
         rows: queries and results.
-        state: [T * num_heads and those of the joints, at least value_stride + 2] float32, kept
-            between phases: a row's weighted sum, maximum and sum of weights. All tokens of a head
-            follow each other, and a row begins with a line of the cache: where a worker writes,
-            no other one does, nor near it, where the processor would fetch ahead.
+        state: [num_heads * head_rows and those of the joints, at least value_stride + 2] float32,
+            kept between phases: a row's weighted sum, maximum and sum of weights; first all tokens
+            of a head, then of the next. Rows begin with a line of the cache, so that no two workers
+            write to one; those that share a prefix, by head, hardly to neighbours, either, which
+            the processor would fetch ahead.
         scratch: [num_workers, scratch_floats] float32.
         counters: [1 + m] int64, for the workers to share: the next task; by joint, how many tasks
             are done, which is 0 before and after.

@@ -116,7 +116,7 @@ def own_keys(shape: Shape, end: int, high: int) -> Any:
 def fold(state: Any, row: int, top: float, weight: float, partial: int, width: int) -> None:
     """One block's result of a row into its running weighted sum, then maximum, sum of weights."""
     old_top, old_weight = state[row, width], state[row, width + 1]
-    into = state[row].ctypes.data
+    into = address(state[row])
     if old_weight == np.float32(0.0):  # folding into nothing: the same bits, without the work
         state[row, width], state[row, width + 1] = top, weight
         copy_row(into, partial, width)

@@ -115,7 +115,7 @@ class Rows(NamedTuple):
 class Shape(NamedTuple):
     """What is the same for all tasks of a launch."""
 
-    num_tokens: int  # rows of a head in `state`
+    head_rows: int  # of `state`, from a head to the next
     page_size: int
     num_heads: int
     num_kv_heads: int

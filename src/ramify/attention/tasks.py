@@ -41,7 +41,8 @@ class Tasks:
     page_size: int
     num_tokens: int
     max_rows: int  # of a task, in all its heads
-    state_rows: int  # of all tokens and heads, then of the joints
+    head_rows: int  # of `state`, from a head to the next
+    state_rows: int  # of all heads, then of the joints
 
 
 class Cut:
@@ -63,7 +64,8 @@ class Cut:
         self._tokens: list[int] = []
         self._phases: list[list[tuple[int, ...]]] = []
         self._joints: list[tuple[int, ...]] = []
-        self._state_rows = len(positions) * spec.num_heads
+        self._head_rows = len(positions) | 1  # else heads may meet in the same places of a cache
+        self._state_rows = self._head_rows * spec.num_heads
 
     @property
     def wanted(self) -> int:
@@ -153,6 +155,7 @@ class Cut:
             page_size=page_size,
             num_tokens=len(self._positions),
             max_rows=max(most, default=0),
+            head_rows=self._head_rows,
             state_rows=self._state_rows,
         )
 

@@ -40,7 +40,7 @@ class TreeBackend:
         self.num_workers = max(1, torch.get_num_threads())
         columns = simd.TILE_COLUMNS
         self._value_stride = -(-spec.out_dim // columns) * columns
-        self._state_width = whole_lines(self._value_stride + 2)
+        self._state_width = _whole_lines(self._value_stride + 2)
         self._counters = np.zeros(1, np.int64)
         # by layer, for the very same planes: asking a tensor costs a microsecond
         self._parts: dict[tuple[int, torch.dtype], tuple[tuple[Tensor, ...], list[Any]]] = {}
@@ -169,7 +169,7 @@ class TreeBackend:
         """The shape of a launch, for which there is room afterwards."""
         spec = self.spec
         shape = self._args.Shape(
-            plan.num_tokens, plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
+            plan.head_rows, plan.page_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.out_dim,
             self._value_stride, window, self.num_workers, float(spec.soft_cap or 0.0), float(spec.scale),
         )  # fmt: skip
         self._reserve(shape, plan)
@@ -291,7 +291,7 @@ def _part(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     )
 
 
-def whole_lines(floats: int) -> int:
+def _whole_lines(floats: int) -> int:
     """So many floats, or as many more as end with a line of the cache."""
     return -(-floats * 4 // CACHE_LINE) * CACHE_LINE // 4
 
