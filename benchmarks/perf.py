@@ -11,9 +11,11 @@ between tokens, throughput and end to end. Nothing is shared and every prompt is
 A machine with neighbours has phases in which everything takes twice as long, so that seconds of
 today say little about seconds of last month. What is compared is therefore the baseline's *commit*:
 its sources are checked out beside these and run in a process of their own, taking turns with this
-tree on the same prompts. A cell with a figure whose
-median ratio is above 1.05 is measured on, until it has three times as many pairs; the figure fails
-when the median of all of them is above 1.05 and the 95 % interval of that median lies above 1. The stored seconds are shown beside today's and judge nothing.
+tree on the same prompts. A cell with a figure whose median ratio is above 1.05 is measured on, until
+it has three times as many pairs; the figure fails when the median of all of them is above 1.05 and
+the 95 % interval of that median lies above 1. The stored seconds are shown beside today's and judge
+nothing. A gain hides the slowdowns that follow it: where this tree is as clearly faster, it says so,
+and a new baseline should be stored.
 
 Beside the times on the wall, the processor time of the whole request is judged: neighbours who take
 the processor away lengthen the former and hardly the latter. By default one thread computes, since
@@ -44,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.contract import Setup
-from engines.judge import Verdict, judge, mismatches
+from engines.judge import Verdict, hidden, judge, mismatches
 from engines.models import DTYPES, MODELS, TITLES, VALUE_BYTES, shape_of, write_model
 from engines.registry import OURS, planted
 from engines.report import commit, cpu_model
@@ -233,6 +235,7 @@ def compare(args: argparse.Namespace) -> int:
         now, base = sides.measure(args.cells, args.pairs)
         verdicts = [one for cell in now for one in judge(cell, now[cell], base[cell])]
         print(_table(now, base, stored, verdicts))
+        unseen = hidden(verdicts)
         suspects = {one.cell for one in verdicts if one.suspect}
         if suspects:
             print(f"\nmeasured on, {2 * args.pairs} more pairs: {', '.join(sorted(suspects))}")
@@ -254,6 +257,11 @@ def compare(args: argparse.Namespace) -> int:
         sides.end()
     for one in slower:
         print(f"SLOWER: {one.cell}: {one.figure} {_interval(one)} of {stored['commit']}")
+    if unseen > 1.0:
+        print(
+            f"\nthe baseline is old: a figure that became up to {unseen:.2f} times as slow as in "
+            f"this table would still pass; store this commit with --save"
+        )
     if not slower:
         print(f"\nno figure is slower than at {stored['commit']} ({stored['date']})")
     return 1 if slower else 0

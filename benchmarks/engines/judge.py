@@ -35,6 +35,11 @@ class Verdict:
         """Beyond the limit, and not by chance."""
         return self.suspect and self.ratio.low > 1.0
 
+    @property
+    def faster(self) -> bool:
+        """As far on the other side: a slowdown that this gain outweighs would not be seen."""
+        return self.ratio.mid < 1.0 / LIMIT and self.ratio.high < 1.0
+
 
 Samples = Mapping[str, Sequence[float]]  # figure → values by pair, larger is slower
 
@@ -49,6 +54,11 @@ def judge(cell: str, now: Samples, base: Samples) -> list[Verdict]:
         )
         for figure in now
     ]
+
+
+def hidden(verdicts: Sequence[Verdict]) -> float:
+    """The largest slowdown that a baseline which was overtaken hides, as a factor; 1 when none."""
+    return max((1.0 / one.ratio.mid for one in verdicts if one.faster), default=1.0)
 
 
 def mismatches(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

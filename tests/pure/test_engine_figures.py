@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from engines.contract import Entry
-from engines.judge import LIMIT, Verdict, judge, mismatches
+from engines.judge import LIMIT, Verdict, hidden, judge, mismatches
 from engines.models import shape_of
 from engines.overhead import inside
 from engines.plant import slowed
@@ -200,6 +200,25 @@ def test_a_median_beyond_the_limit_is_not_enough() -> None:
 
     assert verdict.ratio.mid > LIMIT
     assert not verdict.slower
+
+
+def test_an_overtaken_baseline_hides_what_it_was_overtaken_by() -> None:
+    """Twice as fast as the baseline: all that is not slower than double passes, and that is told."""
+    rng = random.Random("overtaken")
+    halved = verdict_of(*noisy_pairs(0.5, rng, 12))
+    planted = verdict_of(*noisy_pairs(0.55, rng, 12))
+
+    assert not planted.suspect
+    assert halved.faster
+    assert planted.faster
+    assert hidden([halved]) == pytest.approx(2.0, rel=0.05)
+    assert hidden([halved, planted]) == hidden([halved])
+
+
+@pytest.mark.parametrize("now", [[1.0] * 6, [0.97] * 6, [0.8, 1.2, 0.8, 0.8, 1.2, 0.8], [1.1] * 6])
+def test_a_baseline_that_is_not_clearly_overtaken_hides_nothing(now: list[float]) -> None:
+    """Equal, faster by less than the limit, faster by chance, slower."""
+    assert hidden([verdict_of(now, [1.0] * 6)]) == 1.0
 
 
 def test_other_metadata_is_named() -> None:
