@@ -20,8 +20,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # What every request goes through, but for what callers see: `prefix_cache`, since a compiled function
 # would refuse a wrong type with words of its own, `values`, which could not be copied or pickled, and
 # `policies`, which could not be inherited from.
-MODULES = ("auto", "book", "eviction", "ghosts", "hash_index", "leasing", "packed", "pages")
-MODULES += ("recorder", "store", "tree")
+MODULES = (
+    "adaptive_policy",
+    "counters",
+    "eviction_queue",
+    "ghosts",
+    "hash_index",
+    "lease_ops",
+    "leases",
+)
+MODULES += ("node_store", "packed", "pages", "tree")
 # No configuration of the user's; and what is not compiled is not read, since it needs what is not there.
 MYPY = ("--config-file=", "--python-version=3.11", "--follow-imports=skip")
 NEEDS = ["mypy>=1.15", "setuptools"]

@@ -145,7 +145,7 @@ class Case:
     def ways(self) -> dict[str, tuple[Run, bool]]:
         """Name → (what to run, exact)."""
         found = {
-            "Ramify tree": (self.ramify("tree", True), True),
+            "Ramify cpu": (self.ramify("cpu", True), True),
             "Ramify blocked (torch alone)": (self.ramify("blocked", True), True),
         }
         if self.work.q_len == 1:
@@ -210,12 +210,12 @@ def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:
 def table(found: list[dict[str, object]]) -> str:
     """Markdown: medians, ratios per round with their spread, share of the limit."""
     lines = [
-        "| work | dtype | way | exact | ms, median (min–max) | × Ramify tree | goal | limit / time |",
+        "| work | dtype | way | exact | ms, median (min–max) | × Ramify cpu | goal | limit / time |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
     for one in found:
         times: dict[str, list[float]] = one["times"]  # type: ignore[assignment]
-        ours = times["Ramify tree"]
+        ours = times["Ramify cpu"]
         peers = {
             name: statistics.median(own) for name, own in times.items() if "Ramify" not in name
         }

@@ -28,12 +28,12 @@ import ramify.engine.core as engine_core
 from ramify.attention.batch import AttentionBatch
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.step import Drawn, StepPlan, StepResult
+from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.params import SamplingParams
 
 PARTS = ("schedule", "plan", "build", "step plan", "commit", "update")
 NEW_TOKENS = 900
-LONE = Drawn((7,))
+LONE = SampledTokens((7,))
 
 
 class AtOnce:
@@ -44,11 +44,11 @@ class AtOnce:
 
     def execute(self, plan: StepPlan) -> StepResult:
         start = time.thread_time()
-        result = StepResult({draw.request_id: LONE for draw in plan.draws}, {})
+        result = StepResult({draw.request_id: LONE for draw in plan.samples}, {})
         self.spent += time.thread_time() - start
         return result
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
+    def zero_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("no step fails")
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -94,10 +94,10 @@ class Cell:
         undo = [
             timed(core.scheduler, "schedule", spent, "schedule"),
             timed(planner, "plan", spent, "plan"),
-            timed(AttentionBatch, "of", spent, "build"),
-            timed(AttentionBatch, "of_decodes", spent, "build"),
-            timed(engine_core, "step_plan", spent, "step plan"),
-            timed(core, "_step_done", spent, "update"),
+            timed(AttentionBatch, "from_rows", spent, "build"),
+            timed(AttentionBatch, "from_decodes", spent, "build"),
+            timed(engine_core, "build_step_plan", spent, "step plan"),
+            timed(core, "_process_result", spent, "update"),
             timed(planner, "commit", spent, "commit"),
         ]
         core.step()

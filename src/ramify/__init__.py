@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.attention.blocks.block import RadixAttentionBlock
-    from ramify.attention.blocks.paged import RadixAttentionWithPagedKVCache
+    from ramify.attention.blocks.attention_block import RadixAttentionBlock
+    from ramify.attention.blocks.paged_kv_cache import RadixAttentionWithPagedKVCache
     from ramify.attention.planner import RadixAttentionPlanner
     from ramify.attention.sequence import RadixSequence
     from ramify.cache import CacheKey, PrefixCache
     from ramify.engine.async_llm import AsyncLLM
     from ramify.engine.llm import LLM
-    from ramify.engine.session import AsyncSession, Session
+    from ramify.engine.sessions.session import AsyncSession, Session
     from ramify.errors import RamifyError
     from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
 
@@ -25,19 +25,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "ramify.engine.async_llm",
     "LLM": "ramify.engine.llm",
-    "AsyncSession": "ramify.engine.session",
+    "AsyncSession": "ramify.engine.sessions.session",
     "CacheKey": "ramify.cache",
     "FinishReason": "ramify.params",
     "PrefixCache": "ramify.cache",
-    "RadixAttentionBlock": "ramify.attention.blocks.block",
+    "RadixAttentionBlock": "ramify.attention.blocks.attention_block",
     "RadixAttentionPlanner": "ramify.attention.planner",
-    "RadixAttentionWithPagedKVCache": "ramify.attention.blocks.paged",
+    "RadixAttentionWithPagedKVCache": "ramify.attention.blocks.paged_kv_cache",
     "RadixSequence": "ramify.attention.sequence",
     "RamifyError": "ramify.errors",
     "RequestOutput": "ramify.params",
     "SamplingParams": "ramify.params",
     "StructuredOutput": "ramify.params",
-    "Session": "ramify.engine.session",
+    "Session": "ramify.engine.sessions.session",
 }
 
 __all__ = [

@@ -9,8 +9,8 @@ from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
-DRAFTERS = ("off", "ngram", "tree", "auto")
-ACCEPTANCE = ("exact", "rejection")
+SPECULATIVE_METHODS = ("off", "ngram", "tree", "auto")
+SPECULATIVE_SAMPLING = ("exact", "rejection")
 MAY_BE_NONE = ("max_waiting", "kv_cache_tokens", "kv_cache_memory", "max_model_len")
 MAX_TIMEOUT_S = 1e6  # 11 days; threads cannot wait for any time
 POLICIES = (
@@ -21,7 +21,7 @@ POLICIES = (
     "fifo",
     "priority",
     "cost",
-)  # of ramify.cache.eviction, which is above this layer
+)  # of ramify.cache.eviction_queue, which is above this layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class AttentionSection:
 
     attention_backend: str = "auto"  # the first of the table that supports the model
     exact: bool = True  # an answer that a cache hit can change is not worth having on CPU
-    verify_sample: float = 0.0  # share of the requests whose hits `recheck` computes again
+    verify_sample: float = 0.0  # share of the requests whose hits `verify_hits` computes again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class SpeculativeSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultSection:
+class SelfCheckSection:
     """How closely the engine watches itself."""
 
     check_sample: float = 0.001  # share of the steps after which everything is recounted
@@ -96,7 +96,7 @@ class EngineConfig:
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
-    faults: FaultSection = field(default_factory=FaultSection)
+    self_check: SelfCheckSection = field(default_factory=SelfCheckSection)
 
     @classmethod
     def of(cls, **options: object) -> EngineConfig:
@@ -142,9 +142,9 @@ class EngineConfig:
                 raise ConfigError(f"{name}={flag!r} but it must be True or False")
         share = self.attention.verify_sample
         _check_number("verify_sample", share, 1.0, "a share of 0 to 1")
-        _check_number("check_sample", self.faults.check_sample, 1.0, "a share of 0 to 1")
+        _check_number("check_sample", self.self_check.check_sample, 1.0, "a share of 0 to 1")
         allowed = f"0 (never) or at most {MAX_TIMEOUT_S:g} seconds"
-        _check_number("step_timeout_s", self.faults.step_timeout_s, MAX_TIMEOUT_S, allowed)
+        _check_number("step_timeout_s", self.self_check.step_timeout_s, MAX_TIMEOUT_S, allowed)
         if share and not self.attention.exact:
             raise ConfigError(
                 f"verify_sample={share} with exact=False: without exactness hits may differ in "
@@ -164,10 +164,12 @@ class EngineConfig:
 
     def _validate_speculation(self) -> None:
         source, rule = self.speculative.speculative, self.speculative.speculative_sampling
-        if source not in DRAFTERS:
-            raise ConfigError(f"speculative={source!r} but it must be one of {DRAFTERS}")
-        if rule not in ACCEPTANCE:
-            raise ConfigError(f"speculative_sampling={rule!r} but it must be one of {ACCEPTANCE}")
+        if source not in SPECULATIVE_METHODS:
+            raise ConfigError(f"speculative={source!r} but it must be one of {SPECULATIVE_METHODS}")
+        if rule not in SPECULATIVE_SAMPLING:
+            raise ConfigError(
+                f"speculative_sampling={rule!r} but it must be one of {SPECULATIVE_SAMPLING}"
+            )
         if rule == "rejection" and self.attention.exact:
             raise ConfigError(
                 "speculative_sampling='rejection' with exact=True: the tokens would depend on what "
@@ -195,7 +197,7 @@ _SECTIONS = {
     "scheduler": SchedulerSection,
     "attention": AttentionSection,
     "speculative": SpeculativeSection,
-    "faults": FaultSection,
+    "self_check": SelfCheckSection,
 }
 
 
@@ -203,7 +205,7 @@ _SECTIONS = {
 class ResolvedConfig:
     """What the options came to for one model on one machine."""
 
-    asked: EngineConfig
+    requested: EngineConfig
     max_model_len: int  # tokens, prompt and output together
     page_size: int
     num_pages: int
@@ -232,7 +234,7 @@ MEMORY_SHARE = 0.3  # of the free memory: weights, activations and the page cach
 
 
 def resolve(
-    asked: EngineConfig, *, model_max_len: int, token_bytes: int, free_memory: int
+    requested: EngineConfig, *, model_max_len: int, token_bytes: int, free_memory: int
 ) -> ResolvedConfig:
     """Fit what was asked to a model and a machine.
 
@@ -246,16 +248,16 @@ def resolve(
             than the free memory.
         PoolTooSmallError: not one page.
     """
-    max_len = asked.model.max_model_len or model_max_len
+    max_len = requested.model.max_model_len or model_max_len
     if max_len > model_max_len:
         raise ConfigError(
             f"max_model_len={max_len} but the model's positions end at {model_max_len}; "
             "ask for at most that"
         )
-    page_size, max_seqs = asked.cache.page_size, asked.scheduler.max_num_seqs
-    tokens = asked.cache.kv_cache_tokens
+    page_size, max_seqs = requested.cache.page_size, requested.scheduler.max_num_seqs
+    tokens = requested.cache.kv_cache_tokens
     if tokens is None:
-        memory = asked.cache.kv_cache_memory
+        memory = requested.cache.kv_cache_memory
         if memory is None:  # what all requests at their longest could use, if it fits
             most = max_seqs * -(-max_len // page_size) * page_size * token_bytes
             memory = min(int(free_memory * MEMORY_SHARE), most)
@@ -276,11 +278,11 @@ def resolve(
             f"{free_memory:,} are free; lower max_num_seqs"
         )
     return ResolvedConfig(
-        asked=asked,
+        requested=requested,
         max_model_len=max_len,
         page_size=page_size,
         num_pages=num_pages,
         token_bytes=token_bytes,
         max_num_seqs=max_seqs,
-        max_batch_tokens=asked.scheduler.max_batch_tokens,
+        max_batch_tokens=requested.scheduler.max_batch_tokens,
     )

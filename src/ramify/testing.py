@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.engine.step import Drawn, StepPlan, StepResult
+from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.models.config import FAMILIES, ModelConfig
 from ramify.params import TokenLogprob
@@ -110,10 +111,10 @@ class FakeExecutor:
         seen = [self.read(batch.kv_slots(seq)) for seq in range(batch.num_seqs)]
         self.num_computed_tokens += batch.num_tokens
         drawn = {}
-        for draw in plan.draws:
+        for draw in plan.samples:
             chosen: list[int] = []
             known: list[TokenLogprob] = []
-            shaping = draw.shaping
+            shaping = draw.logits
             num_rows = len(draw.draft) + 1 if shaping is None else shaping.num_rows
             for row in range(draw.row, draw.row + num_rows):
                 position = int(batch.positions[row])
@@ -124,8 +125,8 @@ class FakeExecutor:
                     token = _answer(int(self._chains[slots[row]]), self.vocab_size, key)
                 else:
                     token = self.next_token(seen[owners[row]][: position + 1])
-                if shaping is not None and shaping.masks is not None:
-                    mask = shaping.masks[len(chosen)]
+                if shaping is not None and shaping.token_bitmasks is not None:
+                    mask = shaping.token_bitmasks[len(chosen)]
                     allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
                     token = int(allowed[token % len(allowed)])
                 if draw.num_logprobs is not None:
@@ -133,21 +134,30 @@ class FakeExecutor:
                 chosen.append(token)
                 if draw.draft[len(chosen) - 1 : len(chosen)] not in ((), (token,)):
                     break
-            drawn[draw.request_id] = Drawn(tuple(chosen), tuple(known))
+            drawn[draw.request_id] = SampledTokens(tuple(chosen), tuple(known))
         scored = {
             score.request_id: tuple(
                 self._logprob(int(slots[score.first_row + place]), target, score.num_logprobs)
                 for place, target in enumerate(score.targets)
             )
-            for score in plan.scores
+            for score in plan.prompt_logprobs
         }
         return StepResult(drawn, scored)
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
-        """See `Executor.erase_pages`."""
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """See `Executor.zero_pages`."""
         self.num_erased_pages += len(pages)
         for page in pages:
             self._positions[page * self.page_size : (page + 1) * self.page_size] = _NEVER
+
+    def erase_pages(self, pages: Sequence[int]) -> None:
+        """Deprecated: `zero_pages`."""
+        warnings.warn(
+            "FakeExecutor.erase_pages is deprecated; use FakeExecutor.zero_pages",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Executor.copy_pages`."""

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.backends.triton import TileShapes, TritonBackend
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.triton import Tiles, TritonBackend
 from ramify.kv.block_table import PagedBlockTable
 
 CPU = torch.device("cpu")
-TILES = Tiles(32, 32, 32, 64, 4, 4)  # several splits in a few hundred keys
+TILES = TileShapes(32, 32, 32, 64, 4, 4)  # several splits in a few hundred keys
 FLOAT8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -46,9 +46,9 @@ def spec_of(**changes: object) -> AttentionSpec:
 
 def plane_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
     if spec.kind == "mla":
-        return {"latent": (spec.out_dim,), "rope": (spec.head_dim - spec.out_dim,)}
+        return {"latent": (spec.v_head_dim,), "rope": (spec.head_dim - spec.v_head_dim,)}
     heads = spec.num_kv_heads
-    return {"k": (heads, spec.head_dim), "v": (heads, spec.out_dim)}
+    return {"k": (heads, spec.head_dim), "v": (heads, spec.v_head_dim)}
 
 
 def pages_of(lengths: list[int], page_size: int, noise: torch.Generator) -> list[list[int]]:
@@ -78,8 +78,8 @@ def planes_of(
             continue
         largest = FLOAT8_MAX.get(dtype, 127.0)
         scale = values.abs().amax(-1) / largest
-        quantised = values / scale[..., None]
-        rounded = quantised.round() if dtype == torch.int8 else quantised
+        quantized = values / scale[..., None]
+        rounded = quantized.round() if dtype == torch.int8 else quantized
         planes[name] = rounded.to(dtype)
         hidden = ~own[(..., *[None] * (len(shape) - 1))]
         planes[f"{name}_scale"] = scale.masked_fill(hidden, torch.nan)
@@ -123,9 +123,9 @@ def batch_of(
     return AttentionBatch.build(extends, table, sharing or ())
 
 
-def triton(spec: AttentionSpec, *, split: bool = True, tiles: Tiles = TILES) -> TritonBackend:
+def triton(spec: AttentionSpec, *, split: bool = True, tiles: TileShapes = TILES) -> TritonBackend:
     """With small tiles; `split` says whether short requests' keys are always or never split."""
-    return TritonBackend(spec, CPU, tiles=tiles, enough_programs=1 << 20 if split else 0)
+    return TritonBackend(spec, CPU, tiles=tiles, saturating_programs=1 << 20 if split else 0)
 
 
 def run(backend: AttentionBackend, step: Step, *, padding: int = 0, layer: int = 0) -> Tensor:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ramify.attention import mla
+from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend, QueryLenGroup
+from ramify.attention.backends.cpu import CpuBackend
+from ramify.attention.backends.cpu_partition import CpuAttentionPlan
 from ramify.attention.batch import AttentionBatch
-from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend, Lanes
-from ramify.attention.tasks import Tasks
-from ramify.attention.tree import TreeBackend
 from ramify.kv.pool import KVPool
-from ramify.kv.quantise import dequantise
+from ramify.kv.quantize import dequantize
 
 Partial = tuple[Tensor, Tensor, Tensor]  # maximum, sum of weights, weighted sum
 
@@ -27,12 +27,14 @@ class UnpaddedRows(BlockedBackend):
 class ShortenedLastBlock(BlockedBackend):
     """The last key block is cut to the keys that exist instead of being masked."""
 
-    def _reduce(self, rows: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Partial:
-        if hidden is None:
-            return super()._reduce(rows, k, v, hidden)
-        seen = ~hidden.flatten(0, -2).all(0)
+    def _attend_block(self, rows: Tensor, k: Tensor, v: Tensor, masked: Tensor | None) -> Partial:
+        if masked is None:
+            return super()._attend_block(rows, k, v, masked)
+        seen = ~masked.flatten(0, -2).all(0)
         width = int(seen.nonzero().max()) + 1 if bool(seen.any()) else BLOCK_KEYS
-        return super()._reduce(rows, k[..., :width, :], v[..., :width, :], hidden[..., :width])
+        return super()._attend_block(
+            rows, k[..., :width, :], v[..., :width, :], masked[..., :width]
+        )
 
 
 class CutAtNodeBoundary(BlockedBackend):
@@ -40,17 +42,17 @@ class CutAtNodeBoundary(BlockedBackend):
 
     _cut = 0  # where the suffix starts within the block at hand
 
-    def _fold_run(self, lanes: Lanes, *rest: Any) -> None:
+    def _attend_blocks(self, lanes: QueryLenGroup, *rest: Any) -> None:
         self._cut = lanes.first_position - rest[-1][0] * BLOCK_KEYS
-        super()._fold_run(lanes, *rest)
+        super()._attend_blocks(lanes, *rest)
 
-    def _reduce(self, rows: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Partial:
+    def _attend_block(self, rows: Tensor, k: Tensor, v: Tensor, masked: Tensor | None) -> Partial:
         if not 0 < self._cut < k.shape[-2]:
-            return super()._reduce(rows, k, v, hidden)
+            return super()._attend_block(rows, k, v, masked)
         parts = []
         for at in (slice(0, self._cut), slice(self._cut, None)):
-            mask = None if hidden is None else hidden[..., at]
-            parts.append(super()._reduce(rows, k[..., at, :], v[..., at, :], mask))
+            mask = None if masked is None else masked[..., at]
+            parts.append(super()._attend_block(rows, k[..., at, :], v[..., at, :], mask))
         return merge(*parts)
 
 
@@ -61,17 +63,17 @@ def merge(first: Partial, second: Partial) -> Partial:
     return peak, first[1] * old + second[1] * new, first[2] * old + second[2] * new
 
 
-class CutTree(TreeBackend):
+class CutTree(CpuBackend):
     """What is cached and what is new are reduced apart and joined by their log-sum-exp."""
 
-    def plan(self, batch: AttentionBatch) -> Tasks:
+    def plan(self, batch: AttentionBatch) -> CpuAttentionPlan:
         cuts = np.repeat(batch.num_cached, np.diff(batch.cu_seqlens_q))
         self._cut_at, self._last = torch.from_numpy(np.stack([cuts, batch.positions])[:, :, None])
         return super().plan(batch)
 
     def run(
         self,
-        plan: Tasks,
+        plan: CpuAttentionPlan,
         layer: int,
         q: Tensor,
         planes: Mapping[str, Tensor],
@@ -84,14 +86,21 @@ class CutTree(TreeBackend):
         keys = torch.arange(int(last.max()) + 1, dtype=torch.int32)
         old = self._part(plan, layer, q, planes, torch.where(keys < cut, keys, -1))
         new = self._part(plan, layer, q, planes, torch.where(cut + keys <= last, cut + keys, -1))
-        return mla.merge(*old, *new)[0].to(q.dtype)
+        return mla.merge_state(*old, *new)[0].to(q.dtype)
 
     def _part(
-        self, plan: Tasks, layer: int, q: Tensor, planes: Mapping[str, Tensor], selected: Tensor
+        self,
+        plan: CpuAttentionPlan,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        selected: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Attention over some keys, float32, and the log of its sum of exponentials."""
         out = super().run(plan, layer, q.float(), planes, selected=selected)
-        ends = torch.from_numpy(self._state[: plan.head_rows * q.shape[1], self._value_stride :])
+        ends = torch.from_numpy(
+            self._state[: plan.state_head_stride * q.shape[1], self._value_stride :]
+        )
         by_head = ends.unflatten(0, (q.shape[1], -1))[:, : plan.num_tokens]
         top, weight = by_head[..., :2].unbind(-1)
         seen = (selected >= 0).any(1)
@@ -116,7 +125,7 @@ class FreshKeys(KVPool):
         if fresh is None:
             return stored
         slots, values = fresh
-        seen = {name: dequantise(stored[name], stored[f"{name}_scale"]) for name in values}
+        seen = {name: dequantize(stored[name], stored[f"{name}_scale"]) for name in values}
         for name, new in values.items():
             seen[name].flatten(0, 1)[slots] = new.float()
         return seen

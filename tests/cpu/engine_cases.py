@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
+from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.tree import TreeBackend
 from ramify.cache.key import CacheKey
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.executors import LocalExecutor
+from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.llm import LLM
-from ramify.engine.runner import ModelRunner
-from ramify.engine.speculative import Drafter
+from ramify.engine.speculation.drafter import Drafter
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
+from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
 from ramify.models.loader import Decoder
-from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
 from ramify.params import RequestOutput, SamplingParams
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ class Model:
     name: str
     decoder: Decoder
     kv_dtype: str = "auto"  # as in `ramify.config`
-    backend: type[AttentionBackend] = TreeBackend
+    backend: type[AttentionBackend] = CpuBackend
     pool: type[KVPool] = KVPool
     row_multiple: int | None = None  # what the model wants
 
@@ -86,14 +86,14 @@ class RecordingRunner(ModelRunner):
     Whatever the last layer may leave out is left out, and not by references: they are whole steps.
     """
 
-    min_left_out = 1
+    min_pruned_rows = 1
 
     def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype
-        kept = plane_dtype(model.kv_dtype, dtype)
+        kept = resolve_kv_dtype(model.kv_dtype, dtype)
         spec = attention_spec(config, page_size=page_size, dtype=dtype, exact=True, kv_dtype=kept)
         pool = model.pool(kv_layout(config), num_pages, page_size, dtype=kept)
-        backend = attention_of(config, spec, model.backend(spec, CPU))
+        backend = build_attention(config, spec, model.backend(spec, CPU))
         super().__init__(model.decoder, pool, backend, row_multiple=model.row_multiple)
         self.last: list[Tensor] = []
 
@@ -121,16 +121,16 @@ class RecordingExecutor:
         self.runner.last.clear()
         result = LocalExecutor(self.runner).execute(plan)
         row = 0
-        for draw in plan.draws:
+        for draw in plan.samples:
             positions = self.rows.setdefault(draw.request_id, {})
-            for place in range(len(result.drawn[draw.request_id].token_ids)):
+            for place in range(len(result.sampled[draw.request_id].token_ids)):
                 position = draw.position + place
                 assert position not in positions, "a token was drawn twice"
                 positions[position] = self.runner.last[0][row + place].view(torch.int32)
             row += len(draw.draft) + 1
         return result
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
+    def zero_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("a step failed")
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -175,7 +175,7 @@ class Engine:
         resolved = resolve(
             asked,
             model_max_len=config.max_model_len,
-            token_bytes=kv_layout(config).token_bytes(plane_dtype(model.kv_dtype, dtype)),
+            token_bytes=kv_layout(config).token_bytes(resolve_kv_dtype(model.kv_dtype, dtype)),
             free_memory=0,
         )
         runner = RecordingRunner(model, resolved.num_pages, sizes.page_size)
@@ -208,7 +208,7 @@ class Engine:
     def cached_kv(self, tokens: Prompt) -> Tensor:
         """All that is cached of the longest prefix: see `kv_bits`."""
         cache, pool = self.core.cache, self.executor.runner.pool
-        lease = cache.acquire(CacheKey(array("i", tokens), self.core.places.base))
+        lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespaces.base))
         pages = torch.tensor(lease.pages, dtype=torch.int64)
         cache.release(lease)
         slots = pages[:, None] * pool.page_size + torch.arange(pool.page_size)

@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-from ramify.attention.tree import TreeBackend
+from ramify.attention.backends.cpu import CpuBackend
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.executors import LocalExecutor
+from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.request import Request
-from ramify.engine.runner import ModelRunner
-from ramify.engine.speculative import room_for_guesses, takes_guesses
+from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
 from ramify.engine.step import StepPlan, StepResult
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
 from ramify.kv.pool import KVPool
+from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
 from ramify.models.loader import Decoder, load_model
-from ramify.models.needs import attention_of, attention_spec, kv_layout, plane_dtype
 from ramify.params import Completion, FinishReason, RequestOutput, SamplingParams
 from ramify.testing import write_tiny_checkpoint
 
@@ -133,21 +133,21 @@ class SmallModel:
         self.references: dict[tuple[tuple[int, ...], SamplingParams, int], Completion] = {}
         self._runners: dict[tuple[int, int], ModelRunner] = {}
         self._alone = self._new_runner(16, 16)
-        self._alone.min_left_out = sys.maxsize  # whole steps
+        self._alone.min_pruned_rows = sys.maxsize  # whole steps
 
     def runner(self, num_pages: int, page_size: int) -> ModelRunner:
         """The one for such a pool: one engine at a time may have it."""
         if (num_pages, page_size) not in self._runners:
             runner = self._runners[num_pages, page_size] = self._new_runner(num_pages, page_size)
-            runner.min_left_out = 1  # whatever the last layer may leave out is left out
+            runner.min_pruned_rows = 1  # whatever the last layer may leave out is left out
         return self._runners[num_pages, page_size]
 
     def _new_runner(self, num_pages: int, page_size: int) -> ModelRunner:
         config, dtype = self.decoder.config, self.decoder.dtype
-        kept = plane_dtype(self.kv_dtype, dtype)
+        kept = resolve_kv_dtype(self.kv_dtype, dtype)
         spec = attention_spec(config, page_size=page_size, dtype=dtype, exact=True, kv_dtype=kept)
         pool = KVPool(kv_layout(config), num_pages, page_size, dtype=kept)
-        backend = attention_of(config, spec, TreeBackend(spec, torch.device("cpu")))
+        backend = build_attention(config, spec, CpuBackend(spec, torch.device("cpu")))
         return ModelRunner(self.decoder, pool, backend)
 
     def reference(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Completion:
@@ -214,7 +214,7 @@ class Saboteur:
 
     def _tainted(self, plan: StepPlan, result: StepResult, index: int) -> StepResult:
         name = plan.request_ids[index]
-        result.drawn.pop(name, None)
+        result.sampled.pop(name, None)
         return replace(result, failed={**result.failed, name: FloatingPointError("tainted")})
 
     def _raise(self, kind: str, plan: StepPlan) -> None:
@@ -236,8 +236,8 @@ class Saboteur:
             if plane.dtype.is_floating_point and name != "v":
                 plane.flatten(0, 1)[index] = float("nan")
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
-        self.inner.erase_pages(pages)
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        self.inner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         kind = self.happens(3 * self.rate, "raise in copy", "interrupt in copy")
@@ -283,14 +283,16 @@ class Guesser:
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
         for request in running:
-            if takes_guesses(request):
-                yield request, self.guess(request, room_for_guesses(request))
+            if accepts_drafts(request):
+                yield request, self.guess(request, max_drafts(request))
 
     def verified(self, request: Request, num_accepted: int) -> None:
         assert 0 <= num_accepted <= len(request.draft)
 
     def guess(self, request: Request, limit: int) -> tuple[int, ...]:
-        right = self.known.get((request.group.id, request.index), ())[len(request.output_ids) :]
+        right = self.known.get((request.parent_or_self.id, request.index), ())[
+            len(request.output_ids) :
+        ]
         guesses = []
         for token in right[: min(limit, self.rng.randrange(6))]:
             sound = self.rng.random() < self.share
@@ -320,7 +322,7 @@ def build(
         saboteur,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        text_decoder=lambda: TornDecoder(model.tokenizer, saboteur),
+        detokenizer_factory=lambda: TornDecoder(model.tokenizer, saboteur),
         drafter=drafter,
     )
     core.cache.observe_evictions(saboteur.evicted)
@@ -372,7 +374,7 @@ class Life:
         rng = self.rng
         prompt, params = self.prompts.draw(rng), rng.choice(PARAMS)
         if rng.random() < 0.04:  # in the middle of everything, a stem becomes public
-            self.core.places.share(array("i", rng.choice(self.prompts.stems)))
+            self.core.namespaces.declare_public(array("i", rng.choice(self.prompts.stems)))
         request_id = self.core.add_request(
             prompt,
             params,
@@ -452,9 +454,9 @@ class Life:
         self.saboteur.rate = 0
         core.cache.clear()
         assert core.cache.stats().free_pages == core.cache.num_pages, "leaked"
-        found = core.faults.counts
+        found = core.recovery.counts
         assert not found.mismatches, "a check found a contradiction"
-        self.counts["repairs"] += found.repairs
-        self.counts["condemned"] += found.condemned_pages
+        self.counts["repairs"] += found.rebuilds
+        self.counts["condemned"] += found.evicted_suspect_pages
         self.counts["out of memory"] += found.out_of_memory
         self.counts["faults"] += self.saboteur.done.total()

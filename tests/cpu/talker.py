@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tokenizers
 
-from ramify.engine.tokenizer import Tokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.models.loader import find_checkpoint
 
 # Writes tools, calls and their results, and drops from history what an answer thought.

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from ramify.engine.tokenizer import Tokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -131,8 +131,8 @@ def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_pat
     tokenizer = Tokenizer.load(tmp_path)
     (end,) = tokenizer.encode("<|end|>")
 
-    assert end in tokenizer.special_ids
-    assert end not in tokenizer.encode_with_ends(tokenizer.guarded("a<|end|>b"))[0]
+    assert end in tokenizer.special_token_ids
+    assert end not in tokenizer.encode_with_offsets(tokenizer.escape_special_tokens("a<|end|>b"))[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ramify.attention.backend import select_backend
 from ramify.attention.batch import AttentionBatch
-from ramify.attention.op import OpaqueAttention
+from ramify.attention.custom_op import AttentionCustomOp
 from tests.cpu.attention_cases import CPU, batch_of, spec_of, step_of
 
 SPEC = spec_of(windows=(None, 5))
@@ -18,7 +18,7 @@ WIDTH = SPEC.num_heads * SPEC.head_dim
 class Block(nn.Module):
     """Two layers that attend, as a decode step does."""
 
-    def __init__(self, attention: OpaqueAttention, planes: dict[str, Tensor]) -> None:
+    def __init__(self, attention: AttentionCustomOp, planes: dict[str, Tensor]) -> None:
         super().__init__()
         self.attention, self.planes = attention, planes
         self.project = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -35,7 +35,7 @@ def made(name: str) -> tuple[Block, Any, list[list[int]]]:
     rows = [[3, 5, 1], [0, 2, 4]]
     step = step_of(SPEC, [(16, 1), (20, 1)], rows=rows)
     backend = select_backend(name, SPEC, CPU).backend
-    attention = OpaqueAttention(backend, SPEC.out_dim)
+    attention = AttentionCustomOp(backend, SPEC.v_head_dim)
     attention.plan(step.batch)
     planes = {key: plane.nan_to_num() for key, plane in step.planes.items()}
     return Block(attention, planes), step, rows
@@ -93,7 +93,7 @@ def test_an_operator_lives_as_long_as_its_attention() -> None:
 def test_a_batch_is_planned_before_it_is_run() -> None:
     """Two attentions of one backend keep their own steps."""
     block, step, rows = made("eager")
-    other = OpaqueAttention(block.attention.backend, SPEC.out_dim)
+    other = AttentionCustomOp(block.attention.backend, SPEC.v_head_dim)
     batch: AttentionBatch = batch_of(SPEC, [(0, 1), (0, 1)], rows)
     other.plan(batch)
 

@@ -19,16 +19,16 @@ from ramify.attention.backend import (
     backend_class,
     select_backend,
 )
+from ramify.attention.backends.cpu import CpuBackend
+from ramify.attention.backends.sdpa import SdpaBackend
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.sdpa import SdpaBackend
-from ramify.attention.tree import TreeBackend
 from ramify.errors import ConfigError, UnsupportedBackendError
 from ramify.kv.block_table import PagedBlockTable
 from tests.pure.planner_bench import most_in_common
 
 CPU = torch.device("cpu")
 # the others are for GPUs: test_parity_grid.py has them, with fewer tokens
-ON_CPU = ("eager", "tree", "blocked", "sdpa")
+ON_CPU = ("eager", "cpu", "blocked", "sdpa")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of outputs that are of the order of 1
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 
@@ -167,7 +167,7 @@ def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("name", ["eager", "tree", "blocked"])
+@pytest.mark.parametrize("name", ["eager", "cpu", "blocked"])
 def test_a_soft_cap_bounds_the_scores(name: str, window: int | None) -> None:
     """Scores are squashed before they are masked."""
     spec = spec_of(soft_cap=1.5, scale=2.0, windows=(window,))
@@ -233,7 +233,7 @@ def test_what_a_page_held_before_does_not_matter(name: str) -> None:
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["eager", "tree", "blocked"])
+@pytest.mark.parametrize("name", ["eager", "cpu", "blocked"])
 def test_requests_that_share_pages_read_the_same_keys(name: str) -> None:
     """Block tables may overlap: equal queries over a shared prefix get equal rows."""
     spec = spec_of()
@@ -266,14 +266,14 @@ def test_the_metadata_of_a_batch_is_frozen_and_complete() -> None:
 
 
 def test_auto_prefers_the_exact_backend_on_cpu() -> None:
-    """tree serves every model on CPU; the choice says why, and what speaks against each other."""
+    """cpu serves every model on CPU; the choice says why, and what speaks against each other."""
     for exact in (True, False):
         choice = select_backend("auto", spec_of(exact=exact), CPU)
 
-        assert choice.name == "tree"
-        assert choice.why
-        assert set(choice.others) == set(BACKENDS) - {"tree"}
-        assert ("exact" in choice.others["sdpa"]) == exact
+        assert choice.name == "cpu"
+        assert choice.reason
+        assert set(choice.rejected) == set(BACKENDS) - {"cpu"}
+        assert ("exact" in choice.rejected["sdpa"]) == exact
 
 
 def test_an_unknown_backend_is_told_with_the_known_ones() -> None:
@@ -283,6 +283,14 @@ def test_an_unknown_backend_is_told_with_the_known_ones() -> None:
 
     for word in ("flashy", "auto", *BACKENDS):
         assert word in str(caught.value)
+
+
+def test_the_old_name_of_a_backend_still_works() -> None:
+    """With a warning that names the new one."""
+    with pytest.warns(DeprecationWarning, match="'tree' is deprecated; use 'cpu'"):
+        assert backend_class("tree") is backend_class("cpu")
+    with pytest.warns(DeprecationWarning, match="use 'cpu'"):
+        assert select_backend("tree", spec_of(), CPU).name == "cpu"
 
 
 def test_a_backend_that_cannot_serve_says_why() -> None:
@@ -300,18 +308,18 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
 
 
 def test_auto_elsewhere_lists_every_reason_it_passed_over() -> None:
-    """Where neither sdpa nor tree can serve, eager does, and the choice tells why not they."""
+    """Where neither sdpa nor cpu can serve, eager does, and the choice tells why not they."""
     choice = select_backend("auto", spec_of(exact=True), torch.device("meta"))
 
     assert choice.name == "eager"
-    assert set(choice.others) == set(BACKENDS) - {"eager"}
-    assert "exact" in choice.others["sdpa"]
-    assert "meta" in choice.others["tree"]
+    assert set(choice.rejected) == set(BACKENDS) - {"eager"}
+    assert "exact" in choice.rejected["sdpa"]
+    assert "meta" in choice.rejected["cpu"]
 
 
 def test_the_error_lists_all_reasons() -> None:
     """When nothing can serve, the message has one reason per backend that was tried."""
-    reasons = {"tree": "device cuda: written for CPU", "sdpa": "exact=True: bits differ"}
+    reasons = {"cpu": "device cuda: written for CPU", "sdpa": "exact=True: bits differ"}
 
     message = str(UnsupportedBackendError("auto", reasons))
 
@@ -326,7 +334,7 @@ def test_query_heads_must_divide_over_kv_heads() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("name", ["eager", "tree", "blocked"])
+@pytest.mark.parametrize("name", ["eager", "cpu", "blocked"])
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_what_a_row_does_not_see_may_be_anything(
     name: str, window: int | None, poison: float
@@ -369,7 +377,7 @@ def spoilt_inputs() -> dict[str, Callable[[Case], Case]]:
 def test_the_kernels_are_told_no_address_that_does_not_fit(what: str) -> None:
     """Compiled code checks nothing: a mistake of the caller is an error before it."""
     with pytest.raises(ConfigError):
-        run("tree", spoilt_inputs()[what](case_of(spec_of(), MIXED)))
+        run("cpu", spoilt_inputs()[what](case_of(spec_of(), MIXED)))
 
 
 def test_latents_and_rotary_parts_may_be_stored_in_two_dtypes() -> None:
@@ -385,7 +393,7 @@ def test_latents_and_rotary_parts_may_be_stored_in_two_dtypes() -> None:
     }
     case = Case(spec, batch, torch.randn(10, 6, 24, generator=draw), planes, [])
 
-    assert torch.allclose(run("tree", case), run("eager", case), atol=1e-5)
+    assert torch.allclose(run("cpu", case), run("eager", case), atol=1e-5)
 
 
 def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
@@ -393,7 +401,7 @@ def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
     code = (
         "import torch; torch.set_num_threads(1)\n"
         "from tests.cpu.test_backends import CPU, MIXED, case_of, run, spec_of\n"
-        "run('tree', case_of(spec_of(), MIXED)); print(torch.get_num_threads())"
+        "run('cpu', case_of(spec_of(), MIXED)); print(torch.get_num_threads())"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
@@ -444,13 +452,13 @@ def test_who_shares_a_read_changes_no_bit(
     together = AttentionBatch.build(extends, table, sharing)
     q = torch.randn(together.num_tokens, 6, 24, generator=noise)
 
-    grouped = run("tree", Case(spec, together, q, planes, []))
-    apart = run("tree", Case(spec, AttentionBatch.build(extends, table), q, planes, []))
+    grouped = run("cpu", Case(spec, together, q, planes, []))
+    apart = run("cpu", Case(spec, AttentionBatch.build(extends, table), q, planes, []))
     assert torch.equal(grouped.view(torch.int32), apart.view(torch.int32))
     for i, extend in enumerate(extends):
         mine = slice(*together.cu_seqlens_q[i : i + 2].tolist())
         alone = AttentionBatch.build([extend], table)
-        found = run("tree", Case(spec, alone, q[mine], planes, []))
+        found = run("cpu", Case(spec, alone, q[mine], planes, []))
         assert torch.equal(found.view(torch.int32), grouped[mine].view(torch.int32))
 
 
@@ -466,7 +474,7 @@ def test_sdpa_reads_pages_that_follow_each_other_where_they_lie() -> None:
         out = backend.run(backend.plan(batch), 0, q, planes)
         eager = run("eager", Case(spec, batch, q, planes, []))
         assert torch.allclose(out, eager, atol=1e-5)
-        found.append({name: kept.data_ptr() for name, kept in backend._kept.items()})
+        found.append({name: kept.data_ptr() for name, kept in backend._scratch.items()})
 
     assert found[0] == {}
     assert found[1] == found[2] != {}
@@ -474,7 +482,7 @@ def test_sdpa_reads_pages_that_follow_each_other_where_they_lie() -> None:
 
 def test_requests_below_one_prefix_are_one_task() -> None:
     """The blocks of a shared prefix are in one task for all; what follows is each one's own."""
-    backend = TreeBackend(spec_of(), CPU)
+    backend = CpuBackend(spec_of(), CPU)
     pages = list(range(40))
     rows = [[*pages[:34], 100 + i] for i in range(8)] + [pages[:17] + [200] * 4]
     extends = [Extend(i, i, 34 * 16, 1) for i in range(8)] + [Extend(8, 8, 20 * 16, 1)]
@@ -491,7 +499,7 @@ def test_requests_below_one_prefix_are_one_task() -> None:
 def test_queries_may_be_views_in_any_float_dtype() -> None:
     """The kernel widens, scales and rounds them as torch does."""
     case = case_of(spec_of(head_dim=20, dtype=torch.bfloat16, scale=0.3), MIXED)
-    backend = TreeBackend(case.spec, CPU)
+    backend = CpuBackend(case.spec, CPU)
     plan = backend.plan(case.batch)
     wide = backend.run(plan, 0, case.q.float(), case.planes)
     spread = torch.cat([case.q, case.q], 1)[:, : case.q.shape[1]]

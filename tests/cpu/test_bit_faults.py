@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ramify.attention.backend import AttentionSpec
-from ramify.attention.blocked import BLOCK_KEYS, BlockedBackend
-from ramify.attention.exact import differing_row_counts
-from ramify.models.linear import Linear
+from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend
+from ramify.attention.exactness import batch_variant_row_counts
+from ramify.models.ops.torch_linear import Linear
 from tests.cpu.attention_mutants import (
     CutAtNodeBoundary,
     CutTree,
@@ -75,14 +75,14 @@ def test_the_runs_that_catch_faults_are_clean_without_one(
 
 def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:
     """float32 rows that are not filled up to whole multiples of 8 change with their number."""
-    model = model_of("llama", "float32-unpadded").with_fault(row_multiple=1)
+    model = model_of("llama", "float32-plain").with_fault(row_multiple=1)
 
     def still() -> bool:
         draw = torch.Generator().manual_seed(0)
         for shape in ((200, 76), (76, 120), (76, 100), (301, 76)):
             weight = torch.randn(shape, generator=draw)
             rows = torch.randn(600, shape[1], generator=draw)
-            if differing_row_counts(Linear(weight, strategy="unpadded"), rows):
+            if batch_variant_row_counts(Linear(weight, strategy="plain"), rows):
                 return True
         return False
 
@@ -167,7 +167,9 @@ def reductions_differ(fault: type[BlockedBackend]) -> bool:
         if isinstance(wrong, CutAtNodeBoundary):
             wrong._cut = seen // 2
         pairs = zip(
-            right._reduce(rows, k, v, hidden), wrong._reduce(rows, k, v, hidden), strict=True
+            right._attend_block(rows, k, v, hidden),
+            wrong._attend_block(rows, k, v, hidden),
+            strict=True,
         )
         if not all(torch.equal(one, other) for one, other in pairs):
             return True

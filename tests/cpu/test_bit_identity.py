@@ -29,7 +29,7 @@ from tests.cpu.engine_cases import Model, Sizes
 from tests.cpu.tiny_models import DENSE, LATENT
 
 MODELS = [
-    *((family, "float32-packed") for family in DENSE),
+    *((family, "float32-onednn") for family in DENSE),
     *((family, "float32-padded") for family in DENSE),
     *((family, "bfloat16") for family in DENSE),
     ("llama", "float32"),
@@ -71,7 +71,7 @@ def test_logits_never_depend_on_the_cache(
 
 
 PRESSED_MODELS = [
-    ("llama", "float32-packed"),
+    ("llama", "float32-onednn"),
     ("llama", "float32-padded"),
     ("llama", "float32-blocked"),
     ("llama", "bfloat16"),

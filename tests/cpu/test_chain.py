@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.attention import tree
+from ramify.attention.backends import cpu as tree
 from ramify.errors import ConfigError
-from ramify.models.chain import MAX_PROGRAMS, Chain
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
+from ramify.models.ops.cpu_layers import MAX_OP_LISTS, FusedLayers
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.tiny_models import DENSE
 
@@ -35,9 +35,9 @@ def decoder(folder: Path, family: str, dtype: str) -> DenseDecoder:
     if not path.exists():
         named = cast(TinyFamily, family)
         write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **DENSE[family])
-    model = load_model(path, dtype=dtype, linear_strategy="panels")
+    model = load_model(path, dtype=dtype, linear_strategy="packed_gemm")
     assert isinstance(model, DenseDecoder)
-    assert model._chain is not None
+    assert model._fused_layers is not None
     return model
 
 
@@ -55,11 +55,11 @@ def ids(model: DenseDecoder, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def one_by_one(model: DenseDecoder, *args: Any) -> Tensor:
-    chain, model._chain = model._chain, None
+    chain, model._fused_layers = model._fused_layers, None
     try:
         return model.forward(*args)
     finally:
-        model._chain = chain
+        model._fused_layers = chain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,13 +102,15 @@ def test_one_thread_can_play_all_workers(
     args = (*ids(model, num_rows), attend)
     expected = model.forward(*args)
     before = torch.get_num_threads()
-    monkeypatch.setattr("ramify.models.chain.use_threads", lambda _: numba.set_num_threads(1))
+    monkeypatch.setattr(
+        "ramify.models.ops.cpu_layers.set_num_threads", lambda _: numba.set_num_threads(1)
+    )
     try:
         torch.set_num_threads(3)
         found = model.forward(*args)
     finally:
         torch.set_num_threads(before)
-        vars(tree._asked).clear()  # Numba is asked again
+        vars(tree._current).clear()  # Numba is asked again
 
     assert torch.equal(found, expected)
 
@@ -169,26 +171,26 @@ def test_no_rows_and_positions_that_do_not_fit(folder: Path) -> None:
 
 def test_layers_that_differ_are_not_chained(folder: Path) -> None:
     """Buffers are those of the first: another would write beyond them."""
-    chains = [decoder(folder, family, "float32")._chain for family in ("llama", "qwen3")]
+    chains = [decoder(folder, family, "float32")._fused_layers for family in ("llama", "qwen3")]
     layers = [chain._layers[0] for chain in chains if chain is not None]
 
     with pytest.raises(ConfigError, match="layers differ"):
-        Chain(layers, num_heads=(6, 2, 2), head_dim=20)
+        FusedLayers(layers, num_heads=(6, 2, 2), head_dim=20)
     with pytest.raises(ConfigError, match="products have widths"):
-        Chain(layers[:1], num_heads=(6, 2, 1), head_dim=20)
+        FusedLayers(layers[:1], num_heads=(6, 2, 1), head_dim=20)
 
 
 def test_programs_are_kept_for_the_numbers_of_rows_used_last(folder: Path) -> None:
     """A stream of prompts of all lengths neither piles them up nor drives out that of decoding."""
     model = decoder(folder, "llama", "float32")
-    assert model._chain is not None
-    kept = model._chain._program(1, torch.get_num_threads())
-    for num_rows in range(2, MAX_PROGRAMS + 10):
+    assert model._fused_layers is not None
+    kept = model._fused_layers._op_list(1, torch.get_num_threads())
+    for num_rows in range(2, MAX_OP_LISTS + 10):
         model.forward(*ids(model, num_rows), attend)
         model.forward(*ids(model, 1), attend)
 
-    assert model._chain._program(1, torch.get_num_threads()) is kept
-    assert model._chain._program.cache_info().currsize == MAX_PROGRAMS
+    assert model._fused_layers._op_list(1, torch.get_num_threads()) is kept
+    assert model._fused_layers._op_list.cache_info().currsize == MAX_OP_LISTS
 
 
 def test_loading_leaves_the_number_of_threads_as_it_was(folder: Path) -> None:
@@ -198,7 +200,7 @@ def test_loading_leaves_the_number_of_threads_as_it_was(folder: Path) -> None:
 import pathlib, torch
 torch.set_num_threads(1)
 from ramify.models.loader import load_model
-load_model(pathlib.Path({str(folder / "llama")!r}), dtype="float32", exact=False, linear_strategy="panels")
+load_model(pathlib.Path({str(folder / "llama")!r}), dtype="float32", exact=False, linear_strategy="packed_gemm")
 print(torch.get_num_threads())
 """
     environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
@@ -213,13 +215,13 @@ print(torch.get_num_threads())
     assert done.stdout.strip() == "1", done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["packed", "padded", "single"])
+@pytest.mark.parametrize("strategy", ["onednn", "padded", "row_by_row"])
 def test_other_ways_to_multiply_are_not_chained(folder: Path, strategy: str) -> None:
     """They are called one by one, and mean the same."""
     chained = decoder(folder, "qwen2", "float32")
     other = load_model(folder / "qwen2", dtype="float32", linear_strategy=strategy)
     assert isinstance(other, DenseDecoder)
-    assert other._chain is None
+    assert other._fused_layers is None
     args = (*ids(chained, 9), attend)
 
     torch.testing.assert_close(other.forward(*args), chained.forward(*args), rtol=1e-4, atol=1e-4)

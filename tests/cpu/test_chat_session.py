@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.llm import LLM
-from ramify.engine.session import Session
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.sessions.session import Session
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import ChatTemplateError, InvalidParamsError, PromptTooLongError
 from ramify.params import SamplingParams
 from ramify.testing import TINY_CHAT_TEMPLATE, write_tiny_checkpoint
@@ -52,12 +52,12 @@ def talking(tokenizer: Tokenizer) -> tuple[LLM, Callable[[Sequence[int]], None]]
     bench = Bench(page_size=1, next_token=lambda context: script.pop(0))
     bench.core.vocab_size = 400
     bench.core.eos_token_ids = frozenset({END})
-    bench.core._text_decoder = lambda: Detokenizer(tokenizer)
+    bench.core._detokenizer_factory = lambda: Detokenizer(tokenizer)
 
     def say(ids: Sequence[int]) -> None:
         script[:] = ids
 
-    return LLM.over(bench.core, tokenizer), say
+    return LLM.from_core(bench.core, tokenizer), say
 
 
 def rendered(tokenizer: Tokenizer, session: Session) -> array[int]:

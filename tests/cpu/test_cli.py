@@ -178,7 +178,7 @@ def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
 
     assert found.returncode == 0, found.stderr
     told = json.loads(found.stdout)
-    assert told["attention backends"]["tree"].startswith("chosen: the first of tree")
+    assert told["attention backends"]["cpu"].startswith("chosen: the first of cpu")
     assert "exact" in told["attention backends"]["sdpa"]
     assert told["exactness"]["exact"] is True
     assert any(name.startswith("attention ") for name in told["exactness"])
@@ -194,7 +194,7 @@ def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
         (["generate", "{ck}", "--prompt", "x", "--temperature", "-1"], ["temperature", "-1"]),
         (["generate", "{ck}", "--prompt", "x", "--page-size", "0"], ["page_size", "0"]),
         (["generate", "{ck}", "--prompt", "x", "--kv-cache-tokens", "8"], ["kv_cache_tokens=8"]),
-        (["generate", "{ck}", "--prompt", "x", "--attention-backend", "no"], ["no", "tree"]),
+        (["generate", "{ck}", "--prompt", "x", "--attention-backend", "no"], ["no", "cpu"]),
         (["generate", "{ck}", "--prompt", "x", "--attention-backend", "sdpa"], ["exact"]),
         (["generate", "{ck}", "--prompt-file", "nowhere.txt"], ["nowhere.txt"]),
         (["generate", "no/such/dir", "--prompt", "x"], ["no/such/dir"]),

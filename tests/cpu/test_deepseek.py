@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
-from ramify.attention.eager import EagerBackend
-from ramify.attention.exact import ProbeStore
-from ramify.attention.tree import TreeBackend
+from ramify.attention.backends.cpu import CpuBackend
+from ramify.attention.backends.eager import EagerBackend
+from ramify.attention.exactness import ProbeStore
 from ramify.engine.llm import LLM
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.latent import MoeConfig
+from ramify.models.deepseek_config import MoeConfig
 from ramify.models.loader import load_model, load_weights, read_config
 from ramify.models.moe import route
 from ramify.params import RequestOutput, SamplingParams
@@ -125,7 +125,7 @@ def test_the_sparse_index_matters_and_is_obeyed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [(TreeBackend, "float32"), (TreeBackend, "bfloat16"), (EagerBackend, "float32")],
+    [(CpuBackend, "float32"), (CpuBackend, "bfloat16"), (EagerBackend, "float32")],
 )
 @pytest.mark.parametrize("name", ["v2", "v3", "v32"])
 def test_bits_depend_on_nothing_but_the_prompt(
@@ -162,8 +162,8 @@ def test_bits_depend_on_nothing_but_the_prompt(
 
 def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -> None:
     """The comparison sees what `exact` prevents: unpadded float32 linears give other bits."""
-    decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), linear_strategy="unpadded")
-    model = Model("unpadded", decoder, backend=EagerBackend, row_multiple=1)
+    decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), linear_strategy="plain")
+    model = Model("plain", decoder, backend=EagerBackend, row_multiple=1)
     asked = [tuple(prompt) for prompt in prompts()]
 
     llm = Engine(model, Sizes(page_size=4, max_batch_tokens=9))
@@ -176,10 +176,10 @@ def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -
 
 
 def test_every_operation_is_accounted_for(oracle_of: Callable[[str], Oracle]) -> None:
-    """What only these models compute has been probed: routing, heads, index, norms."""
+    """What only these models compute has been probed: router, heads, index, norms."""
     names = {one.operation for one in engine(oracle_of("v32").path).exactness()}
 
-    assert names >= {"sigmoid routing", "product per head", "index scores", "layer_norm", "linear"}
+    assert names >= {"sigmoid router", "per-head matmul", "index scores", "layer_norm", "linear"}
 
 
 # -- routing ----------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ def routing(**changes: Any) -> MoeConfig:
     base: dict[str, Any] = {
         "num_experts": 8,
         "top_k": 3,
-        "inner": 1,
-        "shared_inner": 1,
+        "expert_intermediate_size": 1,
+        "shared_intermediate_size": 1,
         "scoring": "sigmoid",
         "num_groups": 4,
-        "top_groups": 2,
+        "topk_groups": 2,
         "normalise": True,
         "scale": 2.5,
         "dense_layers": frozenset(),
@@ -224,7 +224,7 @@ def test_groups_limit_the_choice() -> None:
     logits = torch.tensor([[9.0, -9, 8, -9, 7, 7, 6, 6]])
 
     assert route(logits, torch.zeros(8), routing())[0].nonzero()[:, 0].tolist() == [4, 5, 6]
-    open_choice = routing(num_groups=1, top_groups=1)
+    open_choice = routing(num_groups=1, topk_groups=1)
     assert route(logits, torch.zeros(8), open_choice)[0].nonzero()[:, 0].tolist() == [0, 2, 4]
     best_one = routing(scoring="softmax", normalise=False, scale=1.0)
     assert route(logits, None, best_one)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
@@ -341,7 +341,7 @@ def test_null_is_false(oracle_of: Callable[[str], Oracle], tmp_path: Path) -> No
 
     assert config.moe is not None
     assert config.mla is not None
-    assert (config.moe.normalise, config.mla.interleaved) == (False, False)
+    assert (config.moe.normalise, config.mla.rope_interleaved) == (False, False)
 
 
 def test_every_config_has_what_another_lacks() -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ramify import LLM, SamplingParams
 from ramify.cache import CacheKey
-from ramify.engine.executors import is_out_of_memory
+from ramify.engine.execution.local_executor import is_out_of_memory
 from ramify.errors import StepFailedError, StepMemoryError
 from ramify.kv.pool import KVPool
 from ramify.params import RequestOutput
@@ -45,7 +45,7 @@ def spoil(pool: KVPool, pages: list[int], plane: str) -> None:
 
 
 def cached_pages(llm: LLM, tokens: list[int]) -> list[int]:
-    lease = llm.core.cache.acquire(CacheKey(tokens, llm.core.places.base))
+    lease = llm.core.cache.acquire(CacheKey(tokens, llm.core.namespaces.base))
     llm.core.cache.release(lease)
     return list(lease.pages)
 
@@ -61,22 +61,22 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     prompts = [[*STEM, 70], [*STEM, 71, 72], [80, 81, 82, 83, 84]]
     expected = answers(llm.generate(prompts, PARAMS))
     if is_pinned:
-        llm.core.cache.pin(CacheKey(STEM[:8], llm.core.places.base), "somebody")
+        llm.core.cache.pin(CacheKey(STEM[:8], llm.core.namespaces.base), "somebody")
     spoil(llm.runner.pool, cached_pages(llm, STEM)[3:4], plane)
 
     outputs = llm.generate(prompts, PARAMS)
 
     assert answers(outputs) == expected
     assert all(one.error is None for one in outputs)
-    found = llm.core.faults.counts
+    found = llm.core.recovery.counts
     assert found.failed_requests == 2
-    assert found.condemned_pages >= 9
+    assert found.evicted_suspect_pages >= 9
     assert not llm.core.cache.pins()
     llm.generate(prompts, PARAMS)  # fills the cache again
     last = llm.generate(prompts, PARAMS)
     assert answers(last) == expected
     assert last[0].cache.read_tokens == 36
-    assert (found.failed_requests, found.errors, found.repairs) == (2, 0, 0)
+    assert (found.failed_requests, found.errors, found.rebuilds) == (2, 0, 0)
     assert_idle(llm)
 
 
@@ -102,7 +102,7 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
     outputs = [llm.take_output(name) for name in names]
     assert answers(outputs) == expected
     assert all(one.error is None for one in outputs)
-    assert llm.core.faults.counts.failed_requests == 2
+    assert llm.core.recovery.counts.failed_requests == 2
     assert_idle(llm)
 
 
@@ -126,7 +126,7 @@ def test_a_weight_that_is_nan_fails_those_who_need_it(
     assert isinstance(outputs[1].error, StepFailedError)
     assert "not finite" in str(outputs[1].error)
     assert answers(outputs)[::2] == expected[::2]
-    assert llm.core.faults.counts.condemned_pages == 0  # the cache was not at fault
+    assert llm.core.recovery.counts.evicted_suspect_pages == 0  # the cache was not at fault
     assert cached_pages(llm, STEM)
     assert_idle(llm)
 
@@ -167,7 +167,7 @@ def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> N
     outputs = llm.generate([STEM, [80, 81]], PARAMS)
 
     assert answers(outputs) == expected
-    assert llm.core.faults.counts.out_of_memory >= 1
+    assert llm.core.recovery.counts.out_of_memory >= 1
     assert max(sizes[-6:]) <= 16 < max(sizes)
     assert_idle(llm)
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ramify.engine.cache_view import CacheView
+from ramify.engine.cache_admin.view import CacheView
 from tests.cpu.engine_cases import assert_idle
 from tests.pure.test_docs import blocks
 

@@ -13,19 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.exact import (
-    ROW_COUNTS,
+from ramify.attention.exactness import (
+    PROBE_ROW_COUNTS,
     Exactness,
     ProbeStore,
-    differing_row_counts,
+    batch_variant_row_counts,
     machine_key,
-    rowwise,
+    row_by_row,
 )
 from ramify.errors import ConfigError
-from ramify.models.layers import rms_norm, silu_mul
-from ramify.models.linear import LINEAR_STRATEGIES, Linear, choose_linear, preferred, why_not
 from ramify.models.loader import Decoder, load_model
-from ramify.models.rows import choose_rows, sample_rows
+from ramify.models.ops.functional import rms_norm, silu_and_mul
+from ramify.models.ops.probe import probe_row_op, sample_rows
+from ramify.models.ops.torch_linear import (
+    TORCH_LINEARS,
+    Linear,
+    choose_torch_linear,
+    strategy_order,
+    strategy_supports,
+)
 from ramify.testing import write_tiny_checkpoint
 
 SHAPES = [(100, 64), (64, 100), (45, 67), (300, 64), (1, 33), (513, 130)]
@@ -39,12 +45,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def unpadded_differs(weight: Tensor) -> bool:
     """Whether F.linear as it is gives the rows of this weight other bits in other company."""
     rows = random(521, weight.shape[1], dtype=weight.dtype)
-    return bool(differing_row_counts(Linear(weight, strategy="unpadded"), rows))
+    return bool(batch_variant_row_counts(Linear(weight, strategy="plain"), rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("strategy", LINEAR_STRATEGIES)
+@pytest.mark.parametrize("strategy", TORCH_LINEARS)
 def test_every_strategy_computes_the_same_product(
     strategy: str, with_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -52,7 +58,7 @@ def test_every_strategy_computes_the_same_product(
     for shape in SHAPES:
         weight = random(*shape, dtype=dtype)
         bias = random(shape[0], dtype=dtype, seed=1) if with_bias else None
-        reason = why_not(strategy, weight)
+        reason = strategy_supports(strategy, weight)
         if reason is not None:
             with pytest.raises(ConfigError, match="cannot be used here"):
                 Linear(weight, bias, strategy=strategy)
@@ -70,7 +76,7 @@ def test_every_strategy_computes_the_same_product(
 
 def test_an_unknown_strategy_is_refused() -> None:
     """The message lists those there are."""
-    with pytest.raises(ConfigError, match="panels, packed, padded, tiled, single, unpadded"):
+    with pytest.raises(ConfigError, match="packed_gemm, onednn, padded, row_by_row, plain"):
         Linear(random(4, 4), strategy="magic")
 
 
@@ -80,10 +86,12 @@ def test_the_chosen_linear_treats_rows_alone(shape: tuple[int, int], dtype: torc
     """Whatever was chosen: no row count and no place changes a bit, also for other data."""
     weight = random(*shape, dtype=dtype)
 
-    linear, verdict = choose_linear(weight, None, exact=True, store=ProbeStore(None))
+    linear, verdict = choose_torch_linear(weight, None, exact=True, store=ProbeStore(None))
 
     rows = random(530, shape[1], dtype=dtype, seed=5)
-    assert differing_row_counts(linear, rows, (*ROW_COUNTS, 48, 65, 90, 200, 384, 511)) == ()
+    assert (
+        batch_variant_row_counts(linear, rows, (*PROBE_ROW_COUNTS, 48, 65, 90, 200, 384, 511)) == ()
+    )
     assert verdict.strategy == linear.strategy
     assert verdict.shape == shape
     assert verdict.reason
@@ -95,12 +103,12 @@ def test_the_probe_catches_skipped_padding() -> None:
     if not unpadded_differs(weight):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
 
-    linear, verdict = choose_linear(
-        weight, None, exact=True, store=ProbeStore(None), candidates=("unpadded", "padded")
+    linear, verdict = choose_torch_linear(
+        weight, None, exact=True, store=ProbeStore(None), candidates=("plain", "padded")
     )
 
     assert linear.strategy == "padded"
-    assert "unpadded: rows differ at" in verdict.reason
+    assert "plain: rows differ at" in verdict.reason
 
 
 def test_row_by_row_is_the_last_resort() -> None:
@@ -109,12 +117,12 @@ def test_row_by_row_is_the_last_resort() -> None:
     if not unpadded_differs(weight):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
 
-    linear, verdict = choose_linear(
-        weight, None, exact=True, store=ProbeStore(None), candidates=("unpadded",)
+    linear, verdict = choose_torch_linear(
+        weight, None, exact=True, store=ProbeStore(None), candidates=("plain",)
     )
 
-    assert linear.strategy == verdict.strategy == "single"
-    assert differing_row_counts(linear, random(521, 64)) == ()
+    assert linear.strategy == verdict.strategy == "row_by_row"
+    assert batch_variant_row_counts(linear, random(521, 64)) == ()
 
 
 @pytest.mark.filterwarnings("ignore:TF32")  # what torch says when the flags are restored
@@ -123,12 +131,12 @@ def test_without_packing_something_else_is_found() -> None:
     weight = random(100, 64)
 
     with torch.backends.mkldnn.flags(enabled=False):
-        linear, verdict = choose_linear(
-            weight, None, exact=True, store=ProbeStore(None), candidates=("packed", "padded")
+        linear, verdict = choose_torch_linear(
+            weight, None, exact=True, store=ProbeStore(None), candidates=("onednn", "padded")
         )
-        differing = differing_row_counts(linear, random(521, 64))
+        differing = batch_variant_row_counts(linear, random(521, 64))
 
-    assert linear.strategy != "packed"
+    assert linear.strategy != "onednn"
     assert "oneDNN" in verdict.reason
     assert differing == ()
 
@@ -182,7 +190,7 @@ def test_the_fault_of_skipped_padding_would_be_seen(tmp_path: Path) -> None:
     if not unpadded_differs(random(100, 64)):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
-    model = load_model(path, store=ProbeStore(None), linear_strategy="unpadded")
+    model = load_model(path, store=ProbeStore(None), linear_strategy="plain")
     tokens = torch.arange(60) + 100
 
     together, alone = run_in_steps(model, tokens, 60), run_in_steps(model, tokens, 1)
@@ -190,7 +198,7 @@ def test_the_fault_of_skipped_padding_would_be_seen(tmp_path: Path) -> None:
     assert not torch.equal(together[1], alone[1])
     assert torch.allclose(together[1], alone[1], rtol=1e-3, atol=1e-3)
     forced = [e for e in model.exactness() if e.operation == "linear"]
-    assert {e.strategy for e in forced} == {"unpadded"}
+    assert {e.strategy for e in forced} == {"plain"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,13 +207,13 @@ def test_elementwise_forms_treat_rows_alone(width: int, dtype: torch.dtype) -> N
     """The forms chosen here pass without the row-by-row fallback, or with it."""
     weight = random(width, dtype=dtype)
     operations: list[tuple[str, Callable[..., Tensor], int]] = [
-        ("silu_mul", silu_mul, 2),
+        ("silu_mul", silu_and_mul, 2),
         ("rms_norm", lambda x: rms_norm(x, weight, 1e-6), 1),
     ]
     for name, op, num_args in operations:
         samples = tuple(sample_rows(width, dtype=dtype) + i for i in range(num_args))
 
-        chosen, verdict = choose_rows(
+        chosen, verdict = probe_row_op(
             name, op, (width,), dtype, partial(tuple, samples), exact=True, store=ProbeStore(None)
         )
 
@@ -218,22 +226,22 @@ def test_silu_is_silu() -> None:
     """The row-independent form has the values of torch's own, far out too."""
     gate = torch.tensor([-200.0, -100.0, -20.0, -1.0, -0.0, 0.0, 1e-8, 1.0, 20.0, 200.0])
 
-    found = silu_mul(gate, torch.ones(10))
+    found = silu_and_mul(gate, torch.ones(10))
 
     assert torch.allclose(found, F.silu(gate), rtol=1e-6, atol=1e-30)
 
 
 def test_an_operation_that_looks_at_its_company_is_found_out() -> None:
-    """`differing_row_counts` names the counts; the slow path makes the operation safe."""
+    """`batch_variant_row_counts` names the counts; the slow path makes the operation safe."""
 
     def faulty(x: Tensor) -> Tensor:
         return x * (1.0 if len(x) % 4 == 0 else 1.0000001)
 
     rows = random(12, 5)
 
-    assert differing_row_counts(faulty, rows, (1, 2, 4, 8, 9)) == (1, 2, 9)
-    assert differing_row_counts(rowwise(faulty), rows, (1, 2, 4, 8, 9)) == ()
-    chosen, verdict = choose_rows(
+    assert batch_variant_row_counts(faulty, rows, (1, 2, 4, 8, 9)) == (1, 2, 9)
+    assert batch_variant_row_counts(row_by_row(faulty), rows, (1, 2, 4, 8, 9)) == ()
+    chosen, verdict = probe_row_op(
         "faulty",
         faulty,
         (5,),
@@ -242,8 +250,8 @@ def test_an_operation_that_looks_at_its_company_is_found_out() -> None:
         exact=True,
         store=ProbeStore(None),
     )
-    assert verdict.strategy == "rowwise"
-    assert torch.equal(chosen(rows), rowwise(faulty)(rows))
+    assert verdict.strategy == "row_by_row"
+    assert torch.equal(chosen(rows), row_by_row(faulty)(rows))
     assert chosen(rows[:0]).shape == (0, 5)
 
 
@@ -253,15 +261,15 @@ def test_the_place_of_a_row_matters_too() -> None:
     def faulty(x: Tensor) -> Tensor:
         return x + torch.arange(len(x))[:, None]
 
-    assert 1 in differing_row_counts(faulty, random(12, 5), (1, 4))
+    assert 1 in batch_variant_row_counts(faulty, random(12, 5), (1, 4))
 
 
 def test_nan_and_signed_zero_are_compared_by_their_bits() -> None:
     """NaN equals itself; -0 is not 0."""
     nan = torch.full((12, 2), torch.nan)
 
-    assert differing_row_counts(lambda x: x, nan, (1, 4)) == ()
-    assert differing_row_counts(
+    assert batch_variant_row_counts(lambda x: x, nan, (1, 4)) == ()
+    assert batch_variant_row_counts(
         lambda x: x * (0 if len(x) > 4 else -0.0), random(12, 2).abs(), (1,)
     )
 
@@ -342,10 +350,10 @@ def test_the_default_file_is_below_the_cache_directory(
 @pytest.mark.parametrize(
     ("dtype", "dots", "tiles", "expected"),
     [
-        (torch.float32, True, True, ("panels", "packed", "padded", "tiled")),
-        (torch.bfloat16, False, False, ("panels", "unpadded")),
-        (torch.bfloat16, True, False, ("panels", "packed", "unpadded")),
-        (torch.bfloat16, True, True, ("packed", "panels", "unpadded")),
+        (torch.float32, True, True, ("packed_gemm", "onednn", "padded")),
+        (torch.bfloat16, False, False, ("packed_gemm", "plain")),
+        (torch.bfloat16, True, False, ("packed_gemm", "onednn", "plain")),
+        (torch.bfloat16, True, True, ("onednn", "packed_gemm", "plain")),
     ],
 )
 def test_what_a_processor_has_decides_what_is_tried_first(
@@ -359,14 +367,14 @@ def test_what_a_processor_has_decides_what_is_tried_first(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
 
-    assert preferred(torch.zeros(8, 8, dtype=dtype)) == expected
+    assert strategy_order(torch.zeros(8, 8, dtype=dtype)) == expected
 
 
 def test_a_matrix_without_structure_teaches_nothing(tmp_path: Path) -> None:
     """All strategies agree on zeros, so nothing about them is written down."""
     store = ProbeStore(tmp_path / "exactness.json")
 
-    choose_linear(torch.zeros(64, 64), None, exact=True, store=store)
+    choose_torch_linear(torch.zeros(64, 64), None, exact=True, store=store)
 
     assert not (tmp_path / "exactness.json").exists()
 
@@ -385,22 +393,22 @@ def test_nothing_is_probed_when_exactness_is_not_asked_for(tmp_path: Path) -> No
     ("strategy", "operations"),
     [
         (
-            "panels",
+            "packed_gemm",
             {
                 "linear",
-                "rms_norm, linear",
-                "rms_norm, linear, silu_mul",
-                "rms_norm of heads, rotary",
+                "rms_norm + linear",
+                "rms_norm + linear + silu_mul",
+                "qk_norm + rope",
             },
         ),
-        ("padded", {"linear", "rms_norm", "rms_norm of heads", "rotary", "silu_mul"}),
+        ("padded", {"linear", "rms_norm", "qk_norm", "rope", "silu_mul"}),
     ],
 )
 def test_the_report_names_every_operation(
     tmp_path: Path, strategy: str, operations: set[str]
 ) -> None:
     """`ramify info` shows what this returns: what one kernel does is one operation."""
-    reason = why_not(strategy, torch.zeros(8, 8))
+    reason = strategy_supports(strategy, torch.zeros(8, 8))
     if reason is not None:
         pytest.skip(f"no {strategy} linears: {reason}")
     path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)

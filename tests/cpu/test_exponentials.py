@@ -8,29 +8,32 @@ import torch
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.attention.block_rows import address, jit
-from ramify.attention.exponentials import exp_of, exp_pairs, exp_row, largest
-from ramify.attention.simd import DOTS, TILE_COLUMNS
-from ramify.attention.tree import aligned_zeros
+from ramify.attention.backends.cpu import aligned_zeros
+from ramify.kernels.cpu.online_softmax import data_address, jit
+from ramify.kernels.cpu.simd import HAS_BF16_DOT, TILE_N
+from ramify.kernels.cpu.vector_math import exp_minus_max, exp_minus_max_vnni, exp_scalar, row_max
 
-KINDS = ["float32", pytest.param("pairs", marks=pytest.mark.skipif(not DOTS, reason="no pairs"))]
+KINDS = [
+    "float32",
+    pytest.param("pairs", marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="no pairs")),
+]
 
 
 @jit
 def of_floats(row, count):
-    top = largest(row, count)
-    return top, exp_row(row, count, top)
+    top = row_max(row, count)
+    return top, exp_minus_max(row, count, top)
 
 
 @jit
 def of_pairs(row, count):
-    top = largest(row, count)
-    return top, exp_pairs(row, count, top)
+    top = row_max(row, count)
+    return top, exp_minus_max_vnni(row, count, top)
 
 
 @jit
 def of_one(x):
-    return exp_of(x)
+    return exp_scalar(x)
 
 
 def softmax(scores: np.ndarray, kind: str) -> tuple[np.ndarray, float, float]:
@@ -38,8 +41,8 @@ def softmax(scores: np.ndarray, kind: str) -> tuple[np.ndarray, float, float]:
     row = aligned_zeros(1, len(scores))[0]
     row[:] = scores
     if kind == "float32":
-        return row, *of_floats(address(row), len(row))
-    peak, total = of_pairs(address(row), len(row))
+        return row, *of_floats(data_address(row), len(row))
+    peak, total = of_pairs(data_address(row), len(row))
     stored = torch.from_numpy(row[: len(row) // 2].view(np.int16)).view(torch.bfloat16)
     return stored.float().numpy(), peak, total
 
@@ -48,7 +51,7 @@ def softmax(scores: np.ndarray, kind: str) -> tuple[np.ndarray, float, float]:
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
 def test_weights_are_exponentials(kind: str, spread: float) -> None:
     draw = np.random.default_rng(int(100 * spread))
-    for count in (TILE_COLUMNS, 5 * TILE_COLUMNS, 256):
+    for count in (TILE_N, 5 * TILE_N, 256):
         scores = (draw.standard_normal(count) * spread).astype(np.float32)
         weights, peak, total = softmax(scores, kind)
         exact = np.exp((scores - scores.max()).astype(np.float64))  # rounded as the row is
@@ -73,10 +76,10 @@ def test_what_is_not_seen_weighs_nothing(kind: str) -> None:
     assert np.array_equal(again[:64], weights)
     assert not again[64:].any()
     assert rest == [peak, total]
-    later = np.concatenate([np.full(3 * TILE_COLUMNS, -np.inf, np.float32), scores])
+    later = np.concatenate([np.full(3 * TILE_N, -np.inf, np.float32), scores])
     again, *rest = softmax(later, kind)  # a window has begun
-    assert not again[: 3 * TILE_COLUMNS].any()
-    assert np.array_equal(again[3 * TILE_COLUMNS :], weights)
+    assert not again[: 3 * TILE_N].any()
+    assert np.array_equal(again[3 * TILE_N :], weights)
     assert rest == [peak, total]
 
 
@@ -91,7 +94,7 @@ def test_one_exponential_has_the_bits_of_a_row_of_them() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_extremes(kind: str) -> None:
-    scores = np.full(TILE_COLUMNS, -1e30, np.float32)
+    scores = np.full(TILE_N, -1e30, np.float32)
     scores[:6] = 3.0, 3.0 - 88.0, 3.0 - 104.0, 3.0 - 1000.0, -np.inf, -3.4e38
     weights, peak, total = softmax(scores, kind)
     assert (peak, total) == (3.0, 1.0)
@@ -99,7 +102,7 @@ def test_extremes(kind: str) -> None:
     assert not weights[1:].any()
     scores[7] = np.nan
     weights, _, total = softmax(scores, kind)
-    assert np.isnan(weights).tolist() == [at == 7 for at in range(TILE_COLUMNS)]
+    assert np.isnan(weights).tolist() == [at == 7 for at in range(TILE_N)]
     assert np.isnan(total)
     scores[7] = np.inf
     weights, peak, _ = softmax(scores, kind)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ramify.attention.backend import AttentionSpec
-from ramify.attention.tasks import Cut
-from ramify.attention.tree import TreeBackend
+from ramify.attention.backends.cpu import CpuBackend
+from ramify.attention.backends.cpu_partition import TaskPartitioner
 from tests.cpu.attention_cases import (
     CPU,
     assert_same_bits,
@@ -27,11 +27,11 @@ KINDS = [(one, F32) for one in (F32, BF16, torch.float16, torch.int8, torch.floa
 KINDS.append((BF16, BF16))
 
 
-def backend_of(spec: AttentionSpec, num_workers: int) -> TreeBackend:
+def backend_of(spec: AttentionSpec, num_workers: int) -> CpuBackend:
     before = torch.get_num_threads()
     torch.set_num_threads(num_workers)
     try:
-        return TreeBackend(spec, CPU)
+        return CpuBackend(spec, CPU)
     finally:
         torch.set_num_threads(before)
 
@@ -57,7 +57,7 @@ def test_a_row_has_the_bits_that_it_has_in_a_chunk(
     lengths = [length + 16 for length in LENGTHS]
     rows = pages_of(lengths, 4, noise)
     planes = planes_of(spec, rows, lengths, noise)
-    backend = TreeBackend(spec, CPU)
+    backend = CpuBackend(spec, CPU)
 
     chunks = batch_of(spec, [(length - 17, 17) for length in lengths], rows)
     q = torch.randn(chunks.num_tokens, heads, head_dim, generator=noise).to(dtype)
@@ -85,7 +85,7 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int, dtype: torch.dtype)
     lengths = [300, 270, 45]
     rows = pages_of(lengths, 8, noise)
     planes = planes_of(spec, rows, lengths, noise)
-    backend = TreeBackend(spec, CPU)
+    backend = CpuBackend(spec, CPU)
 
     chunks = batch_of(spec, [(length - 40, 40) for length in lengths], rows)
     q = torch.randn(chunks.num_tokens, 2 * group, 24, generator=noise).to(dtype)
@@ -152,7 +152,7 @@ def test_scores_that_are_no_numbers_are_no_reason_to_look_away(
     spec = spec_of(num_heads=2, num_kv_heads=1, head_dim=8)
     noise = torch.Generator().manual_seed(0)
     rows = pages_of([kv_len], 8, noise)
-    backend = TreeBackend(spec, CPU)
+    backend = CpuBackend(spec, CPU)
     planes = planes_of(spec, rows, [kv_len], noise)
     for position in range(kv_len // 256 * 256, kv_len):
         planes["k"][rows[0][position // 8], position % 8] = broken
@@ -172,7 +172,7 @@ def test_a_value_that_is_no_number_stays_with_rows_that_see_it(
     """At even and at odd places of a block, for many rows and for few; the others keep their bits."""
     spec = spec_of(num_heads=2, num_kv_heads=1, head_dim=24, dtype=dtype, windows=(window,))
     noise = torch.Generator().manual_seed(0)
-    kv_len, backend = 290, TreeBackend(spec, CPU)
+    kv_len, backend = 290, CpuBackend(spec, CPU)
     rows = pages_of([kv_len], 8, noise)
     planes = planes_of(spec, rows, [kv_len], noise)
     broken = planes | {"v": planes["v"].clone()}
@@ -215,7 +215,7 @@ def test_a_plan_that_follows_another_is_the_one_made_anew(
 
         found, expected = backend.plan(batch), backend_of(spec, num_workers).plan(batch)
 
-        for name in ("tasks", "starts", "joints", "tokens", "positions", "table"):
+        for name in ("tasks", "starts", "splits", "tokens", "positions", "table"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
         for name in ("page_size", "num_tokens", "max_rows", "state_rows"):
             assert getattr(found, name) == getattr(expected, name)
@@ -260,7 +260,7 @@ def test_blocks_before_every_window_are_no_tasks() -> None:
         rows = pages_of([5000], 8, torch.Generator().manual_seed(0))
         plan = backend.plan(batch_of(backend.spec, [(4999, 1)], rows))
         assert plan.tasks[:, 7].min() == first
-        assert plan.joints[0, :2].tolist() == [first, 20]
+        assert plan.splits[0, :2].tolist() == [first, 20]
 
 
 @pytest.mark.parametrize("group", [1, 4, 31])
@@ -273,10 +273,10 @@ def test_one_token_in_one_piece_is_cut_as_any_other(
     spec = spec_of(num_heads=2 * group, num_kv_heads=2, page_size=16, windows=windows)
     found = []
     for pieces in (1, 0):
-        cut = Cut(spec, 2, 66, np.array([position]))
+        cut = TaskPartitioner(spec, 2, 66, np.array([position]))
         for block in (0, 1):
-            cut.add(block, 7, (0,), (block, 3), pieces)
-        found.append(cut.done(np.zeros((1, 64), np.int32), 16))
+            cut.add_rows(block, 7, (0,), (block, 3), pieces)
+        found.append(cut.build(np.zeros((1, 64), np.int32), 16))
 
-    for name in ("tasks", "starts", "joints", "tokens", "positions"):
+    for name in ("tasks", "starts", "splits", "tokens", "positions"):
         assert np.array_equal(getattr(found[0], name), getattr(found[1], name)), name

@@ -10,7 +10,7 @@ from torch import Tensor
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.errors import ConfigError
 from ramify.kv.block_table import BlockTable, ContiguousBlockTable, PagedBlockTable
-from ramify.kv.indices import flat_slots
+from ramify.kv.flat_slots import flat_slots
 from ramify.kv.pool import KVLayout, KVPool
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.engine.growing import GrowingEncoder
-from ramify.engine.tokenizer import Tokenizer
+from ramify.engine.text.incremental_encoder import IncrementalEncoder
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.models.loader import find_checkpoint
 from ramify.testing import write_tiny_checkpoint
 
@@ -38,17 +38,17 @@ def test_any_growing_text_has_the_tokens_of_one_from_scratch(
     tokenizer: Tokenizer, turns: list[list[str]], limit: int
 ) -> None:
     """Whatever is remembered, and whatever was forgotten; the places of the tokens too."""
-    encoder, text = GrowingEncoder(tokenizer, max_tokens=limit), ""
+    encoder, text = IncrementalEncoder(tokenizer, max_tokens=limit), ""
     for turn in turns:
         text += "".join(turn)
         found = encoder.encode(text)
-        ids, ends = tokenizer.encode_with_ends(text)
-        assert (found.ids, found.ends) == (ids, ends)
+        ids, ends = tokenizer.encode_with_offsets(text)
+        assert (found.ids, found.end_offsets) == (ids, ends)
 
 
 def test_only_the_new_part_of_a_chat_is_tokenised(tokenizer: Tokenizer) -> None:
     """From the last special token before the place where it parts from what is known."""
-    encoder = GrowingEncoder(tokenizer)
+    encoder = IncrementalEncoder(tokenizer)
     start = "<|bos|><|system|>" + "Be brief. " * 500 + "<|end|>"
     encoder.encode(start + "<|user|>Hello<|end|><|assistant|>")
     before = encoder.num_encoded

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from ramify.engine.tokenizer import Tokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 
 CORPUS = ["hello world, foo bar baz | end <user> of it", "the quick brown fox, hello hello"] * 20
 PIECES = ("hello", " ", "  ", "\n", "é", "foo bar", "<e", "end>", "a", " fox ")
@@ -61,9 +61,9 @@ def test_the_ids_are_those_of_a_tokenizer_that_has_no_such_token(kind: str) -> N
             messages = [{"role": "user", "content": text} for text in written]
             rendered = tokenizer.apply_chat_template(messages)
             expected = oracle.encode(rendered, add_special_tokens=False)
-            guarded = tokenizer.apply_chat_template(tokenizer.guarded(messages))
+            guarded = tokenizer.apply_chat_template(tokenizer.escape_special_tokens(messages))
 
-            ids, ends = tokenizer.encode_with_ends(guarded)
+            ids, ends = tokenizer.encode_with_offsets(guarded)
 
             assert ids.tolist() == expected.ids
             shown = [guarded[:end].replace("\U0010fffe", "") for end in ends]
@@ -107,7 +107,7 @@ def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_writt
         assert [at for at, one in enumerate(ids) if one in (1, 2)] == [0, len(ids) - 1], text
         if not (scheme or normalizer or set(text) - set("hievl</s>é")):
             assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{text}</s>"
-        alone, ends = tokenizer.encode_with_ends(tokenizer.guarded(text))
+        alone, ends = tokenizer.encode_with_offsets(tokenizer.escape_special_tokens(text))
         assert 1 not in alone
         assert 2 not in alone
         assert list(ends) == sorted(ends)
@@ -130,9 +130,9 @@ def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
     for _ in range(200):
         text = "".join(rng.choices((*texts, *"abc[I]☃"), k=rng.randrange(1, 6)))
 
-        ids, _ = tokenizer.encode_with_ends(tokenizer.guarded(text))
+        ids, _ = tokenizer.encode_with_offsets(tokenizer.escape_special_tokens(text))
 
-        assert tokenizer.special_ids.isdisjoint(ids), text
+        assert tokenizer.special_token_ids.isdisjoint(ids), text
         assert tokenizer.decode(ids) == text
 
 
@@ -140,7 +140,7 @@ def test_many_special_tokens_that_are_written_take_no_longer_each() -> None:
     """Were it quadratic, as it was once, this would take minutes."""
     tokenizer = unigram("always", "")
 
-    ids, ends = tokenizer.encode_with_ends(tokenizer.guarded("</s>" * 40_000))
+    ids, ends = tokenizer.encode_with_offsets(tokenizer.escape_special_tokens("</s>" * 40_000))
 
     assert len(ids) == len(ends) > 40_000
     assert 2 not in ids

@@ -243,8 +243,8 @@ def test_a_damaged_first_page_is_noticed(oracle: Oracle, page_size: int) -> None
     assert not any(differing(oracle, ask(llm, PROMPTS, NUM_NEW)))
 
     for prompt in PROMPTS:
-        lease = llm.cache.core.acquire(CacheKey(array("i", prompt), llm.core.places.base))
-        llm.core.executor.erase_pages(lease.pages[: max(1, FIRST_PAGE // page_size)])
+        lease = llm.cache.core.acquire(CacheKey(array("i", prompt), llm.core.namespaces.base))
+        llm.core.executor.zero_pages(lease.pages[: max(1, FIRST_PAGE // page_size)])
         llm.cache.core.release(lease)
     wrong, _ = differing(oracle, ask(llm, PROMPTS, NUM_NEW))
 

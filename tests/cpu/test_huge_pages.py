@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.kv import huge_pages
-from ramify.kv.huge_pages import LEAST, SLAB, zeros
+from ramify.kv.huge_pages import MIN_BYTES, SLAB_BYTES, zeros
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_bytes", [0, 4, LEAST, LEAST + 4, SLAB // 2, SLAB // 2 + 4])
+@pytest.mark.parametrize(
+    "num_bytes", [0, 4, MIN_BYTES, MIN_BYTES + 4, SLAB_BYTES // 2, SLAB_BYTES // 2 + 4]
+)
 def test_zeros_of_any_size(num_bytes: int, dtype: torch.dtype) -> None:
     found = zeros((num_bytes // dtype.itemsize // 4, 4), dtype)
 
@@ -32,7 +34,7 @@ def test_zeros_of_any_size(num_bytes: int, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=30)
-@given(sizes=st.lists(st.integers(LEAST, SLAB), min_size=1, max_size=8))
+@given(sizes=st.lists(st.integers(MIN_BYTES, SLAB_BYTES), min_size=1, max_size=8))
 def test_no_two_share_a_byte(sizes: list[int]) -> None:
     found = [zeros((size,), torch.int8) for size in sizes]
     places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in found)
@@ -42,7 +44,7 @@ def test_no_two_share_a_byte(sizes: list[int]) -> None:
 
 def test_what_threads_take_at_once_is_apart() -> None:
     def take(value: int) -> torch.Tensor:
-        return zeros((LEAST,), torch.int8).fill_(value)
+        return zeros((MIN_BYTES,), torch.int8).fill_(value)
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(take, range(100)))
@@ -61,8 +63,8 @@ def test_a_mapping_lives_as_long_as_its_tensors(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huge_pages, "_mapped", watched)
     monkeypatch.setattr(huge_pages, "_slabs", huge_pages._Slabs())
-    first, second = (zeros((LEAST,), torch.int8) for _ in range(2))
-    large = zeros((SLAB,), torch.int8)
+    first, second = (zeros((MIN_BYTES,), torch.int8) for _ in range(2))
+    large = zeros((SLAB_BYTES,), torch.int8)
     assert len(made) == 2, "two small ones share a slab, the large one has its own"
 
     del first, large
@@ -72,7 +74,7 @@ def test_a_mapping_lives_as_long_as_its_tensors(monkeypatch: pytest.MonkeyPatch)
     del second
     gc.collect()
     assert made[0]() is None, "nothing keeps the slab that is being filled"
-    third = zeros((LEAST,), torch.int8)
+    third = zeros((MIN_BYTES,), torch.int8)
     assert not third.any()
 
 
@@ -83,14 +85,14 @@ def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("mmap.mmap", Refused)
 
-    assert not zeros((SLAB,), torch.int8).any()
+    assert not zeros((SLAB_BYTES,), torch.int8).any()
 
 
 def test_elsewhere_than_on_linux_torch_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE")
     monkeypatch.delattr("mmap.MAP_PRIVATE")
 
-    assert not zeros((SLAB,), torch.int8).any()
+    assert not zeros((SLAB_BYTES,), torch.int8).any()
 
 
 def test_no_room_is_a_memory_error_that_names_the_size() -> None:

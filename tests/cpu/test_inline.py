@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ramify.attention import tree
 from ramify.attention.backend import AttentionSpec
+from ramify.attention.backends import cpu as tree
+from ramify.attention.backends.blocked import BlockedBackend
+from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.blocked import BlockedBackend
-from ramify.attention.inline import InlineAttention
-from ramify.attention.tree import TreeBackend
-from ramify.engine.runner import ModelRunner
+from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import StepPlan
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
 from ramify.models.dense import DenseDecoder
+from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
-from ramify.models.needs import attention_spec, kv_layout
+from ramify.models.ops.cpu_layer_attention import FusedAttention
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.attention_cases import assert_same_bits
 from tests.cpu.tiny_models import DENSE
@@ -45,10 +45,10 @@ def runner_of(
     if not path.exists():
         named = cast(TinyFamily, family)
         write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **DENSE[family])
-    model = load_model(path, dtype=dtype, linear_strategy="panels")
+    model = load_model(path, dtype=dtype, linear_strategy="packed_gemm")
     kept = kv_dtype or model.dtype
     pool = KVPool(kv_layout(model.config), NUM_PAGES, PAGE, dtype=kept)
-    return ModelRunner(model, pool, TreeBackend(spec_of(model, kept), torch.device("cpu")))
+    return ModelRunner(model, pool, CpuBackend(spec_of(model, kept), torch.device("cpu")))
 
 
 def spec_of(model: object, kv_dtype: torch.dtype) -> AttentionSpec:
@@ -135,9 +135,9 @@ def test_workers_and_threads_need_not_be_as_many(
     try:
         torch.set_num_threads(4)
         runner = runner_of(folder, "llama", "bfloat16")
-        for module in ("ramify.models.chain", "ramify.attention.tree"):
+        for module in ("ramify.models.ops.cpu_layers", "ramify.attention.backends.cpu"):
             monkeypatch.setattr(
-                f"{module}.use_threads",
+                f"{module}.set_num_threads",
                 lambda _: numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS)),
             )
         for _ in range(10):
@@ -145,7 +145,7 @@ def test_workers_and_threads_need_not_be_as_many(
                 assert_same_bits(one, other)
     finally:
         torch.set_num_threads(before)
-        vars(tree._asked).clear()  # Numba is asked again
+        vars(tree._current).clear()  # Numba is asked again
 
 
 def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_long_steps_are_left_to_the_interpreter(
     spec, layers = spec_of(runner.model, torch.float32), runner.pool.layout.num_layers
     keys = 2 * layers * spec.num_heads * spec.head_dim * (cached + most)
     work = rows * (num_weights(folder / "llama") + keys)
-    monkeypatch.setattr("ramify.models.chain.INLINE_WORK", work)
+    monkeypatch.setattr("ramify.models.ops.cpu_layers.FUSED_MAX_MACS", work)
     calls = list[int]()
     run = runner.backend.run
 
@@ -208,7 +208,7 @@ def test_a_step_that_cannot_be_writes_nothing(folder: Path) -> None:
         raise AssertionError("attention was called layer by layer")
 
     own = plan.batch.slot_mapping.copy()
-    attend.inline = runner._inline.step(attention, own)  # type: ignore[attr-defined]
+    attend.fused_args = runner._inline.step(attention, own)  # type: ignore[attr-defined]
     positions = torch.tensor([20, runner.model.config.max_model_len])
     with torch.inference_mode(), pytest.raises(IndexError, match="positions must be in"):
         runner.model.forward(torch.tensor([3, 4]), positions, attend)
@@ -219,21 +219,21 @@ def test_a_step_that_cannot_be_writes_nothing(folder: Path) -> None:
 def test_what_cannot_run_inline_says_why(folder: Path) -> None:
     runner = runner_of(folder, "llama", "float32")
     pool, backend = runner.pool, runner.backend
-    assert isinstance(backend, TreeBackend)
-    assert InlineAttention.why_not(backend, pool, torch.float32) is None
-    why = InlineAttention.why_not(backend, pool, torch.bfloat16)
+    assert isinstance(backend, CpuBackend)
+    assert FusedAttention.supports(backend, pool, torch.float32) is None
+    why = FusedAttention.supports(backend, pool, torch.bfloat16)
     assert why == "K/V in torch.float32 of a model in torch.bfloat16"
     other = BlockedBackend(backend.spec, torch.device("cpu"))
-    assert InlineAttention.why_not(other, pool, torch.float32) == "BlockedBackend over KVPool"
+    assert FusedAttention.supports(other, pool, torch.float32) == "BlockedBackend over KVPool"
     assert runner_of(folder, "llama", "float32", kv_dtype=torch.int8)._inline is None
     wide = KVPool(pool.layout, 4, PAGE, dtype=torch.bfloat16)
-    why = InlineAttention.why_not(backend, wide, torch.float32)
+    why = FusedAttention.supports(backend, wide, torch.float32)
     assert why == "K/V in torch.bfloat16 of a model in torch.float32"
     pages = KVPool(pool.layout, 4, 2 * PAGE)
-    why = InlineAttention.why_not(backend, pages, torch.float32)
+    why = FusedAttention.supports(backend, pages, torch.float32)
     assert why is not None and "it must be contiguous, [pages, 8, " in why
-    mixed = TreeBackend(replace(backend.spec, windows=(None, 40, None)), backend.device)
-    why = InlineAttention.why_not(mixed, pool, torch.float32)
+    mixed = CpuBackend(replace(backend.spec, windows=(None, 40, None)), backend.device)
+    why = FusedAttention.supports(mixed, pool, torch.float32)
     assert why == "layers with different windows"
 
 
@@ -249,7 +249,7 @@ def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
     for one, other, third in zip(expected, with_other_model, with_other_pool, strict=True):
         assert_same_bits(one, other)
         assert_same_bits(one, third)
-    assert isinstance(runner.backend, TreeBackend)
+    assert isinstance(runner.backend, CpuBackend)
     runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     assert runner.inline_step(runner.backend.plan(plans[0].batch), torch.arange(3)) is None
     assert outcome(runner, plans)[0].isfinite().all()
@@ -259,11 +259,11 @@ def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
 def test_broken_rows_are_found_whatever_they_add_up_to(folder: Path, dtype: torch.dtype) -> None:
     runner, most = runner_of(folder, "llama", "float32"), torch.finfo(dtype).max
     hidden = torch.zeros(5, 16, dtype=dtype)
-    assert runner.broken_rows(hidden) == []
+    assert runner.nonfinite_rows(hidden) == []
     hidden[0], hidden[3] = most, most  # finite, and their sum is not
-    assert runner.broken_rows(hidden) == []
+    assert runner.nonfinite_rows(hidden) == []
     hidden[1, 2], hidden[1, 3], hidden[4, 0] = torch.inf, -torch.inf, torch.nan
-    assert runner.broken_rows(hidden) == [1, 4]
+    assert runner.nonfinite_rows(hidden) == [1, 4]
 
 
 def test_logits_are_those_of_the_rows_that_were_asked_for(folder: Path) -> None:

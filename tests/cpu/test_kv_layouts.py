@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ramify.attention.backend import AttentionSpec
+from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.eager import EagerBackend
-from ramify.attention.reading import keys_and_values
+from ramify.attention.gather import gather_kv_f32
 from ramify.errors import ConfigError, SlotOutOfRangeError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVLayout, KVPool, Plane
-from ramify.kv.quantise import SCALED_DTYPES, dequantise, quantise
+from ramify.kv.quantize import SCALED_DTYPES, dequantize, quantize
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def bound(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far what is read back may be from `values`, in float64; see `quantise`."""
+    """How far what is read back may be from `values`, in float64; see `quantize`."""
     exact = values.double()
     if dtype == torch.int8:
         return exact.abs().amax(-1, keepdim=True) / 127 * 0.50002
@@ -124,7 +124,7 @@ def test_attention_reads_the_same_bits_from_both_layouts(dtype: torch.dtype, hea
     for pool in pools(KVLayout.mha(1, NUM_HEADS, head_dim), 8, page_size, dtype):
         pool.write_kv(0, slots, **given)
         dense = pool.gather_kv(0, slots)
-        keys, values = keys_and_values(pool.planes(0), slots)
+        keys, values = gather_kv_f32(pool.planes(0), slots)
         assert_same(keys, dense["k"].float())
         assert_same(values, dense["v"].float())
         backend = EagerBackend(replace(spec, layout=pool.layout.format), torch.device("cpu"))
@@ -139,11 +139,11 @@ def test_attention_reads_the_same_bits_from_both_layouts(dtype: torch.dtype, hea
 def test_a_row_is_quantised_on_its_own(dtype: torch.dtype) -> None:
     """Its codes and scale are the same alone, in any company and at any place."""
     rows = noise(23, 3, 80)
-    codes, scale = quantise(rows, dtype)
+    codes, scale = quantize(rows, dtype)
 
     for at in (0, 7, 22):
         for few in (rows[at : at + 1], rows[at:].clone(), rows[: at + 1].flip(0)[:1]):
-            alone, its_scale = quantise(few, dtype)
+            alone, its_scale = quantize(few, dtype)
             assert_same(alone[0], codes[at])
             assert_same(its_scale[0], scale[at])
 
@@ -160,7 +160,7 @@ def test_the_error_is_within_its_bound(dtype: torch.dtype, wide: torch.dtype) ->
     rows[8] *= 1e4
     rows = rows.clamp(-6e4, 6e4).to(wide)
 
-    found = dequantise(*quantise(rows, dtype))
+    found = dequantize(*quantize(rows, dtype))
 
     error = (found.double() - rows.double()).abs()
     assert bool((error <= bound(rows, dtype)).all())
@@ -174,7 +174,7 @@ def test_the_smallest_and_largest_numbers_survive(dtype: torch.dtype) -> None:
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
     rows = torch.tensor([[tiny, -tiny], [huge, -huge / 2], [1e-45, 0.0]])
 
-    found = dequantise(*quantise(rows, dtype))
+    found = dequantize(*quantize(rows, dtype))
 
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found[:2], rows[:2], rtol=2**-4, atol=0)
@@ -188,7 +188,7 @@ def test_damage_stays_visible(dtype: torch.dtype, damage: float) -> None:
     rows = noise(3, 16)
     rows[1, 4] = damage
 
-    found = dequantise(*quantise(rows, dtype))
+    found = dequantize(*quantize(rows, dtype))
 
     assert found[1].isnan().all()
     assert torch.isfinite(found[[0, 2]]).all()
@@ -287,7 +287,7 @@ def test_latents_and_index_keys_are_rows_too(dtype: torch.dtype) -> None:
 
     pool.write_kv(0, slots, **given)
 
-    keys, values = keys_and_values(pool.planes(0), slots)
+    keys, values = gather_kv_f32(pool.planes(0), slots)
     dense = pool.gather_kv(0, slots)
     assert_same(keys, torch.cat([dense["latent"], dense["rope"]], -1).float()[:, None])
     assert_same(values, dense["latent"].float()[:, None])
@@ -364,6 +364,6 @@ def test_ab14_a_gather_reads_the_layout_as_it_is(dtype: torch.dtype, vectorised:
 
     with LargestResult(pool) as largest:
         pool.gather_kv(0, slots)
-        keys_and_values(pool.planes(0), slots)
+        gather_kv_f32(pool.planes(0), slots)
 
     assert 0 < largest.num_bytes <= 3 * 2 * 64 * 4

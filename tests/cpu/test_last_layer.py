@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.attention.blocked import BlockedBackend
-from ramify.attention.tree import TreeBackend
-from ramify.engine import runner as runners
-from ramify.engine.executors import LocalExecutor
-from ramify.engine.runner import ModelRunner
-from ramify.engine.step import Draw, StepPlan
+from ramify.attention.backends.blocked import BlockedBackend
+from ramify.attention.backends.cpu import CpuBackend
+from ramify.engine.execution import runner as runners
+from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution.runner import ModelRunner
+from ramify.engine.step import SampleSpec, StepPlan
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
 from ramify.params import SamplingParams
@@ -36,7 +36,7 @@ class Wanting:
 
     def __init__(self, rows: list[int] | None, *, spoilt: int | None = None) -> None:
         if rows is not None:
-            self.rows = torch.tensor(rows, dtype=torch.int64)
+            self.output_rows = torch.tensor(rows, dtype=torch.int64)
         self.given: list[tuple[Tensor, ...]] = []
         self._spoilt = spoilt
 
@@ -93,11 +93,11 @@ def test_what_a_row_left_in_the_cache_shows_if_it_is_not_finite(
 def test_a_model_of_one_layer_has_its_positions_looked_at(folder: Path) -> None:
     """The last layer is the first one, too."""
     model = decoder(folder, "llama", "float32")
-    assert model._chain is not None
-    only = type(model._chain)(
-        model._chain._layers[:1],
-        num_heads=model._chain._num_heads,
-        head_dim=model._chain._head_dim,
+    assert model._fused_layers is not None
+    only = type(model._fused_layers)(
+        model._fused_layers._layers[:1],
+        num_heads=model._fused_layers._num_heads,
+        head_dim=model._fused_layers._head_dim,
     )
     _, positions = ids(model, 6)
     hidden = torch.randn(6, model.config.hidden_size)
@@ -115,10 +115,10 @@ def drawing(plan: StepPlan, drawn: list[tuple[int, int]]) -> StepPlan:
     """With draws of requests (which, how many guesses) behind their last rows."""
     ends = plan.batch.cu_seqlens_q[1:].tolist()
     draws = [
-        Draw(seq, ends[seq] - 1 - num_drafts, 0, SamplingParams(), 0, None, (0,) * num_drafts)
+        SampleSpec(seq, ends[seq] - 1 - num_drafts, 0, SamplingParams(), 0, None, (0,) * num_drafts)
         for seq, num_drafts in drawn
     ]
-    return replace(plan, draws=tuple(draws), whole=False)
+    return replace(plan, samples=tuple(draws), all_rows=False)
 
 
 CASES: dict[str, list[StepPlan]] = {
@@ -145,18 +145,18 @@ def test_rows_that_are_drawn_from_are_those_of_the_whole_step(
     """And all of K/V; attention of the last layer has the rows of the draws alone."""
     runner = runner_of(folder, "qwen3", dtype)
     if backend == "blocked":
-        assert isinstance(runner.backend, TreeBackend)
+        assert isinstance(runner.backend, CpuBackend)
         runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     elif backend == "blocks":
         runner._inline = None
     plans = CASES[case]
-    whole = outcome(runner, [replace(plan, whole=True) for plan in plans])
+    whole = outcome(runner, [replace(plan, all_rows=True) for plan in plans])
     asked = listen(runner, monkeypatch)
 
     found = outcome(runner, plans)
 
     for plan, one, other in zip(plans, found, whole, strict=False):
-        rows = sorted({d.row + i for d in plan.draws for i in range(len(d.draft) + 1)})
+        rows = sorted({d.row + i for d in plan.samples for i in range(len(d.draft) + 1)})
         assert torch.equal(one[rows], other[rows])
         assert one.isfinite().all()
         assert asked.pop(0) == (plan.batch.positions[rows].tolist() or None)
@@ -168,7 +168,7 @@ def test_rows_that_are_drawn_from_are_those_of_the_whole_step(
 def listen(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int] | None]:
     """Positions of the rows of each step's last attention; None if there was none."""
     found: list[list[int] | None] = []
-    ending, forward = runners._ending, runner.forward
+    ending, forward = runners.select_rows, runner.forward
 
     def watched(*args: Any) -> Any:
         batch = ending(*args)
@@ -179,18 +179,18 @@ def listen(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[in
         found.append(None)
         return forward(plan)
 
-    monkeypatch.setattr(runners, "_ending", watched)
+    monkeypatch.setattr(runners, "select_rows", watched)
     monkeypatch.setattr(runner, "forward", step)
     return found
 
 
 def test_few_rows_are_not_worth_it_and_a_step_made_by_hand_is_whole(folder: Path) -> None:
     runner, plan = runner_of(folder, "llama", "float32"), plan_of([(0, 70), (300, 1)])
-    assert plan.whole
+    assert plan.all_rows
     few = drawing(plan_of([(0, 60), (300, 1)]), [(1, 0)])
     for each in (plan, few):
-        assert runner.rows_to_finish(each) is None
-    rows = runner.rows_to_finish(drawing(plan, [(1, 0)]))
+        assert runner.output_rows(each) is None
+    rows = runner.output_rows(drawing(plan, [(1, 0)]))
     assert rows is not None
     assert rows.tolist() == [70]
 
@@ -199,9 +199,9 @@ def test_few_rows_are_not_worth_it_and_a_step_made_by_hand_is_whole(folder: Path
 def test_also_where_rows_need_not_be_exact(folder: Path, dtype: str) -> None:
     """Operations of torch's own, layer by layer: close, and nothing left out of the K/V."""
     decoder(folder, "qwen3", dtype)
-    model = load_model(folder / "qwen3", dtype=dtype, exact=False, linear_strategy="unpadded")
+    model = load_model(folder / "qwen3", dtype=dtype, exact=False, linear_strategy="plain")
     assert isinstance(model, DenseDecoder)
-    assert model._chain is None
+    assert model._fused_layers is None
     for num_rows, rows in ((97, [3, 4, 90]), (70, [])):
         every, some = Wanting(None), Wanting(rows)
         expected = model.forward(*ids(model, num_rows), every)
@@ -218,10 +218,10 @@ def test_rows_of_padding_and_rows_to_finish_do_not_meet(folder: Path, num_tokens
     """Who needs padding computes all rows, also where none is needed for all of them."""
     runner = runner_of(folder, "llama", "float32")
     plan = drawing(plan_of([(0, num_tokens)]), [(0, 0)])
-    assert runner.rows_to_finish(plan) is not None
+    assert runner.output_rows(plan) is not None
     runner.row_multiple = 16
-    assert runner.rows_to_finish(plan) is None
-    expected = outcome(runner, [replace(plan, whole=True)])
+    assert runner.output_rows(plan) is None
+    expected = outcome(runner, [replace(plan, all_rows=True)])
 
     found = outcome(runner, [plan])
 
@@ -236,7 +236,7 @@ def test_a_broken_row_is_told_of_whether_or_not_all_are_drawn_from(
     runner = runner_of(folder, "llama", "bfloat16")
     plan = drawing(plan_of([(20, 1), (30, 1), (40, 1)]), [(seq, 0) for seq in seqs])
     sound = LocalExecutor(runner).execute(plan)
-    assert sorted(sound.drawn) == list(seqs)
+    assert sorted(sound.sampled) == list(seqs)
     assert not sound.failed
     forward = runner.forward
 
@@ -250,4 +250,4 @@ def test_a_broken_row_is_told_of_whether_or_not_all_are_drawn_from(
 
     assert list(found.failed) == [1]
     assert "the hidden state of request 1 at position 30 is not finite" in str(found.failed[1])
-    assert found.drawn == {seq: sound.drawn[seq] for seq in seqs if seq != 1}
+    assert found.sampled == {seq: sound.sampled[seq] for seq in seqs if seq != 1}

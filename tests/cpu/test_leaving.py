@@ -16,15 +16,15 @@ import threading
 atexit.register(lambda: print([one.name for one in threading.enumerate()]))  # called last
 from pathlib import Path
 import ramify
-from ramify.engine import structured
-from ramify.engine.tokenizer import Tokenizer
+from ramify.engine.logits import grammar
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import InvalidParamsError
 from ramify.params import StructuredOutput
 
 tokenizer = Tokenizer.load(Path(ramify.__file__).parent / "data" / "ramify-tiny")
-formats = structured.Formats(tokenizer.to_json, vocab_size=tokenizer.vocab_size, eos_token_ids=[2])
+formats = grammar.GrammarCompiler(tokenizer.to_json, vocab_size=tokenizer.vocab_size, eos_token_ids=[2])
 formats.compile(StructuredOutput(choice=("yes", "no")))
-structured.COMPILE_S = 0.0  # the caller waits for nothing, the compiler needs tens of ms
+grammar.COMPILE_S = 0.0  # the caller waits for nothing, the compiler needs tens of ms
 names = {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{1,{500 + n}}}.{{3,900}}$"} for n in range(500)}
 schema = json.dumps({"type": "object", "properties": names, "required": ["p1", "p2", "p3"]})
 try:

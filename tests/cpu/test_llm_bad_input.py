@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ramify import LLM, SamplingParams
-from ramify.engine.answers import MAX_KEPT_OUTPUTS
+from ramify.engine.offline import MAX_KEPT_OUTPUTS
 from ramify.errors import (
     CheckpointError,
     ConfigError,

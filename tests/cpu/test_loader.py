@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ramify.attention.exact import ProbeStore
+from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ramify.models.loader import find_checkpoint, load_model, load_weights, read_config
 from ramify.testing import write_tiny_checkpoint

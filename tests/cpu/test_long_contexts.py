@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ramify.attention.backend import backend_class
-from ramify.attention.eager import EagerBackend
+from ramify.attention.backends.eager import EagerBackend
 from tests.cpu.attention_cases import CPU, run, spec_of, step_of
 
 MLA = {"kind": "mla", "num_heads": 5, "num_kv_heads": 1, "head_dim": 40, "value_dim": 32}
@@ -28,13 +28,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", ["tree", "blocked", "sdpa"])
+@pytest.mark.parametrize("name", ["cpu", "blocked", "sdpa"])
 def test_long_contexts_agree_with_the_reference(name: str, feature: str) -> None:
-    """Or the backend says why it does not serve them; `tree` serves them all."""
+    """Or the backend says why it does not serve them; `cpu` serves them all."""
     spec = spec_of(**({"num_heads": 4, "num_kv_heads": 2} | FEATURES[feature]))
     reason = backend_class(name).supports(spec, CPU)
     if reason is not None:
-        assert name != "tree"
+        assert name != "cpu"
         return
     step = step_of(spec, LONG)
 

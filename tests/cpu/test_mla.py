@@ -10,27 +10,27 @@ from torch import Tensor
 
 from ramify.attention import mla
 from ramify.attention.backend import AttentionSpec
+from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.eager import EagerBackend
 from ramify.attention.mla import (
-    Costs,
     MlaAttention,
+    MlaCostModel,
+    MlaPath,
     MlaQuery,
-    Path,
     UpProjection,
-    attend_block,
-    merge,
+    block_attention_lse,
+    merge_state,
 )
-from ramify.attention.sparse import IndexQuery, SparseIndex
+from ramify.attention.sparse_index import IndexQuery, SparseIndex
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
-from ramify.models.deepseek import per_head
+from ramify.models.deepseek import per_head_matmul
 
 CPU = torch.device("cpu")
 # (cached, new): first chunks, later chunks, decode, across and at the borders of chunks of 16
 SHARES = ((0, 5), (37, 1), (16, 16), (15, 2), (40, 9), (0, 33), (1, 1), (31, 1))
-SPREADING = Costs(0.0, 1.0, 0.0, 0.0)  # expanding is always cheaper
-KEEPING = Costs(0.0, 0.0, 1.0, 1.0)
+SPREADING = MlaCostModel(0.0, 1.0, 0.0, 0.0)  # expanding is always cheaper
+KEEPING = MlaCostModel(0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def case_of(
         latents.append(own)
     keys, values = random(num_heads, nope_dim, latent_dim), random(num_heads, latent_dim, value_dim)
     keys, values = keys / math.sqrt(latent_dim), values / math.sqrt(latent_dim)
-    up = UpProjection(keys, values, lambda x: per_head(x, keys), lambda x: per_head(x, values))
+    up = UpProjection(
+        keys, values, lambda x: per_head_matmul(x, keys), lambda x: per_head_matmul(x, values)
+    )
     num_rows = batch.num_tokens + 3  # padding
     query = MlaQuery(
         random(num_rows, num_heads, nope_dim), random(num_rows, num_heads, rope_dim), up
@@ -102,10 +104,10 @@ def recomputed(case: Case) -> Tensor:
     found = []
     for seq, (latent, rope) in enumerate(case.latents):
         rows = slice(int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1]))
-        keys = torch.einsum("nl,hdl->hnd", latent.double(), query.up.keys.double())
-        values = torch.einsum("nl,hlv->hnv", latent.double(), query.up.values.double())
-        scores = torch.einsum("thd,hnd->htn", query.nope[rows].double(), keys)
-        scores += torch.einsum("thr,nr->htn", query.rope[rows].double(), rope.double())
+        keys = torch.einsum("nl,hdl->hnd", latent.double(), query.up.w_uk.double())
+        values = torch.einsum("nl,hlv->hnv", latent.double(), query.up.w_uv.double())
+        scores = torch.einsum("thd,hnd->htn", query.q_nope[rows].double(), keys)
+        scores += torch.einsum("thr,nr->htn", query.q_rope[rows].double(), rope.double())
         at = torch.arange(len(latent) - (rows.stop - rows.start), len(latent))
         unseen = torch.arange(len(latent)) > at[:, None]
         weights = (scores * case.spec.scale).masked_fill(unseen, -torch.inf).softmax(-1)
@@ -117,8 +119,8 @@ def attention_of(case: Case, **options: Any) -> MlaAttention:
     return MlaAttention(
         EagerBackend(case.spec, CPU),
         case.spec,
-        nope_dim=case.query.nope.shape[-1],
-        value_dim=case.query.up.values.shape[-1],
+        nope_dim=case.query.q_nope.shape[-1],
+        value_dim=case.query.up.w_uv.shape[-1],
         **options,
     )
 
@@ -132,7 +134,7 @@ def run(case: Case, **options: Any) -> Tensor:
 @pytest.mark.parametrize(("nope_dim", "value_dim"), [(10, 12), (16, 16), (24, 5), (1, 40)])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_ab4_every_configuration_with_a_prefix_equals_full_recompute(
-    path: Path, nope_dim: int, value_dim: int, page_size: int
+    path: MlaPath, nope_dim: int, value_dim: int, page_size: int
 ) -> None:
     """Any widths, equal or not; any pages; cached or not; padding rows come back as zeros."""
     case = case_of(nope_dim=nope_dim, value_dim=value_dim, page_size=page_size)
@@ -146,7 +148,7 @@ def test_ab4_every_configuration_with_a_prefix_equals_full_recompute(
 
 
 @pytest.mark.parametrize("path", ["absorbed", "expanded"])
-def test_ab4_exact_is_absorbed_or_refused(path: Path) -> None:
+def test_ab4_exact_is_absorbed_or_refused(path: MlaPath) -> None:
     """Exact expanded attention does not exist; exact absorbed attention is right."""
     case = case_of(exact=True)
 
@@ -161,7 +163,7 @@ def test_ab4_exact_is_absorbed_or_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["absorbed", "expanded"])
-def test_bfloat16_is_within_its_rounding(path: Path) -> None:
+def test_bfloat16_is_within_its_rounding(path: MlaPath) -> None:
     """Outputs of the order of 1 are off by less than 0.05."""
     case = case_of(dtype=torch.bfloat16)
 
@@ -192,7 +194,7 @@ def test_no_more_keys_than_a_chunk_are_expanded_at_once() -> None:
             return super().expand(latents)
 
     up = case.query.up
-    counting = Counting(up.keys, up.values, up.absorb, up.lift)
+    counting = Counting(up.w_uk, up.w_uv, up.absorb, up.project_v)
     run(replace(case, query=replace(case.query, up=counting)), path="expanded", chunk_keys=16)
 
     assert sizes == [16] * 6 + [13] + [16] * 3 + [2]
@@ -215,13 +217,13 @@ def test_merging_by_log_sum_exp_is_attention_over_both_parts(cut: int) -> None:
     scores, values = torch.randn(2, 4, 12, generator=noise), torch.randn(2, 12, 3, generator=noise)
     scores[:, 1, :5] = -torch.inf
     scores[:, 2, 5:] = -torch.inf
-    whole, whole_lse = attend_block(scores, values)
+    whole, whole_lse = block_attention_lse(scores, values)
     left = scores.clone()
     left[..., cut:] = -torch.inf
     right = scores.clone()
     right[..., :cut] = -torch.inf
 
-    out, lse = merge(*attend_block(left, values), *attend_block(right, values))
+    out, lse = merge_state(*block_attention_lse(left, values), *block_attention_lse(right, values))
 
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
@@ -231,7 +233,7 @@ def test_merging_by_log_sum_exp_is_attention_over_both_parts(cut: int) -> None:
 
 def test_costs_choose_the_path_of_each_request() -> None:
     """Expanding pays where many queries share the price of the keys, and never for one query."""
-    costs = Costs(
+    costs = MlaCostModel(
         absorbed_row=0.0,
         absorbed_pair=3.0,
         expanded_key=31.0,
@@ -313,7 +315,7 @@ def test_sparse_attention_reads_what_the_index_selects() -> None:
     """With an index that keeps all it is dense attention; one that keeps 4 gives another answer."""
     case = case_of(sparse=True)
     noise = torch.Generator().manual_seed(0)
-    num_rows = len(case.query.nope)
+    num_rows = len(case.query.q_nope)
     query = replace(
         case.query,
         index=IndexQuery(

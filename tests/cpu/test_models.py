@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ramify.attention.exact import ProbeStore
+from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
 from ramify.models.loader import load_model

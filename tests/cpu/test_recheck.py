@@ -25,18 +25,18 @@ def served(checkpoint: Path, **options: object) -> LLM:
 
 
 def test_sound_hits_agree(checkpoint: Path) -> None:
-    """Every hit of the sample is computed again, and nobody but `rechecks` hears of it."""
+    """Every hit of the sample is computed again, and nobody but `hit_verifier` hears of it."""
     llm = served(checkpoint)
     llm.generate([[*STEM, 70]], PARAMS)
     outputs = llm.generate([[*STEM, 71], [*STEM, 72, 73]], PARAMS)
     assert all(one.cache.read_tokens for one in outputs)
     assert all(one.completions[0].logprobs is None for one in outputs)
 
-    found = llm.recheck()
+    found = llm.verify_hits()
 
     assert (found.num_checked, found.num_mismatches) == (2, 0)
     assert not llm.has_unfinished()
-    assert llm.recheck().num_checked == 2  # nothing is left
+    assert llm.verify_hits().num_checked == 2  # nothing is left
 
 
 def test_sampled_answers_are_compared_too(checkpoint: Path) -> None:
@@ -47,7 +47,7 @@ def test_sampled_answers_are_compared_too(checkpoint: Path) -> None:
     [output] = llm.generate([STEM], params)
     assert output.completions[0].logprobs
 
-    assert (llm.recheck().num_checked, llm.rechecks.num_mismatches) == (1, 0)
+    assert (llm.verify_hits().num_checked, llm.hit_verifier.num_mismatches) == (1, 0)
 
 
 def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,13 +56,13 @@ def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixtu
     llm.generate([STEM], PARAMS)
     executor: Any = llm.core.executor
     plane = executor.runner.pool.planes(0)["k"]
-    lease = llm.cache.core.acquire(CacheKey(STEM, llm.core.places.base))
+    lease = llm.cache.core.acquire(CacheKey(STEM, llm.core.namespaces.base))
     with torch.inference_mode():
         plane[lease.pages[2]] += 0.5
     llm.cache.core.release(lease)
 
     llm.generate([[*STEM, 70]], PARAMS)
-    found = llm.recheck()
+    found = llm.verify_hits()
 
     assert found.num_checked == found.num_mismatches == 1
     assert found.mismatches[0].position == len(STEM) + 1
@@ -74,13 +74,13 @@ def test_requests_that_arrive_meanwhile_are_served(checkpoint: Path) -> None:
     llm = served(checkpoint, max_batch_tokens=8)
     llm.generate([STEM], PARAMS)
     llm.generate([STEM], PARAMS)
-    assert llm.core.recheck()
+    assert llm.core.verify_next_hit()
     llm.core.step()
 
     [output] = llm.generate([[5, 6, 7]], PARAMS)
 
     assert len(output.token_ids) == 5
-    assert llm.rechecks.num_checked == 1
+    assert llm.hit_verifier.num_checked == 1
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ramify.engine.sampler import Row, candidates, draw_all, draw_token, draw_tokens
-from ramify.engine.shaping import Shaper
-from ramify.engine.step import Draw
+from ramify.engine.execution.sampler import (
+    Row,
+    draw_tokens,
+    filter_logits,
+    sample_batch,
+    sample_token,
+)
+from ramify.engine.logits.logits_processors import LogitsProcessor
+from ramify.engine.step import SampleSpec
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
 
@@ -43,22 +49,24 @@ def draw_of(
     draft: tuple[int, ...] = (),
     stop_ids: tuple[int, ...] = (END,),
     seed: int = 0,
-) -> Draw:
-    shaper = Shaper.if_needed(prompt, params, stop_ids=frozenset(stop_ids), vocab_size=VOCAB)
-    shaping = None if shaper is None else shaper.shaping(list(output), draft)
+) -> SampleSpec:
+    shaper = LogitsProcessor.create_if_needed(
+        prompt, params, stop_token_ids=frozenset(stop_ids), vocab_size=VOCAB
+    )
+    shaping = None if shaper is None else shaper.for_step(list(output), draft)
     position = len(prompt) + len(output)
-    return Draw(7, 0, position, params, seed, None, draft, shaping)
+    return SampleSpec(7, 0, position, params, seed, None, draft, shaping)
 
 
 def shaped(row: Row, place: int = 0, **options: Any) -> Row:
     known = {name: options.pop(name) for name in ("prompt", "output", "draft") if name in options}
-    shaping = draw_of(SamplingParams(**options), **known).shaping
+    shaping = draw_of(SamplingParams(**options), **known).logits
     assert shaping is not None
     return shaping.apply(row, place)
 
 
 def kept(row: Row, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    ids, weights = candidates(row, params)
+    ids, weights = filter_logits(row, params)
     return np.arange(len(row)) if ids is None else ids, weights
 
 
@@ -125,7 +133,7 @@ def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
     ids, weights = kept(row, params)
     share = weights / weights.sum()
 
-    seen = Counter(draw_token(row, draw_of(params, seed=seed)) for seed in range(count))
+    seen = Counter(sample_token(row, draw_of(params, seed=seed)) for seed in range(count))
 
     assert seen.keys() <= set(ids.tolist())
     chi_square = sum(
@@ -145,12 +153,12 @@ def test_yb10_temperature_zero_is_greedy_whatever_else_is_asked(
     options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     best = int(row.argmax())
 
-    assert draw_token(row, draw_of(SamplingParams(**options), seed=seed)) == best
+    assert sample_token(row, draw_of(SamplingParams(**options), seed=seed)) == best
     for change in (
         {"logit_bias": {best: -100}},
         {"allowed_token_ids": [one for one in range(VOCAB) if one != best]},
     ):
-        second = draw_token(row, draw_of(SamplingParams(**options, **change), seed=seed))
+        second = sample_token(row, draw_of(SamplingParams(**options, **change), seed=seed))
         assert second == int(np.argsort(-row)[1])
 
 
@@ -160,7 +168,7 @@ def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: f
     row = np.log(np.array([0.3, 0.5, 0.2])).astype(np.float32)
 
     found = {
-        draw_token(row, draw_of(SamplingParams(temperature=temperature, top_p=0.6), seed=seed))
+        sample_token(row, draw_of(SamplingParams(temperature=temperature, top_p=0.6), seed=seed))
         for seed in range(200)
     }
 
@@ -220,14 +228,14 @@ def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
     rng = np.random.default_rng(2)
     prompt, output = (rng.integers(VOCAB, size=40).tolist() for _ in range(2))
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4)
-    growing = Shaper(prompt, params, stop_ids=frozenset(), vocab_size=VOCAB)
+    growing = LogitsProcessor(prompt, params, stop_token_ids=frozenset(), vocab_size=VOCAB)
     row = scores(1)
 
     for end in (0, 1, 1, 5, 6, 30, 40):
-        fresh = Shaper(prompt, params, stop_ids=frozenset(), vocab_size=VOCAB)
-        one = growing.shaping(output[:end], ())
+        fresh = LogitsProcessor(prompt, params, stop_token_ids=frozenset(), vocab_size=VOCAB)
+        one = growing.for_step(output[:end], ())
         assert (
-            one.apply(row, 0).tobytes() == fresh.shaping(output[:end], ()).apply(row, 0).tobytes()
+            one.apply(row, 0).tobytes() == fresh.for_step(output[:end], ()).apply(row, 0).tobytes()
         )
 
 
@@ -272,7 +280,7 @@ def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
     row = scores(1)
     only = SamplingParams(temperature=1.0, allowed_token_ids=[END], min_tokens=3)
 
-    assert draw_token(row, draw_of(only)) == END
+    assert sample_token(row, draw_of(only)) == END
     row[:] = -np.inf
     row[8] = 1.0
     with pytest.raises(FloatingPointError, match="no token is left for request 7 at position 1"):
@@ -304,16 +312,16 @@ def test_batch_mates_change_nothing(seed: int) -> None:
             draft = (draw_tokens(rows[-1], draw).token_ids[0], *draft[1:])
         draw = draw_of(params, output=(2, 3), draft=draft, seed=number)
         starts.append(sum(map(len, rows[:-1])))
-        draws.append(Draw(number, starts[-1], 3, params, number, 0, draft, draw.shaping))
+        draws.append(SampleSpec(number, starts[-1], 3, params, number, 0, draft, draw.logits))
     alone = {draw.request_id: draw_tokens(own, draw) for own, draw in zip(rows, draws, strict=True)}
     logits = np.concatenate(rows)
 
-    together, failed = draw_all(logits, draws)
+    together, failed = sample_batch(logits, draws)
     assert together == alone
     assert not failed
 
     logits[starts[4], 3] = np.nan
-    rest, failed = draw_all(logits, draws)
+    rest, failed = sample_batch(logits, draws)
     assert list(failed) == [4]
     assert rest == {name: one for name, one in alone.items() if name != 4}
 
@@ -322,13 +330,13 @@ def test_a_follower_that_is_told_a_dead_end_says_so() -> None:
     """Allowed tokens that a format has none of."""
 
     class Never:
-        def follow(self, output_ids: object) -> bool:
+        def advance(self, output_ids: object) -> bool:
             return False
 
-        def masks(self, output_ids: object, draft: object) -> list[Any]:
+        def token_bitmasks(self, output_ids: object, draft: object) -> list[Any]:
             return [np.array([1, *[0] * 11], np.uint8)]
 
     params = SamplingParams(allowed_token_ids=[5])
 
     with pytest.raises(DeadEndError, match="allowed_token_ids"):
-        Shaper((1,), params, stop_ids=frozenset(), vocab_size=VOCAB, matcher=Never())
+        LogitsProcessor((1,), params, stop_token_ids=frozenset(), vocab_size=VOCAB, matcher=Never())

@@ -129,7 +129,7 @@ def test_an_echoed_answer_is_one_message_again() -> None:
         prompts = []
         for body in (named, echoed):
             ask(client, "/v1/responses", **body, tools=FLAT, max_output_tokens=10)
-            prompts.append(talk.generations[-1].job.prompt.text)
+            prompts.append(talk.generations[-1].request.prompt.text)
 
     assert prompts[0] == prompts[1]
     assert prompts[0].count("<|assistant|>") == 2

@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.server.app import Server
-from ramify.server.prompts import PromptMaker
+from ramify.server.prompt_renderer import PromptRenderer
 from ramify.server.service import Generation, Service
 from ramify.testing import FakeExecutor
 from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with
@@ -41,10 +41,10 @@ class Talk:
             device,
             vocab_size=vocab,
             eos_token_ids=[END],
-            text_decoder=lambda: Detokenizer(tokenizer),
+            detokenizer_factory=lambda: Detokenizer(tokenizer),
         )
         self.tokenizer, self.answer = tokenizer, list[int]()
-        self.llm = AsyncLLM.over(core, tokenizer)
+        self.llm = AsyncLLM.from_core(core, tokenizer)
         self.service = Service(self.llm, tokenizer, model="m", max_model_len=2048, page_size=PAGE)
         self.generations: list[Generation] = []
         self.service.listeners.append(self.generations.append)
@@ -90,7 +90,7 @@ def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
         talk.answer = letters("Ann lives in Rome")
         assert talk.answer != TALKER.encode("Ann lives in Rome", False).tolist()
         first = ask(client, "/v1/responses", instructions="Be brief.", input="Who lives in Rome?")
-        before = talk.generations[-1].job.prompt.ids + array("i", talk.answer)
+        before = talk.generations[-1].request.prompt.ids + array("i", talk.answer)
         talk.answer = letters("Bob")
         second = ask(
             client,
@@ -99,7 +99,7 @@ def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
             input="And in Paris?",
             previous_response_id=first["id"],
         )
-        ids = talk.generations[-1].job.prompt.ids
+        ids = talk.generations[-1].request.prompt.ids
         third = ask(client, "/v1/responses", input="Oslo?", previous_response_id=second["id"])
 
     assert first["output"][0]["content"][0]["text"] == "Ann lives in Rome"
@@ -108,7 +108,7 @@ def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
     cached = second["usage"]["input_tokens_details"]["cached_tokens"]
     assert cached == len(before) // PAGE * PAGE
     # without the instructions it is another conversation from the start
-    assert "Be brief." not in TALKER.decode(talk.generations[-1].job.prompt.ids, False)
+    assert "Be brief." not in TALKER.decode(talk.generations[-1].request.prompt.ids, False)
     assert third["output"][0]["content"][0]["text"] == "Bob"
 
 
@@ -122,7 +122,7 @@ def test_an_answer_cut_at_a_stop_text_is_told_again_as_it_was_shown() -> None:
         messages = [*said("Who?"), {"role": "assistant", "content": "Ann"}, *said("And?")]
         ask(client, "/v1/chat/completions", messages=messages)
 
-    prompt = talk.generations[-1].job.prompt
+    prompt = talk.generations[-1].request.prompt
     assert prompt.ids == TALKER.encode(prompt.text, add_special_tokens=False)
 
 
@@ -150,7 +150,7 @@ def test_thoughts_that_the_template_drops_are_not_kept(
         }
         told = client.post(path, json=body | {"stream": stream})
         assert told.status_code == 200, told.text
-        num_prompt = len(talk.generations[-1].job.prompt.ids)
+        num_prompt = len(talk.generations[-1].request.prompt.ids)
         cached = talk.cached_tokens(client)
         messages = [*body["messages"], {"role": "assistant", "content": answer}, *said("And?")]
         ask(client, path, **body | {"messages": messages})
@@ -182,7 +182,7 @@ def test_thoughts_before_a_call_are_kept_for_its_result() -> None:
         cached = talk.cached_tokens(client)
 
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert cached > len(talk.generations[-1].job.prompt.ids) + len(talk.answer) - 2 * PAGE
+    assert cached > len(talk.generations[-1].request.prompt.ids) + len(talk.answer) - 2 * PAGE
 
 
 def test_a_volatile_end_of_the_prompt_is_not_stored() -> None:
@@ -197,9 +197,9 @@ def test_a_volatile_end_of_the_prompt_is_not_stored() -> None:
         messages = [*said("Who lives in Rome?"), answer, *said("And?")]
         ask(client, "/v1/chat/completions", messages=messages)
 
-    prompt = first.job.prompt
-    assert 0 < prompt.stable_len < len(prompt.ids)
-    assert cached == prompt.stable_len // PAGE * PAGE
+    prompt = first.request.prompt
+    assert 0 < prompt.num_stable_tokens < len(prompt.ids)
+    assert cached == prompt.num_stable_tokens // PAGE * PAGE
     assert first.cache is not None
     assert first.cache.written == cached
     use = talk.generations[-1].cache
@@ -223,12 +223,12 @@ def test_every_next_turn_begins_with_the_stable_part(
     """Whatever is answered and asked next; and a growing chat has the tokens of one from scratch."""
     roles = ["user", "assistant"]
     talk = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
-    maker = PromptMaker(tokenizer)
+    maker = PromptRenderer(tokenizer)
     first = maker.chat(talk, [])
     later = [*talk, {"role": "assistant", "content": answer}, {"role": "user", "content": more}]
 
     second = maker.chat(later, [])
 
-    assert second.ids[: first.stable_len] == first.ids[: first.stable_len]
+    assert second.ids[: first.num_stable_tokens] == first.ids[: first.num_stable_tokens]
     assert second.ids == tokenizer.encode(second.text, add_special_tokens=False)
-    assert second.ids == PromptMaker(tokenizer).chat(later, []).ids
+    assert second.ids == PromptRenderer(tokenizer).chat(later, []).ids

@@ -105,7 +105,7 @@ def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None
 def test_a_server_sends_away_who_would_wait_too_long(old: Path) -> None:
     """By default; a limit that makes no sense is refused."""
     llm = AsyncLLM(old, **OPTIONS)
-    assert llm.config.asked.scheduler.max_waiting == 1024
+    assert llm.config.requested.scheduler.max_waiting == 1024
     with pytest.raises(ConfigError, match="max_waiting=0"):
         AsyncLLM(old, max_waiting=0)
 
@@ -147,9 +147,9 @@ def test_a_format_is_compiled_while_the_engine_goes_on(old: Path) -> None:
         async with llm:
             stopped = asyncio.create_task(llm.run(lambda core: held.wait(30)))
             asked = asyncio.create_task(llm.generate("who", SamplingParams(structured=spec)))
-            formats = llm.engine.formats
+            formats = llm.engine.grammar_compiler
             assert formats is not None
-            while not formats._kept.get(spec):
+            while not formats._cache.get(spec):
                 assert not stopped.done()
                 await asyncio.sleep(0.01)
             held.set()

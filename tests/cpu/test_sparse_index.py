@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.exact import ProbeStore
-from ramify.attention.sparse import IndexQuery, SparseIndex, best, row_windows
+from ramify.attention.exactness import ProbeStore
+from ramify.attention.sparse_index import IndexQuery, SparseIndex, causal_key_ranges, topk_mask
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 
@@ -97,7 +97,7 @@ def test_ab5_windows_count_what_is_cached_and_never_see_the_future() -> None:
     """(cached 4, new 3) and (0, 2): windows end at 5, 6, 7, 8, 9 and hold 5, 6, 7, 1, 2 keys."""
     batch = batch_of(((4, 3), (0, 2)), 4, torch.Generator())
 
-    begins, ends = row_windows(batch)
+    begins, ends = causal_key_ranges(batch)
 
     assert ends.tolist() == [5, 6, 7, 8, 9]
     assert (ends - begins).tolist() == [5, 6, 7, 1, 2]
@@ -108,7 +108,7 @@ def test_ab5_windows_of_every_small_batch() -> None:
     grid = [(cached, new) for cached in range(5) for new in range(1, 4)]
 
     for shares in [(one, other) for one in grid for other in grid]:
-        begins, ends = row_windows(batch_of(shares, 2, torch.Generator()))
+        begins, ends = causal_key_ranges(batch_of(shares, 2, torch.Generator()))
         expected = []
         before = 0
         for cached, new in shares:
@@ -196,8 +196,11 @@ def test_best_ignores_what_is_not_seen() -> None:
     scores = torch.tensor([[1.0, torch.nan, 3.0, torch.inf], [2.0, 2.0, 2.0, 2.0]])
     seen = torch.tensor([[True, False, True, False], [True, True, True, True]])
 
-    assert best(scores, seen, 3).tolist() == [[True, False, True, False], [True, True, True, False]]
-    assert best(scores, seen, 9).tolist() == seen.tolist()
+    assert topk_mask(scores, seen, 3).tolist() == [
+        [True, False, True, False],
+        [True, True, True, False],
+    ]
+    assert topk_mask(scores, seen, 9).tolist() == seen.tolist()
 
 
 def test_an_empty_batch_selects_nothing() -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from ramify.engine.llm import LLM
 from ramify.engine.request import Request
-from ramify.engine.speculative import Speculation, room_for_guesses, takes_guesses
+from ramify.engine.speculation.drafter import AdaptiveDrafter, accepts_drafts, max_drafts
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.bit_scenarios import tokens
 from tests.cpu.engine_cases import Engine, Model, Prompt, Sizes, assert_idle, differences
 
 MODELS = [
-    ("llama", "float32-packed"),
+    ("llama", "float32-onednn"),
     ("llama", "float32-padded"),
     ("llama", "float32-blocked"),
     ("llama", "bfloat16"),
@@ -44,9 +44,9 @@ class Prophet:
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
         for request in running:
-            if takes_guesses(request):
+            if accepts_drafts(request):
                 answer = self.answers[tuple(request.prompt_ids)][len(request.output_ids) :]
-                length = min(self.rng.randrange(21), room_for_guesses(request))
+                length = min(self.rng.randrange(21), max_drafts(request))
                 right = self.rng.randrange(length + 1)
                 wrong = [self.rng.randrange(3, 290) for _ in range(length - right)]
                 yield request, (*answer[:right], *wrong)
@@ -83,7 +83,7 @@ def test_guesses_leave_no_trace(
 
 @pytest.mark.parametrize("num_pages", [24, 800])
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "float32-packed"), ("llama", "bfloat16"), ("v2", "float32")]
+    ("family", "variant"), [("llama", "float32-onednn"), ("llama", "bfloat16"), ("v2", "float32")]
 )
 def test_the_tree_and_the_text_leave_no_trace(
     family: str, variant: str, num_pages: int, model_of: Callable[[str, str], Model]
@@ -105,7 +105,7 @@ def test_the_tree_and_the_text_leave_no_trace(
             kv = engine.cached_kv(prompt + output.token_ids)
             assert list(differences(model, prompt, output.token_ids, logits, kv)) == []
 
-    assert isinstance(engine.core.drafter, Speculation)
+    assert isinstance(engine.core.drafter, AdaptiveDrafter)
     assert engine.core.drafter.counts["tree"].num_accepted > 20
     assert bool(engine.core.scheduler.num_preemptions) == (num_pages == 24)
 

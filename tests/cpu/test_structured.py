@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.config import EngineConfig, resolve
-from ramify.engine import structured
 from ramify.engine.core import EngineCore
+from ramify.engine.logits import grammar as structured
+from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import Request
-from ramify.engine.speculative import room_for_guesses, takes_guesses
-from ramify.engine.structured import Formats
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.errors import DeadEndError, InvalidParamsError
 from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
 from ramify.testing import FakeExecutor, write_tiny_checkpoint
@@ -49,8 +49,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def formats(tokenizer: Tokenizer) -> Formats:
-    return Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+def formats(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Teller:
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
         for request in running:
-            if takes_guesses(request):
-                yield request, self.guess(request, room_for_guesses(request))
+            if accepts_drafts(request):
+                yield request, self.guess(request, max_drafts(request))
 
     def verified(self, request: Request, num_accepted: int) -> None:
         assert 0 <= num_accepted <= len(request.draft)
@@ -79,7 +79,7 @@ class Teller:
 
 def answers(
     tokenizer: Tokenizer,
-    formats: Formats,
+    formats: GrammarCompiler,
     params: SamplingParams,
     *,
     others: int = 0,
@@ -99,9 +99,9 @@ def answers(
         FakeExecutor(config.num_pages, 4, vocab_size=VOCAB, fail_at=fail_at, error=error),
         vocab_size=VOCAB,
         eos_token_ids=[END],
-        text_decoder=lambda: Detokenizer(tokenizer),
+        detokenizer_factory=lambda: Detokenizer(tokenizer),
         drafter=drafter,
-        formats=formats.compile,
+        grammar_compiler=formats.compile,
     )
     first = core.add_request(PROMPT, params)
     for number in range(others):
@@ -171,7 +171,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_answer_follows_its_format(name: str, tokenizer: Tokenizer, formats: Formats) -> None:
+def test_every_answer_follows_its_format(
+    name: str, tokenizer: Tokenizer, formats: GrammarCompiler
+) -> None:
     """Whatever is drawn; it ends by itself, and its end shows in the reason."""
     spec, satisfies = CASES[name]
 
@@ -198,7 +200,7 @@ def test_every_answer_follows_its_format(name: str, tokenizer: Tokenizer, format
     ids=["preempted", "chunked", "failed", "interrupted", "guessed", "all"],
 )
 def test_the_tokens_are_those_of_a_quiet_engine(
-    name: str, changes: dict[str, Any], tokenizer: Tokenizer, formats: Formats
+    name: str, changes: dict[str, Any], tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
     """Preemption, failed steps, interrupts and guesses leave no matcher ahead or behind."""
     params = sampled(CASES[name][0], n=3, seed=5, max_tokens=40)
@@ -219,32 +221,34 @@ def test_the_tokens_are_those_of_a_quiet_engine(
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), interrupt=st.integers(1, 60))
-def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: Formats) -> None:
+def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: GrammarCompiler) -> None:
     """Drafts right, wrong and beyond the end; asked again, behind, ahead, or cut off in between."""
     rng = random.Random(seed)
     matcher = formats.compile(CASES["schema"][0])
     plain, output = formats.compile(CASES["schema"][0]), list[int]()
     for _ in range(60):
-        if plain.follow(output):
+        if plain.advance(output):
             break
-        mask = plain.masks(output, ())[0]
+        mask = plain.token_bitmasks(output, ())[0]
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         draft = [int(rng.choice(allowed)), *(rng.randrange(VOCAB) for _ in range(3))]
 
-        found = matcher.masks(output, draft)
+        found = matcher.token_bitmasks(output, draft)
         if rng.random() < 0.2:
-            matcher.follow(output[: rng.randrange(len(output) + 1)])
+            matcher.advance(output[: rng.randrange(len(output) + 1)])
         if rng.random() < 0.1:
             matcher._num_known = None  # what an interrupt leaves
         assert np.array_equal(found[0], mask)
         for place in range(1, len(found)):
             longer = formats.compile(CASES["schema"][0])
-            assert np.array_equal(found[place], longer.masks([*output, *draft[:place]], ())[0])
+            assert np.array_equal(
+                found[place], longer.token_bitmasks([*output, *draft[:place]], ())[0]
+            )
         output.append(draft[0])
 
 
 def test_a_complete_format_ends_the_answer_without_a_token_for_it(
-    tokenizer: Tokenizer, formats: Formats
+    tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
     """Nothing can follow "yes"; also if end-of-sequence tokens are ignored, and before min_tokens."""
     spec = StructuredOutput(choice=["yes"])
@@ -256,7 +260,7 @@ def test_a_complete_format_ends_the_answer_without_a_token_for_it(
 
 
 def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
-    tokenizer: Tokenizer, formats: Formats
+    tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
     """It ends the answer even if such tokens are ignored otherwise."""
     spec = StructuredOutput(regex="(ab)+")
@@ -269,7 +273,7 @@ def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
         assert all(re.fullmatch("(ab)+", text) for text in texts)
 
 
-def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: Formats) -> None:
+def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: GrammarCompiler) -> None:
     """The allowed tokens spell the format's beginning only; batch mates go on."""
     spec = StructuredOutput(regex="abcd")
     ids = list(tokenizer.encode("abc", add_special_tokens=False))
@@ -300,7 +304,7 @@ def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: Formats) -> None:
     ],
 )
 def test_what_cannot_be_compiled_is_refused(
-    options: dict[str, Any], told: str, formats: Formats
+    options: dict[str, Any], told: str, formats: GrammarCompiler
 ) -> None:
     """With the option's name and the reason, and again when it comes again."""
     spec = StructuredOutput(**options)
@@ -317,7 +321,7 @@ def test_a_format_that_takes_too_long_blocks_nobody(
     """It is refused at the deadline, at once when it comes again, and served once it is there."""
     properties = {f"p{at}": {"type": "string", "pattern": "^(a|b|c){1,50}x+"} for at in range(900)}
     spec = StructuredOutput(json_schema={"type": "object", "properties": properties})
-    formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+    formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
     formats.compile(StructuredOutput(choice=["a"]))
     monkeypatch.setattr(structured, "COMPILE_S", 0.001)
 
@@ -329,20 +333,20 @@ def test_a_format_that_takes_too_long_blocks_nobody(
     assert [one for one in threading.enumerate() if one.name == "ramify-format"] == [worker]
 
     worker.join()
-    formats.compile(spec).follow(())
+    formats.compile(spec).advance(())
 
 
 def test_formats_that_are_kept_are_bounded(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     """The oldest go; a copy in use is nobody else's."""
-    monkeypatch.setattr(structured, "MAX_KEPT", 3)
-    formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+    monkeypatch.setattr(structured, "MAX_CACHED", 3)
+    formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
     for number in range(6):
         formats.compile(StructuredOutput(regex=f"a{number}"))
 
-    assert [spec.regex for spec in formats._kept] == ["a3", "a4", "a5"]
+    assert [spec.regex for spec in formats._cache] == ["a3", "a4", "a5"]
 
 
 def test_without_llguidance_the_error_says_what_to_install(
@@ -350,7 +354,7 @@ def test_without_llguidance_the_error_says_what_to_install(
 ) -> None:
     """The extra by its name."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    formats = Formats(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
+    formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
     with pytest.raises(InvalidParamsError, match=r"pip install 'ramify\[structured\]'"):
         formats.compile(StructuredOutput(regex="a"))
@@ -359,7 +363,7 @@ def test_without_llguidance_the_error_says_what_to_install(
 def test_a_tokenizer_without_bytes_is_refused() -> None:
     """What its tokens spell is not known, so that no format can follow them."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    formats = Formats(words.to_str, vocab_size=2, eos_token_ids=[1])
+    formats = GrammarCompiler(words.to_str, vocab_size=2, eos_token_ids=[1])
 
     with pytest.raises(InvalidParamsError, match="cannot use this model's tokenizer"):
         formats.compile(StructuredOutput(regex="a"))
@@ -368,9 +372,9 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: Tokenizer) -> None:
     """A mask has a bit for each id of the model, and none of an id without a text."""
     for vocab_size in (270, 300, 301, 4000):
-        formats = Formats(tokenizer.to_json, vocab_size=vocab_size, eos_token_ids=[END])
+        formats = GrammarCompiler(tokenizer.to_json, vocab_size=vocab_size, eos_token_ids=[END])
 
-        (mask,) = formats.compile(StructuredOutput(regex="(.|\n)*")).masks((), ())
+        (mask,) = formats.compile(StructuredOutput(regex="(.|\n)*")).token_bitmasks((), ())
 
         bits = np.unpackbits(mask, bitorder="little")
         assert len(mask) == -(-vocab_size // 8)
@@ -379,7 +383,9 @@ def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: To
         assert bits[END]
 
 
-def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer, formats: Formats) -> None:
+def test_a_choice_may_have_thousands_of_texts(
+    tokenizer: Tokenizer, formats: GrammarCompiler
+) -> None:
     """They are one terminal, not as many items of the parser."""
     texts = [f"c{i}" for i in range(4000)]
 
@@ -389,7 +395,7 @@ def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer, formats: For
     assert one.finish_reason == "stop"
 
 
-def test_a_parser_that_gives_up_says_why(tokenizer: Tokenizer, formats: Formats) -> None:
+def test_a_parser_that_gives_up_says_why(tokenizer: Tokenizer, formats: GrammarCompiler) -> None:
     """Too many rules at once: its own words, not that the model drew what is not allowed."""
     rules = " | ".join(f'"c{i}"' for i in range(2500))
 

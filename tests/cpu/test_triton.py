@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ramify.attention.backend import AttentionSpec
-from ramify.attention.staging import NUM_STAGES, StepArrays
+from ramify.attention.staging_buffers import NUM_STAGES, StagingBuffers
 from tests.cpu.attention_cases import (
     CPU,
     Step,
@@ -92,7 +92,7 @@ def test_a_prefix_read_once_gives_the_bits_of_one_read_by_each(kind: str) -> Non
     assert_same_bits(run(grouping, step), expected)
     assert_same_bits(run(triton(spec, split=False), unshared), expected)
 
-    items = [len(backend.plan(one.batch).arrays["short_items"].nonzero()) for backend, one in
+    items = [len(backend.plan(one.batch).arrays["decode_items"].nonzero()) for backend, one in
              ((grouping, step), (plain, unshared))]  # fmt: skip
     assert items[0] < items[1]
 
@@ -134,7 +134,7 @@ def test_what_a_step_is_planned_into_keeps_its_address() -> None:
 
     def planned(cached: int) -> tuple[tuple[int, ...], list[int]]:
         plan = backend.plan(batch_of(spec, [(cached, 1), (cached, 1)], rows))
-        tensors = [*plan.arrays.values(), plan.part_total, plan.part_stats]
+        tensors = [*plan.arrays.values(), plan.partial_acc, plan.partial_ml]
         return plan.signature, [tensor.data_ptr() for tensor in tensors]
 
     planned(159)  # the largest step first, as a captured one is
@@ -182,12 +182,12 @@ def test_pb31_one_upload_per_step_and_ab13_nothing_read_back() -> None:
 
 def test_ab26_a_buffer_on_its_way_is_not_written_again() -> None:
     """Consecutive steps are staged in different host buffers, and the device has the last one."""
-    arrays = StepArrays(CPU)
+    arrays = StagingBuffers(CPU)
     steps = [torch.arange(4, dtype=torch.int32).add(10 * n).numpy() for n in range(3)]
     staged = []
 
     for step in steps:
-        found = arrays.put({"a": step, "last": step})
+        found = arrays.upload({"a": step, "last": step})
         staged.append(arrays._host[(arrays._step - 1) % NUM_STAGES].copy())
         assert found["a"][:, 0].tolist() == step.tolist()
 

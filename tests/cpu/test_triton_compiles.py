@@ -16,9 +16,9 @@ from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ramify.attention import triton_kernels
+from ramify.kernels.triton import paged_attention
 from ramify.attention.backend import AttentionSpec
-from ramify.attention.triton import TritonBackend
+from ramify.attention.backends.triton import TritonBackend
 from tests.cpu.attention_cases import batch_of, planes_of, spec_of
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
@@ -46,15 +46,15 @@ class Compiled:
         found = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
         assert found.metadata.shared <= SHARED, (constants, found.metadata.shared)
         if not enable_fp_fusion:
-            assert "fma.rn.f32" not in found.asm["ptx"] or constants["TYPE"] == triton_kernels.tl.float32
+            assert "fma.rn.f32" not in found.asm["ptx"] or constants["TYPE"] == paged_attention.tl.float32
         print(constants.get("BLOCK_M"), found.metadata.shared)
 
-triton_kernels.attend = Compiled(triton_kernels.attend)
-triton_kernels.merge_splits = Compiled(triton_kernels.merge_splits)
+paged_attention.paged_attention = Compiled(paged_attention.paged_attention)
+paged_attention.merge_split_kv = Compiled(paged_attention.merge_split_kv)
 WIDE = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16)
 for changes in eval(sys.argv[3]):
     spec = spec_of(**(WIDE | changes))
-    backend = TritonBackend(spec, torch.device("cpu"), enough_programs=1 << 20)
+    backend = TritonBackend(spec, torch.device("cpu"), saturating_programs=1 << 20)
     backend._interpreted = False
     rows = [list(range(64))]
     for cached, new in ((1000, 1), (0, 200)):

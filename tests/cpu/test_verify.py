@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from ramify import LLM
 from ramify.cli import app
-from ramify.engine.verify import Verifier, lines_of, made_up_prompts
+from ramify.engine.exactness_check import ExactnessCheck, random_prompts, read_prompt_lines
 from ramify.errors import ConfigError
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.attention_mutants import CutAtNodeBoundary
@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts_for(llm: LLM, num: int = 4) -> list[tuple[int, ...]]:
-    return made_up_prompts(num, llm.model_config.vocab_size, llm.config.max_model_len)
+    return random_prompts(num, llm.model_config.vocab_size, llm.config.max_model_len)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
@@ -29,7 +29,7 @@ def test_every_way_of_computing_gives_the_same_bits(checkpoint: Path, kv_dtype: 
     """Whatever K/V is stored in; and each way did what it is there for."""
     llm = LLM(checkpoint, kv_dtype=kv_dtype, kv_cache_tokens=2048)
 
-    ways = {way.name: way for way in Verifier(llm, prompts_for(llm), 4).ways()}
+    ways = {way.name: way for way in ExactnessCheck(llm, prompts_for(llm), 4).scenarios()}
 
     assert all(way.differences == [] for way in ways.values())
     assert all(way.num_logits and way.num_kv for way in ways.values())
@@ -43,7 +43,11 @@ def test_a_backend_that_depends_on_the_cache_is_found(checkpoint: Path) -> None:
     llm = LLM(checkpoint, kv_cache_tokens=2048)
     llm.runner.backend = CutAtNodeBoundary(llm.attention_spec, CPU)
 
-    found = [one for way in Verifier(llm, prompts_for(llm), 4).ways() for one in way.differences]
+    found = [
+        one
+        for way in ExactnessCheck(llm, prompts_for(llm), 4).scenarios()
+        for one in way.differences
+    ]
 
     assert found
     assert all(one.layer is None or one.layer > 0 for one in found)
@@ -72,8 +76,8 @@ def test_prompts_of_a_file_are_its_lines(checkpoint: Path, tmp_path: Path) -> No
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo and more\n")
 
-    assert [len(prompt) > 0 for prompt in lines_of(llm, path)] == [True, True]
+    assert [len(prompt) > 0 for prompt in read_prompt_lines(llm, path)] == [True, True]
     with pytest.raises(ConfigError, match="cannot read"):
-        lines_of(llm, tmp_path / "nowhere")
+        read_prompt_lines(llm, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="the limit is"):
-        Verifier(llm, [tuple([1] * llm.config.max_model_len)])
+        ExactnessCheck(llm, [tuple([1] * llm.config.max_model_len)])

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.attention.block_rows import address, jit
-from ramify.attention.workers import take_from_end
+from ramify.kernels.cpu.online_softmax import data_address, jit
+from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
 
 @jit
 def take(counters, total, last):
-    return take_from_end(address(counters), total, last)
+    return next_task_from_either_end(data_address(counters), total, last)
 
 
 @jit
 def take_all(counters, total, last, times):
     """Count in `times` how often each task was taken."""
-    task = take_from_end(address(counters), total, last)
+    task = next_task_from_either_end(data_address(counters), total, last)
     while task >= 0:
         times[task] += 1
-        task = take_from_end(address(counters), total, last)
+        task = next_task_from_either_end(data_address(counters), total, last)
 
 
 @given(st.integers(0, 40), st.lists(st.booleans(), max_size=60))

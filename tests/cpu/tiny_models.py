@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ramify.attention.blocked import BlockedBackend
-from ramify.attention.tree import TreeBackend
-from ramify.models.linear import LINEAR_STRATEGIES, why_not
+from ramify.attention.backends.blocked import BlockedBackend
+from ramify.attention.backends.cpu import CpuBackend
 from ramify.models.loader import Decoder, load_model
+from ramify.models.ops.torch_linear import TORCH_LINEARS, strategy_supports
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.engine_cases import LLAMA3_ROPE, Model
 
@@ -45,7 +45,7 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 # latent attention over all keys, and over those that an index selects; written by transformers
 LATENT = ("v2", "v32")
-WORDS = {*LINEAR_STRATEGIES, "int8", "fp8", "blocked"}
+WORDS = {*TORCH_LINEARS, "int8", "fp8", "blocked"}
 
 
 class TinyModels:
@@ -63,20 +63,20 @@ class TinyModels:
             family: of `DENSE` or `LATENT`.
             variant: a dtype, then any of: a strategy of linears (else what the probe chooses: what
                 everybody gets), `int8` or `fp8` for K/V, `blocked` for attention by torch alone, as
-                without Numba. `float32-packed-int8`.
+                without Numba. `float32-onednn-int8`.
         """
         if (family, variant) not in self._models:
             dtype, *words = variant.split("-")
             assert set(words) <= WORDS, f"{variant}: unknown"
-            strategy = next((word for word in words if word in LINEAR_STRATEGIES), None)
-            reason = why_not(strategy, torch.zeros(8, 8)) if strategy else None
+            strategy = next((word for word in words if word in TORCH_LINEARS), None)
+            reason = strategy_supports(strategy, torch.zeros(8, 8)) if strategy else None
             if reason is not None:
                 pytest.skip(f"no {strategy} linears: {reason}")
             self._models[family, variant] = Model(
                 f"{family}-{variant}",
                 self._decoder(family, dtype, strategy),
                 kv_dtype=next((word for word in words if word in ("int8", "fp8")), "auto"),
-                backend=BlockedBackend if "blocked" in words else TreeBackend,
+                backend=BlockedBackend if "blocked" in words else CpuBackend,
             )
         return self._models[family, variant]
 

@@ -25,8 +25,8 @@ SCHEMA: Any = schemathesis.openapi.from_asgi("/openapi.json", BENCH.app)
 @pytest.fixture(scope="module", autouse=True)
 def _closed() -> Any:
     yield
-    BENCH.llm._loop.stop()
-    BENCH.llm._loop.join()
+    BENCH.llm._engine_thread.stop()
+    BENCH.llm._engine_thread.join()
     BENCH.assert_nothing_left()
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ramify.attention.backend import AttentionBackend, AttentionSpec, backend_class
+from ramify.attention.backends.eager import EagerBackend
+from ramify.attention.backends.triton import TritonBackend
 from ramify.attention.batch import AttentionBatch
-from ramify.attention.eager import EagerBackend
-from ramify.attention.op import OpaqueAttention
-from ramify.attention.triton import TritonBackend
+from ramify.attention.custom_op import AttentionCustomOp
 from tests.cpu.attention_cases import (
     CPU,
     Step,
@@ -117,7 +117,7 @@ def test_a_chunk_of_any_length_gives_the_bits_of_the_whole_prompt(kind: str) -> 
     for cached, new in ((512, 789), (1000, 200), (1290, 11), (1297, 4), (511, 1), (1300, 1)):
         part = whole.take(slice(cached, cached + new), batch_of(spec, [(cached, new)], rows))
         for enough in (0, 1 << 20):
-            found = run(TritonBackend(spec, GPU, enough_programs=enough), part)
+            found = run(TritonBackend(spec, GPU, saturating_programs=enough), part)
             assert_same_bits(found, expected[cached : cached + new])
 
 
@@ -199,7 +199,7 @@ def test_a_captured_decode_step_serves_the_next_ones(kind: str) -> None:
 
 
 class Attends(nn.Module):
-    def __init__(self, attention: OpaqueAttention, planes: dict[str, Tensor]) -> None:
+    def __init__(self, attention: AttentionCustomOp, planes: dict[str, Tensor]) -> None:
         super().__init__()
         self.attention, self.planes = attention, planes
 
@@ -214,7 +214,7 @@ def test_a_compiled_decode_step_is_one_graph() -> None:
     rows = [list(range(100))]
     step = on_gpu(step_of(spec, [(700, 1)], rows=rows))
     planes = {name: plane.nan_to_num() for name, plane in step.planes.items()}
-    module = Attends(OpaqueAttention(made("triton", spec), spec.out_dim), planes)
+    module = Attends(AttentionCustomOp(made("triton", spec), spec.v_head_dim), planes)
     compiled = torch.compile(module, fullgraph=True)
 
     for cached in (700, 701):

@@ -30,8 +30,8 @@ class Gate:
             assert self.allowed.acquire(timeout=LIMIT_S)
         return self.device.execute(plan)
 
-    def erase_pages(self, pages: Any) -> None:
-        self.device.erase_pages(pages)
+    def zero_pages(self, pages: Any) -> None:
+        self.device.zero_pages(pages)
 
     def copy_pages(self, pairs: Any) -> None:
         self.device.copy_pages(pairs)
@@ -53,14 +53,14 @@ class AsyncBench:
         self.gate = Gate(self.bench.device)
         self.gate.is_open = not closed
         self.bench.core.executor = self.gate
-        self.llm = AsyncLLM.over(self.bench.core)
+        self.llm = AsyncLLM.from_core(self.bench.core)
 
     def assert_nothing_left(self) -> None:
         """When the thread is over: no request, no page, no lease."""
         core = self.bench.core
         assert not core.has_unfinished
         assert not core._requests
-        assert not self.llm._loop._inboxes
+        assert not self.llm._engine_thread._collectors
         for pin in core.cache.pins():
             core.cache.unpin(pin)
         stats = core.cache.stats()

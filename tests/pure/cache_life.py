@@ -55,7 +55,7 @@ class LifeMachine(CacheMachine):
             ghost_pages=ghost_pages,
             prompts=prompts,
         )
-        self.cache._pins._now_s = lambda: self.now_s
+        self.cache._pin_table._clock = lambda: self.now_s
 
     def holders(self) -> list[Request]:
         return [*self.live, *(request for _, request in self.kept)]

@@ -124,7 +124,7 @@ class CacheModel:
             remembered,
             [*store.queue.nodes()],
             dict(tree.roots),
-            [*self.cache._book.live()],
+            [*self.cache._registry.live()],
         )
 
     def refused(self, error: type[Exception], call: Callable[..., object], *args: object) -> None:
@@ -349,7 +349,7 @@ class CacheModel:
                 if page is None:
                     ghosts.add(prefix)
                 else:
-                    found[prefix] = (page, tree.holder[node] != 0, tree.pins[node])
+                    found[prefix] = (page, tree.leader[node] != 0, tree.ref_count[node])
             todo += [(child, tokens) for child in tree.children(node)]
         return found, ghosts
 

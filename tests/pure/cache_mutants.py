@@ -6,12 +6,12 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from ramify.cache import CacheKey, Lease, PageLedger, PrefixCache, RadixTree
-from ramify.cache.eviction import EvictionQueue
+from ramify.cache.eviction_queue import EvictionQueue
 from ramify.cache.hash_index import HashIndex
 from ramify.cache.key import chain_hashes
-from ramify.cache.leasing import Leasing
+from ramify.cache.lease_ops import LeaseOps
+from ramify.cache.node_store import NodeStore
 from ramify.cache.pages import ID_BYTES, pack_pages
-from ramify.cache.store import PageStore
 from ramify.errors import LeaseError, PageOwnershipError
 
 Found = tuple[list[int], int, int]  # what a tree finds: nodes, a node in part, how much of it
@@ -21,10 +21,10 @@ class Rewired(PrefixCache):
     """A cache with parts of other types, and an index that has splits and long nodes."""
 
     tree_type: ClassVar[type[RadixTree]] = RadixTree
-    store_type: ClassVar[type[PageStore]] = PageStore
+    store_type: ClassVar[type[NodeStore]] = NodeStore
     ledger_type: ClassVar[type[PageLedger]] = PageLedger
     queue_type: ClassVar[type[EvictionQueue]] = EvictionQueue
-    leasing_type: ClassVar[type[Leasing]] = Leasing
+    leasing_type: ClassVar[type[LeaseOps]] = LeaseOps
 
     def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
         super().__init__(num_pages, page_size, **{**options, "index": "radix"})
@@ -32,7 +32,7 @@ class Rewired(PrefixCache):
         self._store.__class__ = self.store_type
         self._store.ledger.__class__ = self.ledger_type
         self._store.queue.__class__ = self.queue_type
-        self._leasing.__class__ = self.leasing_type
+        self._lease_ops.__class__ = self.leasing_type
 
 
 # -- publish before compute ----------------------------------------------------------------
@@ -43,15 +43,15 @@ class ReadyWhenAnnounced(PrefixCache):
 
     def announce(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> Lease:
         new = super().announce(lease, key, private)
-        for node in self._book.announced(new):
-            self._tree.holder[node] = 0
+        for node in self._registry.pending_nodes(new):
+            self._tree.leader[node] = 0
         return new
 
 
 class _ForgetfulTree(RadixTree):
     def split(self, node: int, num_pages: int) -> int:
         upper = super().split(node, num_pages)
-        self.holder[upper] = 0
+        self.leader[upper] = 0
         return upper
 
 
@@ -67,7 +67,7 @@ class SplitForgetsPending(Rewired):
 class _UnpinningTree(RadixTree):
     def split(self, node: int, num_pages: int) -> int:
         upper = super().split(node, num_pages)
-        self.pins[upper] = 0
+        self.ref_count[upper] = 0
         return upper
 
 
@@ -77,7 +77,7 @@ class UpperHalfUnpinned(Rewired):
     tree_type = _UnpinningTree
 
 
-class _UpsideDownStore(PageStore):
+class _UpsideDownStore(NodeStore):
     leases: Iterable[Lease]
 
     def split(self, node: int, num_pages: int) -> int:
@@ -96,7 +96,7 @@ class OldLeaseKeepsPrefix(Rewired):
     def __init__(self, num_pages: int, page_size: int = 16, **options: Any) -> None:
         super().__init__(num_pages, page_size, **options)
         assert isinstance(self._store, _UpsideDownStore)
-        self._store.leases = self._book.live()
+        self._store.leases = self._registry.live()
 
 
 # -- stale table after publish -------------------------------------------------------------
@@ -107,18 +107,18 @@ class DuplicatesReturned(PrefixCache):
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
         new = super().publish(lease, key, private)
-        taken = pack_pages(private)[: len(new.packed) - len(lease.packed)]
+        taken = pack_pages(private)[: len(new.packed_pages) - len(lease.packed_pages)]
         stale = Lease(
             new.id,
-            new.source,
+            new.full_key,
             new.num_tokens,
-            lease.packed + taken,
+            lease.packed_pages + taken,
             new.node,
             new.num_pending,
-            new.holder,
-            new.counted,
+            new.leader,
+            new.lookup_counts,
         )
-        self._book._live[new.id] = stale
+        self._registry._live[new.id] = stale
         return stale
 
 
@@ -132,13 +132,13 @@ class DeadLeaseReleased(PrefixCache):
         try:
             super().release(lease, private)
         except LeaseError:
-            if lease.id in self._book._live:
+            if lease.id in self._registry._live:
                 raise
             tree, key = self._tree, lease.key
             root = tree.roots.get(key.namespace, 0)
             path = tree.find(root, key.atoms, len(key.atoms), pending=True)[0] if root else []
             for node in path:
-                tree.pins[node] -= 1
+                tree.ref_count[node] -= 1
 
 
 class _TrustingLedger(PageLedger):
@@ -166,12 +166,12 @@ class _PitilessQueue(EvictionQueue):
         leaves = [
             node
             for node in tree.nodes()
-            if tree.resident[node] and not tree.resident_children[node] and not tree.holder[node]
+            if tree.resident[node] and not tree.resident_children[node] and not tree.leader[node]
         ]
         return min(leaves, key=tree.last_access.__getitem__, default=0)
 
     def remove(self, node: int) -> None:
-        if self.place[node]:
+        if self.ticket[node]:
             super().remove(node)
 
 
@@ -189,8 +189,8 @@ class PinnedEvicted(Rewired):
 # -- match off by one page -----------------------------------------------------------------
 
 
-class _WholePromptLeasing(Leasing):
-    def usable(self, key: CacheKey) -> int:
+class _WholePromptLeasing(LeaseOps):
+    def matchable_bytes(self, key: CacheKey) -> int:
         return key.num_pages(self._page_size) * self._tree.page_bytes
 
 
@@ -214,9 +214,9 @@ class OnePageTooMany(Rewired):
     tree_type = _OverreachingTree
 
 
-class _HesitantLeasing(Leasing):
-    def usable(self, key: CacheKey) -> int:
-        return max(0, super().usable(key) - self._tree.page_bytes)
+class _HesitantLeasing(LeaseOps):
+    def matchable_bytes(self, key: CacheKey) -> int:
+        return max(0, super().matchable_bytes(key) - self._tree.page_bytes)
 
 
 class OnePageTooFew(Rewired):
@@ -235,13 +235,13 @@ class PrivateLeaked(PrefixCache):
         super().release(lease)
 
 
-class _LeakingStore(PageStore):
+class _LeakingStore(NodeStore):
     def drop_pending(self, nodes: Iterable[int]) -> None:
         tree = self.tree
         for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
-            tree.pins[node] = tree.holder[node] = 0
+            tree.ref_count[node] = tree.leader[node] = 0
             tree.evict_tail(node, tree.resident[node])
-            self.ghosts.add(node, self.ghosts.reason[node], self.now_s())
+            self.ghosts.add(node, self.ghosts.reason[node], self.clock())
         self.ghosts.trim()
 
 
@@ -288,8 +288,8 @@ class NamespacesShared(Rewired):
 class _SeancingTree(RadixTree):
     def find(self, root: int, atoms: bytes, end: int, *, pending: bool) -> Found:
         path: list[int] = []
-        for node, shared in self.follow(root, atoms, 0, end):
-            if self.holder[node] and not pending:
+        for node, shared in self.find_including_evicted(root, atoms, 0, end):
+            if self.leader[node] and not pending:
                 break
             if shared < self.length[node]:
                 return path, node, shared
@@ -328,7 +328,7 @@ class RefilledBackwards(Rewired):
     tree_type = _MixedUpTree
 
 
-class _UnlistedStore(PageStore):
+class _UnlistedStore(NodeStore):
     def _refill(self, node: int, packed: bytes) -> None:
         super()._refill(node, packed)
         self.num_evictable -= len(packed) // ID_BYTES
@@ -344,7 +344,7 @@ class RefilledNotEvictable(Rewired):
 
 
 class _CredulousIndex(HashIndex):
-    def _is(self, node: int, parent: int, page: bytes) -> bool:
+    def _matches(self, node: int, parent: int, page: bytes) -> bool:
         return True
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.config import EngineConfig, resolve
-from ramify.engine.advance import TextDecoder
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.speculative import Drafter
+from ramify.engine.output_processor import IncrementalDetokenizer
+from ramify.engine.speculation.drafter import Drafter
 from ramify.params import FinishReason, RequestOutput, SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
 
@@ -47,7 +47,7 @@ class Bench:
     speculative: str = "off"
     max_draft_tokens: int = 15
     check_sample: float = 0.0
-    text_decoder: Callable[[], TextDecoder] = LetterDecoder
+    text_decoder: Callable[[], IncrementalDetokenizer] = LetterDecoder
     tokens: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Bench:
             self.device,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
-            text_decoder=self.text_decoder,
+            detokenizer_factory=self.text_decoder,
             drafter=self.drafter,
             clock=lambda: self.time,
         )

@@ -20,12 +20,12 @@ import ramify
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.server.app import Server
-from ramify.server.listener import Listener
-from ramify.server.protocol import PatientProtocol
+from ramify.server.http.timeout_protocol import TimeoutProtocol
+from ramify.server.http.uvicorn_server import DrainingServer
 from ramify.server.service import Service
-from ramify.server.tenants import Keys
+from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import Gate
 
@@ -42,7 +42,7 @@ class Live:
     server: Server
     llm: AsyncLLM
     gate: Gate
-    listener: Listener
+    listener: DrainingServer
     thread: threading.Thread
     loop: asyncio.AbstractEventLoop
 
@@ -56,7 +56,7 @@ class Live:
         return self.post("/v1/completions", {"prompt": text, "max_tokens": 4} | fields)
 
     def look(self, call: Callable[[EngineCore], Any]) -> Any:
-        return self.llm._loop.call(call).result(LIMIT_S)
+        return self.llm._engine_thread.call(call).result(LIMIT_S)
 
     def is_idle(self) -> bool:
         """No request, lease, private page or metered use is left."""
@@ -66,7 +66,7 @@ class Live:
             stats = core.cache.stats()
             return not core._requests and not stats.num_leases and not stats.private_pages
 
-        return self.look(look) and not self.server.service.meter._uses
+        return self.look(look) and not self.server.service.quotas._usage
 
     def until_idle(self) -> None:
         until(self.is_idle)
@@ -117,19 +117,19 @@ def fake_engine(
         config,
         gate,
         vocab_size=TOKENIZER.vocab_size,
-        text_decoder=lambda: Detokenizer(TOKENIZER),
+        detokenizer_factory=lambda: Detokenizer(TOKENIZER),
     )
-    return AsyncLLM.over(core, TOKENIZER), gate
+    return AsyncLLM.from_core(core, TOKENIZER), gate
 
 
 @contextmanager
 def live(
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     *,
     drain_s: float = 30.0,
     local_admin: bool = True,
     model: str = "fake",
-    protocol: type[PatientProtocol] = PatientProtocol,
+    protocol: type[TimeoutProtocol] = TimeoutProtocol,
     **options: Any,
 ) -> Iterator[Live]:
     """Listens until the end of the block."""
@@ -150,7 +150,7 @@ def live(
         access_log=False,
         timeout_graceful_shutdown=1,
     )
-    listener = Listener(
+    listener = DrainingServer(
         config,
         server.health,
         on_listening=on_listening,
@@ -167,8 +167,8 @@ def live(
         gate.open()
         listener.should_exit = listener.force_exit = True
         thread.join(LIMIT_S)
-        llm._loop.stop()
-        llm._loop.join(LIMIT_S)
+        llm._engine_thread.stop()
+        llm._engine_thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import PrefixCache
-from ramify.engine.step import Draw, StepPlan
+from ramify.engine.step import SampleSpec, StepPlan
 from ramify.kv.block_table import PagedBlockTable
 from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
@@ -65,11 +65,11 @@ class Bench:
             ids += one.tokens[one.num_computed : end]
             if end == len(one.tokens):
                 row = int(batch.cu_seqlens_q[at + 1]) - 1
-                draws.append(Draw(at, row, end, SamplingParams(), 0, None))
+                draws.append(SampleSpec(at, row, end, SamplingParams(), 0, None))
         plan = StepPlan(
             batch, np.array(ids, np.int64), tuple(draws), (), tuple(range(batch.num_seqs))
         )
-        drawn = self.device.execute(plan).drawn
+        drawn = self.device.execute(plan).sampled
         self.cache.check()
         return [drawn[at].token_ids[0] if at in drawn else None for at in range(len(sequences))]
 

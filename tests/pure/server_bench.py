@@ -14,11 +14,11 @@ import ramify
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.structured import Formats
-from ramify.engine.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.server.app import Server
 from ramify.server.service import Generation, Service
-from ramify.server.tenants import Keys
+from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class ServerBench:
     def __init__(
         self,
         *,
-        keys: Keys | None = None,
+        keys: ApiKeys | None = None,
         local_admin: bool = True,
         pool_tokens: int = 8192,
         page_size: int = 16,
@@ -74,17 +74,17 @@ class ServerBench:
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
         self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)
-        formats = Formats(tokenizer.to_json, vocab_size=vocab, eos_token_ids=ends)
+        formats = GrammarCompiler(tokenizer.to_json, vocab_size=vocab, eos_token_ids=ends)
         self.core = EngineCore(
             config,
             self.device,
             vocab_size=vocab,
             eos_token_ids=ends,
             namespace=b"",
-            text_decoder=lambda: Detokenizer(tokenizer),
-            formats=formats.compile,
+            detokenizer_factory=lambda: Detokenizer(tokenizer),
+            grammar_compiler=formats.compile,
         )
-        self.llm = AsyncLLM.over(self.core, tokenizer)
+        self.llm = AsyncLLM.from_core(self.core, tokenizer)
         self.service = Service(
             self.llm,
             tokenizer,
@@ -118,8 +118,8 @@ class ServerBench:
 
     def assert_nothing_left(self) -> None:
         assert not self.core._requests
-        assert not self.llm._loop._inboxes
-        assert not [use for use in self.service.meter._uses.values() if use.live]
+        assert not self.llm._engine_thread._collectors
+        assert not [use for use in self.service.quotas._usage.values() if use.live]
         for pin in self.core.cache.pins():
             self.core.cache.unpin(pin)
         stats = self.core.cache.stats()

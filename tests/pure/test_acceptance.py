@@ -3,9 +3,16 @@
 import numpy as np
 import pytest
 
-from ramify.engine.acceptance import accept_or_pick
-from ramify.engine.sampler import Row, candidates, draw_all, draw_tokens, pick, uniform
-from ramify.engine.step import Draw
+from ramify.engine.execution.acceptance import rejection_sample
+from ramify.engine.execution.sampler import (
+    Row,
+    draw_tokens,
+    filter_logits,
+    philox_uniform,
+    sample_batch,
+    sample_from_cdf,
+)
+from ramify.engine.step import SampleSpec
 from ramify.params import SamplingParams
 
 NUM_DRAWS = 20_000
@@ -48,17 +55,17 @@ PARAMS = [
 def test_the_distribution_is_the_targets(params: SamplingParams, guess: int | None) -> None:
     """Likely guesses, unlikely ones, and those that top-k or top-p rule out; by counting."""
     wanted, found = target(params), dict[int, int]()
-    ids, weights = candidates(LOGITS, params)
+    ids, weights = filter_logits(LOGITS, params)
 
     for position in range(NUM_DRAWS):
-        token = accept_or_pick(ids, weights.copy(), uniform(17, position), guess)
+        token = rejection_sample(ids, weights.copy(), philox_uniform(17, position), guess)
         found[token] = found.get(token, 0) + 1
 
     statistic, freedom = chi2(found, wanted)
     assert statistic < CHI2_999[freedom]
 
 
-@pytest.mark.parametrize("choose", [accept_or_pick, pick])
+@pytest.mark.parametrize("choose", [rejection_sample, sample_from_cdf])
 @pytest.mark.parametrize("params", PARAMS[:4])
 def test_pairs_of_tokens_have_the_targets_distribution_too(
     params: SamplingParams, choose: object
@@ -75,9 +82,9 @@ def test_pairs_of_tokens_have_the_targets_distribution_too(
         tokens: list[int] = []
         while len(tokens) < 2:
             guesses = draft[len(tokens) :]
-            draw = Draw(0, 0, len(tokens), params, seed, None, guesses)
+            draw = SampleSpec(0, 0, len(tokens), params, seed, None, guesses)
             rows = np.repeat(LOGITS[None], len(guesses) + 1, 0)
-            drawn, failed = draw_all(rows, [draw], choose)  # type: ignore[arg-type]
+            drawn, failed = sample_batch(rows, [draw], choose)  # type: ignore[arg-type]
             assert not failed
             tokens += drawn[0].token_ids
             steps += 1
@@ -99,13 +106,13 @@ def test_pairs_of_tokens_have_the_targets_distribution_too(
 @pytest.mark.parametrize("params", PARAMS)
 def test_equality_accepts_as_often_as_rejection(params: SamplingParams) -> None:
     """With guesses that are certain of themselves both accept with the target's probability."""
-    ids, weights = candidates(LOGITS, params)
+    ids, weights = filter_logits(LOGITS, params)
     share = target(params)[1]
 
     rates = [
-        sum(choose(ids, weights.copy(), uniform(5, at), 1) == 1 for at in range(NUM_DRAWS))
+        sum(choose(ids, weights.copy(), philox_uniform(5, at), 1) == 1 for at in range(NUM_DRAWS))
         / NUM_DRAWS
-        for choose in (accept_or_pick, pick)
+        for choose in (rejection_sample, sample_from_cdf)
     ]
 
     assert rates == [pytest.approx(share, abs=4 * (0.25 / NUM_DRAWS) ** 0.5)] * 2
@@ -116,18 +123,18 @@ def test_a_guess_with_all_of_the_mass_is_accepted() -> None:
     ids = np.array([4, 9])
 
     for number in (0.0, 0.5, np.nextafter(1.0, 0.0)):
-        assert accept_or_pick(ids, np.array([0.0, 2.0]), number, 9) == 9
-        assert accept_or_pick(ids, np.array([0.0, 2.0]), number, 4) == 9
-        assert accept_or_pick(ids[:1], np.array([1.0]), number, 4) == 4
-        assert accept_or_pick(ids, np.array([1e-300, 1.0]), number, 9) == 9
+        assert rejection_sample(ids, np.array([0.0, 2.0]), number, 9) == 9
+        assert rejection_sample(ids, np.array([0.0, 2.0]), number, 4) == 9
+        assert rejection_sample(ids[:1], np.array([1.0]), number, 4) == 4
+        assert rejection_sample(ids, np.array([1e-300, 1.0]), number, 9) == 9
 
 
 def test_greedy_requests_are_not_left_to_chance() -> None:
     """Temperature 0 takes the likeliest token, guessed or not."""
     rows = np.repeat(LOGITS[None], 3, 0)
-    draw = Draw(0, 0, 5, SamplingParams(), 3, None, (1, 3))
+    draw = SampleSpec(0, 0, 5, SamplingParams(), 3, None, (1, 3))
 
-    drawn, _ = draw_all(rows, [draw], accept_or_pick)
+    drawn, _ = sample_batch(rows, [draw], rejection_sample)
 
     assert drawn[0].token_ids == (1, 1) == draw_tokens(rows, draw).token_ids
 
@@ -135,9 +142,9 @@ def test_greedy_requests_are_not_left_to_chance() -> None:
 def test_log_probabilities_come_with_every_token() -> None:
     """Of the model's own distribution, accepted or not."""
     rows = np.repeat(LOGITS[None], 3, 0)
-    draw = Draw(0, 0, 5, SamplingParams(temperature=1.0), 3, 2, (1, 1))
+    draw = SampleSpec(0, 0, 5, SamplingParams(temperature=1.0), 3, 2, (1, 1))
 
-    drawn, _ = draw_all(rows, [draw], accept_or_pick)
+    drawn, _ = sample_batch(rows, [draw], rejection_sample)
 
     assert [one.token_id for one in drawn[0].logprobs] == list(drawn[0].token_ids)
     assert all(len(one.top) == 2 for one in drawn[0].logprobs)
@@ -152,8 +159,8 @@ def test_a_guess_that_a_request_of_the_same_seed_has_drawn_changes_no_distributi
     for turn in range(3):
         found = dict[int, int]()
         for seed, guess in guesses.items():
-            draw = Draw(1 + turn, 0, 0, params, seed, None, guess if turn else ())
-            drawn, _ = draw_all(rows[: len(draw.draft) + 1], [draw], accept_or_pick)
+            draw = SampleSpec(1 + turn, 0, 0, params, seed, None, guess if turn else ())
+            drawn, _ = sample_batch(rows[: len(draw.draft) + 1], [draw], rejection_sample)
             token = drawn[1 + turn].token_ids[0]
             found[token] = found.get(token, 0) + 1
             guesses[seed] = (token,)

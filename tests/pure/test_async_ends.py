@@ -24,7 +24,7 @@ from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench
 
 async def main():
-    llm = AsyncLLM.over(Bench().core)
+    llm = AsyncLLM.from_core(Bench().core)
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=1500, ignore_eos=True))
     print("begun" if (await anext(stream)).new_token_ids else "nothing")
     return llm, stream
@@ -113,7 +113,7 @@ def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(one, EngineStoppedError) for one in found)
         assert "SystemExit: broken" in str(found[0])
-        await asyncio.to_thread(llm._loop.join)
+        await asyncio.to_thread(llm._engine_thread.join)
         health = llm.health()
         assert not health.is_alive
         assert "broken" in str(health.error)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.stream import merged
+from ramify.engine.serving.streams import merge_outputs
 from ramify.errors import (
     InvalidParamsError,
     OutOfPagesError,
@@ -94,7 +94,7 @@ def test_increments_that_are_merged_keep_what_only_one_of_them_has() -> None:
     while made.bench.core.has_unfinished:
         llm_events += made.bench.step()
 
-    one = merged(llm_events)
+    one = merge_outputs(llm_events)
 
     assert one.cache == llm_events[0].cache
     assert one.cache is not None
@@ -299,7 +299,7 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
             def pin(core: EngineCore) -> None:
                 from ramify.cache import CacheKey
 
-                core.cache.pin(CacheKey(range(1, 24), core.places.base), "a test")
+                core.cache.pin(CacheKey(range(1, 24), core.namespaces.base), "a test")
 
             await llm.run(pin)
             refused = await llm.generate(list(range(24, 48)), asked(20))

@@ -137,9 +137,9 @@ def test_decodes_are_a_batch_like_any_other(
     sharing = sharing_arrays([(-1, 0)] * len(lengths), len(lengths))
     cached = [lengths[row] for row in rows]
 
-    batch = AttentionBatch.of_decodes(rows, cached, table, sharing)
+    batch = AttentionBatch.from_decodes(rows, cached, table, sharing)
 
-    other = AttentionBatch.of(rows, cached, [1] * len(lengths), table, sharing)
+    other = AttentionBatch.from_rows(rows, cached, [1] * len(lengths), table, sharing)
     for field in dataclasses.fields(AttentionBatch):
         ours, theirs = getattr(batch, field.name), getattr(other, field.name)
         assert np.array_equal(ours, theirs), field.name
@@ -154,7 +154,7 @@ def test_a_decode_without_a_page_is_our_bug() -> None:
     rows, sharing = np.array([0, 1]), sharing_arrays((), 2)
 
     with pytest.raises(AssertionError, match="a new token has no page"):
-        AttentionBatch.of_decodes(rows, [3, 2], table, sharing)
+        AttentionBatch.from_decodes(rows, [3, 2], table, sharing)
 
 
 @pytest.mark.parametrize("num_last", [None, 1, 4])
@@ -181,7 +181,7 @@ def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None
                 for one, count in zip(own, counts, strict=True)
             ]
             num_rows = np.array(counts, np.int64)
-        part = batch.part(seqs, num_rows)
+        part = batch.select(seqs, num_rows)
         sharing = list(zip(batch.shared_with, batch.shared_len, strict=True))[: len(seqs)]
         sharing = shared.get(tuple(seqs), sharing)
         expected = AttentionBatch.build(own, table, sharing)
@@ -215,10 +215,10 @@ def test_those_that_stay_share_what_they_shared(texts: list[str], mask: int) -> 
     batch = AttentionBatch.build(extends, PagedBlockTable.of(rows, 2), sharing)
     seqs = [i for i in range(len(texts)) if mask >> i & 1]
 
-    part = batch.part(seqs)
+    part = batch.select(seqs)
 
     for num_tokens in range(2, 12, 2):
-        whole, found = batch.leaders(num_tokens), part.leaders(num_tokens)
+        whole, found = batch.prefix_leaders(num_tokens), part.prefix_leaders(num_tokens)
         pairs = [(i, j) for i in range(len(seqs)) for j in range(i)]
         for i, j in pairs:
             together = whole[seqs[i]] == whole[seqs[j]]

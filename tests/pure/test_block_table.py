@@ -13,7 +13,7 @@ from ramify.kv.block_table import (
     BlockTable,
     ContiguousBlockTable,
     PagedBlockTable,
-    SlotAllocator,
+    RowAllocator,
 )
 
 
@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("make", TABLES, ids=["paged", "contiguous"])
 
 def test_rows_stay_dense() -> None:
     """The smallest free row is handed out first, so that a table is filled from its start."""
-    rows = SlotAllocator(4)
+    rows = RowAllocator(4)
     taken = [rows.allocate() for _ in range(4)]
 
     for row in (2, 0, 3):
@@ -42,7 +42,7 @@ def test_rows_stay_dense() -> None:
 
 def test_no_row_is_given_twice() -> None:
     """When all rows are taken the error names their number and the way out."""
-    rows = SlotAllocator(1)
+    rows = RowAllocator(1)
     rows.allocate()
 
     with pytest.raises(CacheError, match=r"all 1 rows .* release a sequence"):
@@ -54,7 +54,7 @@ def test_no_row_is_given_twice() -> None:
 @pytest.mark.parametrize("row", [0, 1, 7, -1])
 def test_a_row_that_nobody_holds_cannot_be_released(row: int) -> None:
     """Releasing twice, or a row that does not exist, is an error and changes nothing."""
-    rows = SlotAllocator(2)
+    rows = RowAllocator(2)
     rows.release(rows.allocate())
 
     with pytest.raises(CacheError, match="not in use"):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, Lease, Media, PrefixCache, Salt
-from ramify.cache.continuation import MAX_SIBLINGS
+from ramify.cache.draft_lookup import MAX_SIBLINGS
 from ramify.errors import InvalidKeyError, LeaseError
 
 TEXT = list(range(10, 31))  # 5 pages of 4 and a token
@@ -134,6 +134,17 @@ def test_at_most_so_many_siblings_are_looked_at() -> None:
 
     assert after(cache, [*TEXT[:4], 1, 100]) == []
     assert after(cache, [*TEXT[:4], 1, 102]) == [3, 4]
+
+
+def test_draft_tokens_is_the_same_by_another_name() -> None:
+    """Its arguments are those of `continuation`."""
+    cache = PrefixCache(16, 4)
+    keep(cache, CacheKey(TEXT))
+    lease = cache.acquire(CacheKey(TEXT[:10]))
+    tail = TEXT[lease.num_tokens : 10]
+
+    assert cache.draft_tokens(lease, tail, 4) == cache.continuation(lease, tail, 4)
+    assert len(cache.draft_tokens(lease, tail, 4)) == 4
 
 
 def test_a_lease_that_has_ended_is_refused() -> None:

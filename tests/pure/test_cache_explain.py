@@ -30,7 +30,7 @@ def everything(cache: PrefixCache) -> tuple:
         [(node, store.ghosts.reason[node], store.ghosts.evicted_s[node]) for node in ghosts],
         list(store.queue.nodes()),
         dict(tree.roots),
-        store.clock,
+        store.num_lookups,
     )
 
 

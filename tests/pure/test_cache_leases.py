@@ -382,7 +382,7 @@ def test_a_policy_that_raises_leaves_no_lease_behind(monkeypatch: pytest.MonkeyP
     serve(cache, "abcd")
     lease = cache.acquire(key("abcde"))
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache._store.policy), "used", lambda *_: 1 / 0)
+        patch.setattr(type(cache._store.policy), "on_release", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.release(lease)
 
@@ -400,6 +400,20 @@ def test_what_a_lease_and_a_node_say_of_themselves() -> None:
 
     assert (upper.depth, upper.is_leaf, lower.depth, lower.is_leaf) == (1, False, 2, True)
     assert repr(lease) == f"Lease(id={lease.id}, num_tokens=2, num_pending=0)"
+
+
+@pytest.mark.parametrize(("old", "new"), [("packed", "packed_pages"), ("source", "full_key")])
+def test_former_names_of_a_lease_still_work(old: str, new: str) -> None:
+    """With a warning that says the present one."""
+    cache = PrefixCache(4, 2)
+    serve(cache, "abcd")
+    lease = cache.acquire(key("abcd"))
+
+    with pytest.warns(DeprecationWarning, match=new) as warned:
+        told = getattr(lease, old)
+
+    assert told is getattr(lease, new)
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize(("text", "told"), [("abcdef", "evicted"), ("abcdefgh", "hit")])
@@ -431,7 +445,7 @@ def test_a_page_holds_at_least_a_token(page_size: int) -> None:
 
 
 def lose_a_pin(cache: PrefixCache) -> None:
-    cache._tree.pins[next(cache._tree.nodes())] -= 1
+    cache._tree.ref_count[next(cache._tree.nodes())] -= 1
 
 
 def lose_a_page(cache: PrefixCache) -> None:
@@ -444,7 +458,7 @@ def miscount_evictable(cache: PrefixCache) -> None:
 
 
 def orphan_a_pending_node(cache: PrefixCache) -> None:
-    cache._tree.holder[next(cache._tree.nodes())] = 99
+    cache._tree.leader[next(cache._tree.nodes())] = 99
 
 
 @pytest.mark.parametrize(

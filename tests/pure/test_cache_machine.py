@@ -319,7 +319,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
         assert all(tree.first_child[root] for root in tree.roots.values()), "an empty root is left"
         if not self.budget:
             assert not tree.roots
-            assert len(tree._vacant) == tree._capacity - 1, "the number of a node is lost"
+            assert len(tree._free_ids) == tree._capacity - 1, "the number of a node is lost"
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ramify
-from ramify.cache import CacheKey, Media, PrefixCache, Salt, marks
-from ramify.cache.marks import _marks
+from ramify.cache import CacheKey, Media, PrefixCache, Salt, content_atoms
+from ramify.cache.content_atoms import _interned
 from ramify.errors import InvalidKeyError
 from tests.pure.test_cache_media import (
     CAT,
@@ -38,7 +38,7 @@ SOURCES = Path(ramify.__file__).parents[1]
 def alive() -> set[tuple[bytes, bytes]]:
     """(kind, digest) of all marks that anybody still uses."""
     gc.collect()
-    return set(_marks)
+    return set(_interned)
 
 
 # -- names that hold in every process ------------------------------------------------------
@@ -86,7 +86,7 @@ def test_page_hashes_of_content_are_the_same_in_every_process() -> None:
         told.append(run.stdout.split())
 
     assert [hashes for hashes, _ in told] == [b"".join(key.page_hashes(3)).hex()] * 2
-    assert told[0][1] != told[1][1]  # numbers of marks, which are not the same
+    assert told[0][1] != told[1][1]  # numbers of content_atoms, which are not the same
 
 
 @pytest.mark.parametrize(
@@ -262,28 +262,33 @@ def test_a_number_is_given_again_when_nothing_uses_it() -> None:
 def test_when_all_numbers_are_used_new_content_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in use already still has its own."""
     old = prompt(1, (b"o" * 32, 2))
-    monkeypatch.setattr(marks, "_LAST", 2)
+    monkeypatch.setattr(content_atoms, "_LAST", 2)
 
     assert prompt(1, (b"o" * 32, 2)) == old
-    monkeypatch.setattr(marks, "_given_back", [])
+    monkeypatch.setattr(content_atoms, "_free_numbers", [])
     with pytest.raises(InvalidKeyError, match="in use"):
         prompt(1, (b"n" * 32, 2))
 
 
 def test_threads_that_make_the_same_mark_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes second through the lock finds what the first has made."""
-    kind, digest, theirs, lock = b"media\0", b"t" * 32, list[marks.Mark](), marks._making
+    kind, digest, theirs, lock = (
+        b"media\0",
+        b"t" * 32,
+        list[content_atoms.ContentAtom](),
+        content_atoms._interning_lock,
+    )
 
     class Overtaken:
         def __enter__(self) -> None:
-            monkeypatch.setattr(marks, "_making", lock)
-            theirs.append(marks.mark_of(kind, digest))
+            monkeypatch.setattr(content_atoms, "_interning_lock", lock)
+            theirs.append(content_atoms.intern_content(kind, digest))
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(marks, "_making", Overtaken())
+    monkeypatch.setattr(content_atoms, "_interning_lock", Overtaken())
 
-    assert marks.mark_of(kind, digest) is theirs[0]
+    assert content_atoms.intern_content(kind, digest) is theirs[0]
 
 
 def test_a_page_is_spelled_the_same_on_big_endian_hardware(
@@ -291,8 +296,8 @@ def test_a_page_is_spelled_the_same_on_big_endian_hardware(
 ) -> None:
     """Atoms go into hashes as little-endian, whatever they are in memory."""
     page = array("i", [1, 2, 3])
-    here = marks.spelled_out(page.tobytes(), ())
+    here = content_atoms.bytes_for_hash(page.tobytes(), ())
     page.byteswap()
-    monkeypatch.setattr(marks, "sys", SimpleNamespace(byteorder="big"))
+    monkeypatch.setattr(content_atoms, "sys", SimpleNamespace(byteorder="big"))
 
-    assert marks.spelled_out(page.tobytes(), ()) == here
+    assert content_atoms.bytes_for_hash(page.tobytes(), ()) == here

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, Lease, Media, PrefixCache, Salt
-from ramify.cache.marks import CONTINUED
+from ramify.cache.content_atoms import CONTINUED
 from ramify.cache.packed import common_pages
 from ramify.errors import InvalidKeyError
 
@@ -54,11 +54,11 @@ def assert_marks_agree(cache: PrefixCache) -> None:
     cache.check()
     tree = cache._tree
     nodes = list(tree.nodes())
-    assert set(tree.marks) <= set(nodes)
+    assert set(tree.content) <= set(nodes)
     for node in nodes:
         atoms = array("i", tree.edge(node))
         standing = {at: atom for at, atom in enumerate(atoms) if atom < CONTINUED}
-        assert {at: mark.atom for at, mark in tree.marks.get(node, ())} == standing
+        assert {at: mark.atom for at, mark in tree.content.get(node, ())} == standing
 
 
 # -- what is equal and what is not ---------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from ramify.cache import PrefixCache
-from ramify.cache.rebuild import condemn, rebuild
+from ramify.cache.maintenance import evict_suspect_prefix, reset
 from ramify.errors import LeaseError, PinError
 from tests.pure.test_prefix_cache import begin, key, serve
 
@@ -19,9 +19,9 @@ def test_what_is_condemned_goes_with_all_behind_it_and_its_pins(index: str) -> N
     doomed, other = cache.pin(key("abcdef"), "one"), cache.pin(key("uvwx"), "two")
     lease, private = begin(cache, "abcdXYZWx")
 
-    first = condemn(cache, key("abcd!"))
+    first = evict_suspect_prefix(cache, key("abcd!"))
     cache.release(lease, private)
-    second = condemn(cache, key("abcd!"))
+    second = evict_suspect_prefix(cache, key("abcd!"))
 
     assert [pin.id for pin in cache.pins()] == [other.id]
     with pytest.raises(PinError):
@@ -39,7 +39,7 @@ def test_what_nobody_has_cannot_be_condemned() -> None:
     serve(cache, "abcd")
 
     for one in (key("xyz"), key("abcd", "elsewhere"), key(""), key("a")):
-        assert condemn(cache, one) == []
+        assert evict_suspect_prefix(cache, one) == []
     assert cache.match(key("abcde")).num_tokens == 4
 
 
@@ -56,7 +56,7 @@ def test_a_pin_may_expire_while_it_is_condemned() -> None:
         serve(cache, "abcd")
         pin = cache.pin(key("abcd"), "me", 100.0)
         now[0] = pin.expires_s - early
-        assert len(condemn(cache, key("abcd"))) == 2
+        assert len(evict_suspect_prefix(cache, key("abcd"))) == 2
         assert not cache.pins()
         cache.check()
 
@@ -73,7 +73,7 @@ def test_a_cache_is_built_anew_in_place(index: str) -> None:
     lookups = cache.stats().lookups
     subscription.take()
 
-    assert rebuild(cache) == 1
+    assert reset(cache) == 1
 
     assert cache.stats().free_pages == cache.num_pages == cache.num_available
     assert (cache.policy, cache.index, cache.pins()) == ("lru", index, [])

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, CacheStats, Histogram, PrefixCache
-from ramify.cache.recorder import GENERATION, bucket
-from ramify.cache.values import NUM_BUCKETS
+from ramify.cache.counters import RECENT_LOOKUPS, log2_bucket
+from ramify.cache.types import NUM_BUCKETS
 from tests.pure.cache_traffic import Clock, Traffic
 from tests.pure.test_prefix_cache import begin, key, publish, serve
 
@@ -48,11 +48,11 @@ def test_cancelled_lookups_never_count_lately_either(before: int) -> None:
     """Not even if a generation began while they counted."""
     cache = PrefixCache(64, 2)
     serve(cache, "abcd")
-    look_up(cache, "abcde", GENERATION - 5 + before)
+    look_up(cache, "abcde", RECENT_LOOKUPS - 5 + before)
     cancelled = [cache.acquire(CacheKey(range(100 * n, 100 * n + 90))) for n in range(1, 4)]
     for lease in cancelled:
         cache.cancel(lease)
-    look_up(cache, "abcde", GENERATION + 10)
+    look_up(cache, "abcde", RECENT_LOOKUPS + 10)
     stats = cache.stats()
 
     assert stats.recent_hit_tokens * 5 == stats.recent_tokens * 4
@@ -66,11 +66,11 @@ def test_the_recent_rate_forgets() -> None:
     seen = []
 
     for wanted in ("abcde", "unknown"):
-        for _ in range(3 * GENERATION):
+        for _ in range(3 * RECENT_LOOKUPS):
             look_up(cache, wanted)
             stats = cache.stats()
-            assert stats.recent_tokens <= 2 * GENERATION * len(wanted) + 4
-            assert stats.lookups < GENERATION or stats.recent_tokens >= GENERATION * 4
+            assert stats.recent_tokens <= 2 * RECENT_LOOKUPS * len(wanted) + 4
+            assert stats.lookups < RECENT_LOOKUPS or stats.recent_tokens >= RECENT_LOOKUPS * 4
         seen.append(round(cache.stats().recent_hit_rate, 3))
 
     assert seen == [0.8, 0.0]
@@ -208,9 +208,9 @@ def test_ages_are_counted_in_powers_of_two() -> None:
     assert len(bounds_s) == NUM_BUCKETS - 1
 
     for at, bound in enumerate(bounds_s):
-        assert bucket(bound * 0.999) == at
-        assert bucket(bound) == at + 1
-    assert (bucket(0), bucket(1e12)) == (0, NUM_BUCKETS - 1)
+        assert log2_bucket(bound * 0.999) == at
+        assert log2_bucket(bound) == at + 1
+    assert (log2_bucket(0), log2_bucket(1e12)) == (0, NUM_BUCKETS - 1)
 
 
 def test_a_quantile_is_an_upper_bound() -> None:
@@ -238,14 +238,14 @@ def test_residency_and_idleness_are_in_seconds_by_page() -> None:
 
     cache.evict(2)
     stats = cache.stats()
-    assert stats.residency.counts[bucket(11)] == 2
-    assert stats.idle.counts[bucket(1)] == 2
+    assert stats.residency.counts[log2_bucket(11)] == 2
+    assert stats.idle.counts[log2_bucket(1)] == 2
     cache.evict(1)
 
     stats = cache.stats()
     assert (stats.residency.total, stats.idle.total) == (3, 3)
-    assert stats.residency.counts[bucket(1)] == 1
-    assert stats.idle.counts[bucket(1)] == 3
+    assert stats.residency.counts[log2_bucket(1)] == 1
+    assert stats.idle.counts[log2_bucket(1)] == 3
 
 
 def test_the_gap_before_a_hit_is_counted_by_lookup() -> None:
@@ -262,7 +262,7 @@ def test_the_gap_before_a_hit_is_counted_by_lookup() -> None:
     gaps = cache.stats().reuse_gap
 
     assert gaps.total == 2
-    assert (gaps.counts[bucket(3)], gaps.counts[bucket(100)]) == (1, 1)
+    assert (gaps.counts[log2_bucket(3)], gaps.counts[log2_bucket(100)]) == (1, 1)
 
 
 def test_pages_that_are_still_in_use_have_a_last_use() -> None:
@@ -274,7 +274,7 @@ def test_pages_that_are_still_in_use_have_a_last_use() -> None:
 
     look_up(cache, "abcde")
 
-    assert cache.stats().reuse_gap.counts[bucket(1)] == 1
+    assert cache.stats().reuse_gap.counts[log2_bucket(1)] == 1
 
 
 def test_what_was_never_computed_is_no_ideal_hit() -> None:

@@ -1,7 +1,7 @@
 """The end of a prompt that nobody will ask for goes; all before it, and what others use, stays."""
 
 from ramify.cache import PrefixCache
-from ramify.cache.trim import drop_beyond
+from ramify.cache.trim import evict_suffix
 from tests.pure.test_prefix_cache import cached_nodes, drained, key, serve
 
 
@@ -16,13 +16,13 @@ def test_whole_pages_beyond_the_given_tokens_go() -> None:
     serve(cache, "abcdefghijkl")
     serve(cache, "abcdXY")
 
-    assert drop_beyond(cache, key("abcdefghijkl"), 7) == 3
+    assert evict_suffix(cache, key("abcdefghijkl"), 7) == 3
 
     assert cached(cache, "abcdefghijkl") == 6
     assert cached(cache, "abcdXY") == 6
     cache.check()
-    assert drop_beyond(cache, key("abcdefghijkl"), 7) == 0
-    assert drop_beyond(cache, key("abcdefgh"), 0) == 1  # "abcd" is another prompt's too
+    assert evict_suffix(cache, key("abcdefghijkl"), 7) == 0
+    assert evict_suffix(cache, key("abcdefgh"), 0) == 1  # "abcd" is another prompt's too
     assert cached(cache, "abcdXY") == 6
     assert drained(cache)
 
@@ -34,15 +34,15 @@ def test_nothing_goes_that_somebody_needs() -> None:
     serve(cache, "abcdefgh")
     before = cached_nodes(cache)
 
-    assert drop_beyond(cache, key("abcd"), 0) == 0
-    assert drop_beyond(cache, key("zz"), 0) == 0
-    assert drop_beyond(cache, key("abcdefgh", "other"), 0) == 0
+    assert evict_suffix(cache, key("abcd"), 0) == 0
+    assert evict_suffix(cache, key("zz"), 0) == 0
+    assert evict_suffix(cache, key("abcdefgh", "other"), 0) == 0
     lease = cache.acquire(key("abcdefgh?"))
-    assert drop_beyond(cache, key("abcdefgh"), 2) == 0
+    assert evict_suffix(cache, key("abcdefgh"), 2) == 0
     cache.release(lease)
 
     assert [node.pages for node in cached_nodes(cache)] == [node.pages for node in before]
-    assert drop_beyond(cache, key("abcdefgh"), 2) == 3
+    assert evict_suffix(cache, key("abcdefgh"), 2) == 3
     assert cached(cache, "abcdefgh") == 2
     assert drained(cache)
 
@@ -51,7 +51,7 @@ def test_what_is_left_can_still_be_evicted_and_used() -> None:
     """The rest of a run that was cut is in the order of eviction."""
     cache = PrefixCache(6, 2)
     serve(cache, "abcdefgh")
-    drop_beyond(cache, key("abcdefgh"), 4)
+    evict_suffix(cache, key("abcdefgh"), 4)
 
     assert cache.stats().free_pages == 4
     serve(cache, "abcdwxyz")

@@ -10,9 +10,9 @@ import pytest
 from ramify.cache import CacheKey, namespace_of
 from ramify.cache.key import namespace_parts
 from ramify.engine.async_llm import AsyncLLM
-from ramify.engine.cache_view import AsyncCacheView, CacheView, Cleared
+from ramify.engine.cache_admin.view import AsyncCacheView, CacheView, ClearResult
+from ramify.engine.cache_admin.warmup import WarmPrompt, read_prompts
 from ramify.engine.llm import LLM
-from ramify.engine.warm import WarmPrompt, read_prompts
 from ramify.errors import ConfigError, InvalidParamsError, PinError, RequestError
 from ramify.params import SamplingParams
 from tests.pure.async_bench import AsyncBench, run
@@ -23,7 +23,7 @@ ONE = SamplingParams(max_tokens=1)
 
 
 def served(**options: Any) -> LLM:
-    return LLM.over(Bench(**options).core)
+    return LLM.from_core(Bench(**options).core)
 
 
 def test_a_cleared_prefix_takes_what_follows_it_and_leaves_what_others_share() -> None:
@@ -36,8 +36,8 @@ def test_a_cleared_prefix_takes_what_follows_it_and_leaves_what_others_share() -
     again = llm.cache.clear(prefix=[*STEM, 20, 21])
     second = llm.cache.clear(prefix=STEM)
 
-    assert (first, again) == (Cleared(1, 0), Cleared(0, 0))
-    assert second == Cleared(4, 0)
+    assert (first, again) == (ClearResult(1, 0), ClearResult(0, 0))
+    assert second == ClearResult(4, 0)
     assert llm.cache.stats().cached_pages == pages - 5 == 3
     assert llm.cache.core.match(CacheKey([*STEM[::-1], 1])).num_tokens == 12
     llm.cache.check()
@@ -48,15 +48,15 @@ def test_a_prefix_may_end_inside_a_page_or_a_run() -> None:
     llm = served()
     llm.generate([[*STEM, 5], [1, 2, 9, 9, 9, 9, 9, 9, 9]], ONE)
 
-    assert llm.cache.clear(prefix=[1, 2, 3]) == Cleared(3, 0)
-    assert llm.cache.clear(prefix=[1, 7]) == Cleared(0, 0)
-    assert llm.cache.clear(prefix=[1]) == Cleared(2, 0)
+    assert llm.cache.clear(prefix=[1, 2, 3]) == ClearResult(3, 0)
+    assert llm.cache.clear(prefix=[1, 7]) == ClearResult(0, 0)
+    assert llm.cache.clear(prefix=[1]) == ClearResult(2, 0)
 
 
 def test_clear_by_tenant_salt_and_age() -> None:
     """Everything that is given must hold."""
     bench = Bench()
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     llm.generate([STEM] * 3, ONE, tenant=["", "a", "a"], salt=["", "", "s"])
     bench.time += 10.0
     llm.generate([STEM[::-1]] * 2, ONE, tenant=["b", "a"])
@@ -64,9 +64,9 @@ def test_clear_by_tenant_salt_and_age() -> None:
 
     assert llm.cache.clear(tenant="a", older_than_s=5).num_pages == 6
     assert llm.cache.clear(tenant="nobody").num_pages == 0
-    assert llm.cache.clear(prefix=STEM[::-1], tenant="b") == Cleared(3, 0)
-    assert llm.cache.clear(older_than_s=5) == Cleared(3, 0)
-    assert llm.cache.clear(older_than_s=0) == Cleared(3, 0)
+    assert llm.cache.clear(prefix=STEM[::-1], tenant="b") == ClearResult(3, 0)
+    assert llm.cache.clear(older_than_s=5) == ClearResult(3, 0)
+    assert llm.cache.clear(older_than_s=0) == ClearResult(3, 0)
     llm.cache.check()
     with pytest.raises(ConfigError, match="older_than_s=-1"):
         llm.cache.clear(older_than_s=-1)
@@ -75,14 +75,14 @@ def test_clear_by_tenant_salt_and_age() -> None:
 def test_clear_while_requests_run_keeps_their_pages() -> None:
     """And says how many; the answers are those of an engine that nobody cleared."""
     bench = Bench()
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     llm.generate([STEM[::-1]], ONE)
     request = llm.add_request([*STEM, 5], SamplingParams(max_tokens=9, ignore_eos=True))
     llm.step()
     llm.step()
 
-    assert llm.cache.clear(prefix=STEM) == Cleared(0, 3)
-    assert llm.cache.clear() == Cleared(3, 3)
+    assert llm.cache.clear(prefix=STEM) == ClearResult(0, 3)
+    assert llm.cache.clear() == ClearResult(3, 3)
     while llm.has_unfinished():
         llm.step()
 
@@ -135,11 +135,11 @@ def test_pins_explanations_and_prompts_that_cannot_be() -> None:
 
     assert pin.num_pages == 3
     assert llm.cache.pins("me") == [pin]
-    assert llm.cache.clear() == Cleared(0, 3)
+    assert llm.cache.clear() == ClearResult(0, 3)
     assert llm.cache.explain([*STEM, 40, 41], tenant="a").hit_tokens == 12
     assert llm.cache.explain([*STEM, 40, 41]).reason == "namespace"
     llm.cache.unpin(pin)
-    assert llm.cache.clear() == Cleared(3, 0)
+    assert llm.cache.clear() == ClearResult(3, 0)
     with pytest.raises(InvalidParamsError, match="tokenizer"):
         llm.cache.explain("a text")
     with pytest.raises(RequestError):
@@ -216,7 +216,7 @@ def test_the_same_calls_while_an_async_engine_serves() -> None:
             assert await llm.cache.pins() == [pin]
             assert (await llm.cache.explain([*STEM[::-1], 5, 5])).hit_tokens == 12
             await llm.cache.unpin(pin)
-            assert await llm.cache.clear(prefix=STEM[::-1]) == Cleared(3, 0)
+            assert await llm.cache.clear(prefix=STEM[::-1]) == ClearResult(3, 0)
             assert (await llm.cache.tree()).nodes
             await llm.cache.check()
             assert (await llm.cache.stats()).cached_pages

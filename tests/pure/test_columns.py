@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ramify.cache import CacheKey, PrefixCache, RadixTree
-from ramify.cache.columns import _untracker, untracked
+from ramify.cache.gc_untracked import _untracker, untracked
 
 
 def serve(cache: PrefixCache, first: int, pages: int = 2) -> None:

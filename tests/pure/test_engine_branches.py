@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.engine.request import Request
-from ramify.engine.speculative import room_for_guesses, takes_guesses
+from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
 from ramify.params import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import VOCAB, Bench, expected
@@ -35,8 +35,8 @@ class Guesser:
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
         for request in running:
-            if takes_guesses(request):
-                yield request, self.guess(request, room_for_guesses(request))
+            if accepts_drafts(request):
+                yield request, self.guess(request, max_drafts(request))
 
     def verified(self, request: Request, num_accepted: int) -> None:
         assert 0 <= num_accepted <= len(request.draft)

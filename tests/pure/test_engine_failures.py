@@ -39,8 +39,8 @@ class Refusing:
             raise FloatingPointError("that token again")
         return self.inner.execute(plan)
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
-        self.inner.erase_pages(pages)
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        self.inner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.inner.copy_pages(pairs)
@@ -216,11 +216,11 @@ class Tainting:
             if self.times and self.token in ids:
                 self.times -= 1
                 failed[name] = FloatingPointError("not finite")
-                result.drawn.pop(name, None)
+                result.sampled.pop(name, None)
         return replace(result, failed=failed)
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
-        self.inner.erase_pages(pages)
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        self.inner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.inner.copy_pages(pairs)
@@ -254,13 +254,13 @@ def test_a_tainted_leader_fails_with_its_followers_and_nobody_else(times: int) -
 def test_a_request_that_goes_on_apart_is_still_its_tenants() -> None:
     """What it computes without the suspect pages is dropped with all that the tenant has cached."""
     bench = Bench()
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     llm.generate([[7] * 19 + [1]], params, tenant="a", salt="s")
     bench.core.executor = Tainting(bench.device, token=49, times=1)
     [output] = llm.generate([[7] * 19 + [49]], params, tenant="a", salt="s")
     assert output.error is None
-    assert bench.core.faults.counts.condemned_pages > 0
+    assert bench.core.recovery.counts.evicted_suspect_pages > 0
 
     llm.cache.clear(tenant="a", salt="s")
 

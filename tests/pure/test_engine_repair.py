@@ -58,7 +58,7 @@ def free_a_page_in_use(bench: Bench) -> None:
 
 def lose_a_pin(bench: Bench) -> None:
     tree = bench.core.cache._tree
-    tree.pins[next(node for node in tree.nodes() if tree.pins[node])] -= 1
+    tree.ref_count[next(node for node in tree.nodes() if tree.ref_count[node])] -= 1
 
 
 def lose_an_edge(bench: Bench) -> None:
@@ -101,11 +101,11 @@ def test_a_check_repairs_what_it_finds(damage: Callable[[Bench], None]) -> None:
     prompts = served(bench)
     damage(bench)
 
-    assert not bench.core.faults.check()
+    assert not bench.core.recovery.audit()
 
-    found = bench.core.faults.counts
-    assert (found.checks, found.mismatches, found.repairs, found.errors) == (1, 1, 1, 0)
-    assert bench.core.faults.check()
+    found = bench.core.recovery.counts
+    assert (found.audits, found.mismatches, found.rebuilds, found.errors) == (1, 1, 1, 0)
+    assert bench.core.recovery.audit()
     assert_answered(bench, prompts)
 
 
@@ -118,7 +118,7 @@ def test_a_share_of_the_steps_is_checked(share: float) -> None:
 
     bench.core.step()
 
-    assert bench.core.faults.counts.mismatches == (share == 1.0)
+    assert bench.core.recovery.counts.mismatches == (share == 1.0)
     if share:
         prompts_left = {key: prompt for key, prompt in prompts.items() if key not in bench.outputs}
         assert prompts_left
@@ -137,7 +137,7 @@ def test_watchers_survive_a_repair() -> None:
     subscription.take()
     miscount_what_is_evictable(bench)
 
-    assert not bench.core.faults.check()
+    assert not bench.core.recovery.audit()
 
     assert [event.kind for event in subscription.take()] == ["cleared"]
     with pytest.raises(PinError):
@@ -190,11 +190,11 @@ class Raising:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.inner.execute(plan)
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
+    def zero_pages(self, pages: Sequence[int]) -> None:
         if self.erasures:
             self.erasures -= 1
             raise self.error
-        self.inner.erase_pages(pages)
+        self.inner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         if self.copies:
@@ -257,7 +257,7 @@ def test_what_raises_inside_a_plan_loses_no_request(error: BaseException) -> Non
 
     assert device.calls == ["evict"]
     assert interrupts == isinstance(error, KeyboardInterrupt)
-    assert bench.core.faults.counts.repairs == 1
+    assert bench.core.recovery.counts.rebuilds == 1
     assert_answered(bench, first | more)
 
 
@@ -313,7 +313,7 @@ def test_a_decoder_that_raises_ends_its_own_request() -> None:
     assert outputs[failed].finish_reason is FinishReason.ERROR
     assert "no such letter" in str(outputs[failed].error)
     del prompts[failed]
-    assert bench.core.faults.counts.repairs == 0
+    assert bench.core.recovery.counts.rebuilds == 0
     assert_answered(bench, prompts)
 
 
@@ -323,7 +323,7 @@ def test_erasing_pages_that_fails_is_a_repair() -> None:
     bench.core.executor = Raising(bench.device, RuntimeError("gone"), erasures=1)
     prompts = served(bench)
 
-    assert bench.core.faults.counts.repairs == 1
+    assert bench.core.recovery.counts.rebuilds == 1
     assert_answered(bench, prompts)
 
 
@@ -334,7 +334,7 @@ def test_a_request_that_breaks_the_scheduler_is_found_and_told() -> None:
     bad = bench.add([*STEM, 5], max_tokens=3)
     doomed = bench.core._requests[bad]
     doomed.namespace = 7  # type: ignore[assignment]
-    doomed.restart()
+    doomed.reset_for_recompute()
 
     outputs = bench.run()
 
@@ -408,8 +408,8 @@ class Cramped:
             raise StepMemoryError(plan.batch.num_tokens, "can't allocate memory")
         return self.inner.execute(plan)
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
-        self.inner.erase_pages(pages)
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        self.inner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.inner.copy_pages(pairs)
@@ -424,7 +424,7 @@ def test_a_step_that_is_too_large_is_tried_in_halves(limit: int) -> None:
 
     assert_answered(bench, prompts)
 
-    found = bench.core.faults.counts
+    found = bench.core.recovery.counts
     assert found.out_of_memory == found.failed_steps >= 1
     assert found.errors == 0
     assert device.sizes[0] == 8 + 6 * 2  # two pages once, and what is behind them
@@ -442,7 +442,7 @@ def test_steps_grow_again_when_memory_is_back() -> None:
     assert device.sizes[:6] == [64, 32, 16, 8, 4, 4]
     assert max(device.sizes[20:]) == 64
     assert bench.core.scheduler.max_batch_tokens == 64
-    assert bench.core.faults.counts.out_of_memory == 4
+    assert bench.core.recovery.counts.out_of_memory == 4
 
 
 def test_a_request_that_does_not_fit_alone_is_told_what_to_do() -> None:

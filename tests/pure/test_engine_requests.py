@@ -193,7 +193,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(
 def test_stop_texts_need_a_tokenizer() -> None:
     """Without one they could never be found."""
     bench = Bench()
-    bench.core._text_decoder = None
+    bench.core._detokenizer_factory = None
 
     with pytest.raises(InvalidParamsError, match="no tokenizer"):
         bench.core.add_request([1], SamplingParams(stop="x"))
@@ -214,13 +214,13 @@ def test_a_recheck_shares_nothing_that_its_request_did_not() -> None:
         bench.core.add_request(prompt, SamplingParams(max_tokens=8), max_shared=8)
         while bench.core.has_unfinished:
             bench.core.step()
-    assert bench.core.recheck()
+    assert bench.core.verify_next_hit()
 
     while bench.core.has_unfinished:
         bench.core.step()
 
-    assert bench.core.rechecks.num_checked == 1
-    known = CacheKey([*[1] * 16, 2, 3, 4, 5, 6], bench.core.places.base)
+    assert bench.core.hit_verifier.num_checked == 1
+    known = CacheKey([*[1] * 16, 2, 3, 4, 5, 6], bench.core.namespaces.base)
     assert bench.core.cache.match(known).num_tokens == 8
 
 
@@ -242,7 +242,7 @@ def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budge
     assert report.read_tokens + report.shared_tokens == limit // 4 * 4
 
     context = [*prompt, *outputs[first].token_ids]
-    found = core.cache.match(CacheKey(context, core.places.base)).num_tokens
+    found = core.cache.match(CacheKey(context, core.namespaces.base)).num_tokens
     assert found == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
     assert list(outputs[first].token_ids) == expected(prompt, 9, ends=())
     bench.assert_nothing_leaked()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import RadixTree
-from ramify.cache.eviction import EvictionQueue
+from ramify.cache.eviction_queue import EvictionQueue
 from ramify.cache.policies import Ordered
 
 
@@ -24,7 +24,7 @@ def test_the_queue_is_a_sorted_list(steps: list[tuple[int, int, int]]) -> None:
         if what or not model:
             node = tree.add(root, at.to_bytes(4, "little"), bytes(4), 0)
             tree.priority[node], tree.last_access[node] = lane, number + at * (what == 1)
-            queue.offer(node)
+            queue.push(node)
             bisect.insort(model, (lane, tree.last_access[node], node))
         else:
             _, _, node = model.pop(number % len(model))
@@ -35,7 +35,7 @@ def test_the_queue_is_a_sorted_list(steps: list[tuple[int, int, int]]) -> None:
         )
         assert sorted(queue.nodes()) == sorted(node for _, _, node in model)
         assert queue.num_queued == len(model)
-        spilled = [len(lane.spill) for lane in queue._lanes.values()]
+        spilled = [len(lane.unordered) for lane in queue._segments.values()]
         assert all(length <= 2 * len(steps) for length in spilled)
     while model:
         first = queue.first()
@@ -45,7 +45,7 @@ def test_the_queue_is_a_sorted_list(steps: list[tuple[int, int, int]]) -> None:
         model = sorted(
             (tree.priority[node], tree.last_access[node], node) for node in queue.nodes()
         )
-    assert (queue.first(), queue._lanes) == (0, {})
+    assert (queue.first(), queue._segments) == (0, {})
 
 
 def test_entries_that_do_not_count_are_dropped_from_the_heap() -> None:
@@ -56,11 +56,11 @@ def test_entries_that_do_not_count_are_dropped_from_the_heap() -> None:
     nodes = [tree.add(root, at.to_bytes(4, "little"), bytes(4), 0) for at in range(3)]
     for at, node in enumerate(nodes):
         tree.last_access[node] = (0, 10, 5)[at]
-        queue.offer(node)
+        queue.push(node)
 
     for _ in range(1000):
         queue.remove(nodes[2])
-        queue.offer(nodes[2])
+        queue.push(nodes[2])
 
-    assert len(queue._lanes[0].spill) <= 2 + 64 + 1
+    assert len(queue._segments[0].unordered) <= 2 + 64 + 1
     assert queue.first() == nodes[0]

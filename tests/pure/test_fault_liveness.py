@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.request import Request
-from ramify.engine.shaping import Shaper
-from ramify.engine.speculative import takes_guesses
+from ramify.engine.speculation.drafter import accepts_drafts
 from ramify.engine.step import StepPlan, StepResult
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.testing import FakeExecutor
@@ -94,17 +94,17 @@ def test_who_poisons_steps_fails_alone_even_when_they_cannot_be_put_back(erasure
 
 
 class _BrokenMatcher:
-    def follow(self, output_ids: Sequence[int]) -> bool:
+    def advance(self, output_ids: Sequence[int]) -> bool:
         return False
 
-    def masks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[Any]:
+    def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[Any]:
         raise RuntimeError("matcher is broken")
 
 
 def test_who_breaks_the_making_of_steps_fails_alone() -> None:
     """What raises there is no forward pass: all is repaired, nobody else is blamed twice."""
     bench = Bench()
-    bench.core._formats = lambda spec: _BrokenMatcher()
+    bench.core._grammar_compiler = lambda spec: _BrokenMatcher()
     prompts = served(bench, steps=0)
     bad = bench.add([9] * 5, max_tokens=3, structured=StructuredOutput(regex="a+"))
     assert_answered(bench, prompts)
@@ -120,7 +120,7 @@ class _Raising:
         for one in running:
             if one.id == self.bad:
                 raise RuntimeError("no guess")
-            if takes_guesses(one):
+            if accepts_drafts(one):
                 yield one, ()
 
     def verified(self, request: Request, num_accepted: int) -> None: ...
@@ -133,7 +133,7 @@ def test_a_drafter_that_raises_costs_guesses_alone() -> None:
     prompts = served(bench, steps=0)
     drafter.bad = bench.add([9] * 200, max_tokens=7, ignore_eos=True)
     assert_answered(bench, {**prompts, drafter.bad: [9] * 200})
-    assert bench.core.faults.counts.repairs == 0
+    assert bench.core.recovery.counts.rebuilds == 0
 
 
 def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
@@ -180,12 +180,12 @@ class _Damaged:
             slots = plan.batch.kv_slots(i)[: plan.batch.num_cached[i]]
             if self.pages & {int(slot) // 4 for slot in slots}:
                 failed[key] = FloatingPointError("not finite")
-                result.drawn.pop(key, None)
+                result.sampled.pop(key, None)
         return replace(result, failed=failed)
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
+    def zero_pages(self, pages: Sequence[int]) -> None:
         self.pages -= set(pages)
-        self.inner.erase_pages(pages)
+        self.inner.zero_pages(pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.inner.copy_pages(pairs)
@@ -209,7 +209,7 @@ def test_damage_may_strike_a_request_more_than_once(times: int) -> None:
         device.pages.add(bench.core.table.pages(row)[1])
     bench.run()
     assert list(bench.outputs[key].token_ids) == expected(prompt, 40, ends=())
-    assert bench.core.faults.counts.failed_requests == times
+    assert bench.core.recovery.counts.failed_requests == times
     bench.assert_nothing_leaked()
 
 
@@ -223,7 +223,7 @@ def test_a_branch_keeps_its_turn_through_a_repair() -> None:
     while not any(one.is_finished for one in bench.core.live):
         bench.step()
     miscount_what_is_evictable(bench)
-    assert not bench.core.faults.check()
+    assert not bench.core.recovery.audit()
     for i in range(40):
         bench.add([11, i, 3], max_tokens=1, ignore_eos=True)
         bench.step()
@@ -256,20 +256,22 @@ def test_a_long_prompt_ends_however_many_tenants_there_are(num_tenants: int) -> 
 
 
 def test_a_guess_that_leads_to_a_dead_end_is_the_last_row_that_is_drawn() -> None:
-    """Behind it no token is possible: `follow` says so, as it does without guesses."""
+    """Behind it no token is possible: `advance` says so, as it does without guesses."""
 
     class Narrow:
-        def follow(self, output_ids: Sequence[int]) -> bool:
+        def advance(self, output_ids: Sequence[int]) -> bool:
             return False
 
-        def masks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[Any]:
+        def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[Any]:
             wanted = [GUESSED, GUESSED, np.array([0b00010000], np.uint8), GUESSED]
             return wanted[: len(draft) + 1]
 
     params = SamplingParams(allowed_token_ids=(1, 2), structured=StructuredOutput(regex="a"))
-    shaper = Shaper((5,), params, stop_ids=frozenset(), vocab_size=8, matcher=Narrow())
+    shaper = LogitsProcessor(
+        (5,), params, stop_token_ids=frozenset(), vocab_size=8, matcher=Narrow()
+    )
     for draft, rows in (((), 1), ((1,), 2), ((1, 1), 2), ((1, 1, 1), 2)):
-        masks = shaper.shaping((), draft).masks
+        masks = shaper.for_step((), draft).token_bitmasks
         assert masks is not None
         assert len(masks) == rows
         assert all(mask.any() for mask in masks)

@@ -1,9 +1,10 @@
 """The house rules that neither ruff, mypy nor import-linter can decide."""
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ DECISIONS = (
     "ramify.kv.block_table",
     "ramify.attention.planner",
     "ramify.engine.request",
-    "ramify.engine.scheduler",
+    "ramify.engine.scheduling.scheduler",
     "ramify.engine.step",
     "ramify.engine.core",
     "ramify.engine.llm",
@@ -61,6 +62,17 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
+def imported_files(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """The modules whose names a file imports: `package.name` where that is a module itself."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in modules else node.module
+
+
 def test_no_file_is_longer_than_one_idea() -> None:
     """A Python file has at most 500 lines."""
     lengths = {relative(path): len(path.read_bytes().splitlines()) for path in python_files(*CODE)}
@@ -68,6 +80,25 @@ def test_no_file_is_longer_than_one_idea() -> None:
     too_long = {name: length for name, length in lengths.items() if length > MAX_LINES}
 
     assert not too_long, f"split by idea, not by length: {too_long}"
+
+
+def test_import_graph_is_acyclic() -> None:
+    """No file of Ramify imports itself through others; imports for type checkers count as well."""
+    modules = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in python_files("src")
+    }
+    graph = {
+        module: set(imported_files(path, modules)) & set(modules) - {module}
+        for module, path in modules.items()
+    }
+
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 def test_names_say_what_they_own() -> None:

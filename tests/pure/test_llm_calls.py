@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.llm import LLM
-from ramify.engine.progress import answers_bar
+from ramify.engine.progress import progress_bar
 from ramify.errors import (
     ConfigError,
     InvalidParamsError,
@@ -21,7 +22,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def made(**options: Any) -> tuple[LLM, Bench]:
     bench = Bench(**options)
-    return LLM.over(bench.core), bench
+    return LLM.from_core(bench.core), bench
 
 
 def asked(max_tokens: int, **others: Any) -> SamplingParams:
@@ -202,7 +203,7 @@ def test_the_bar_counts_outputs_that_failed() -> None:
     outputs = llm.generate([PROMPT, [-1]], asked(1), progress=True)
 
     assert outputs[1].error is not None
-    with answers_bar(1, False) as count:
+    with progress_bar(1, False) as count:
         count(outputs[1])
 
 
@@ -217,7 +218,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     of: Any = {
         "waiting": bench.core.scheduler.waiting,
         "scheduler": bench.core.scheduler,
-        "answers": llm._answers,
+        "answers": llm._driver,
     }[where]
     real, calls = of.add, []
 
@@ -241,7 +242,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     while llm.has_unfinished():
         llm.step()
     assert list(llm.take_output(mine).token_ids) == expected(PROMPT, 3, ends=())
-    assert bench.core.faults.counts.repairs == 0
+    assert bench.core.recovery.counts.rebuilds == 0
 
 
 def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
@@ -264,3 +265,26 @@ def test_what_is_warmed_is_a_list_of_prompts() -> None:
         llm.cache.warm(["a text"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="whole number"):
         llm.cache.unpin(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "call"),
+    [
+        ("LLM.over", "LLM.from_core", lambda bench: LLM.over(bench.core)),
+        ("AsyncLLM.over", "AsyncLLM.from_core", lambda bench: AsyncLLM.over(bench.core)),
+        ("LLM.recheck", "LLM.verify_hits", lambda bench: LLM.from_core(bench.core).recheck()),
+        ("LLM.rechecks", "LLM.hit_verifier", lambda bench: LLM.from_core(bench.core).rechecks),
+        (
+            "FakeExecutor.erase_pages",
+            "FakeExecutor.zero_pages",
+            lambda bench: bench.device.erase_pages([0]),
+        ),
+    ],
+)
+def test_old_names_work_and_say_the_new_one(old: str, new: str, call: Any) -> None:
+    """A user's program goes on, and is told at its own line what to write."""
+    with pytest.warns(DeprecationWarning, match=new) as warned:
+        call(Bench())
+
+    assert [str(one.message) for one in warned] == [f"{old} is deprecated; use {new}"]
+    assert warned[0].filename == __file__

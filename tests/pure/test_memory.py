@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.engine.memory import free_memory
+from ramify.engine.execution.host_memory import free_memory
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import CacheKey, Pages, PrefixCache
-from ramify.engine.step import Draw, StepPlan
+from ramify.engine.step import SampleSpec, StepPlan
 from ramify.errors import OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.params import SamplingParams
@@ -45,14 +45,14 @@ class CountingPlanner(RadixAttentionPlanner):
 
     demand = 0
 
-    def _demand(
+    def _pages_needed(
         self,
         sequences: Sequence[RadixSequence],
         limits: Sequence[int],
         keys: Sequence[CacheKey | None],
-        num_growing: int = 0,
+        num_needing_page: int = 0,
     ) -> int:
-        self.demand = super()._demand(sequences, limits, keys, num_growing)
+        self.demand = super()._pages_needed(sequences, limits, keys, num_needing_page)
         return self.demand
 
 
@@ -136,13 +136,13 @@ class PlannerMachine(RuleBasedStateMachine):
             ids += one.tokens[one.num_computed : end]
             if end == len(one.tokens):
                 row = int(batch.cu_seqlens_q[at + 1]) - 1
-                draws.append(Draw(at, row, end, SamplingParams(), 0, None))
+                draws.append(SampleSpec(at, row, end, SamplingParams(), 0, None))
         result = self.device.execute(
             StepPlan(batch, np.array(ids, np.int64), tuple(draws), (), tuple(range(batch.num_seqs)))
         )
         for draw in draws:
             wanted = fake_next_token(chosen[draw.request_id].tokens, VOCAB)
-            assert result.drawn[draw.request_id].token_ids[0] == wanted
+            assert result.sampled[draw.request_id].token_ids[0] == wanted
 
     def assert_made_anew(self, batch: AttentionBatch, chosen: list[RadixSequence]) -> None:
         """What the planner keeps from one step to the next does not show."""

@@ -99,7 +99,7 @@ class Lot:
             )
             for one in [self.apart, *self.batch]
         ]
-        return self.bench.state(), held, len(self.bench.planner._holders)
+        return self.bench.state(), held, len(self.bench.planner._by_lease)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt, GeneratorExit])

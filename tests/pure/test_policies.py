@@ -312,7 +312,7 @@ def test_no_priority_costs_a_look_at_all_others() -> None:
             lease = cache.acquire(CacheKey([at]))
             cache.release(cache.publish(lease, CacheKey([at]), cache.reserve(1)))
             cache.set_priority(CacheKey([at, 0]), at % num_priorities)
-        assert len(cache._store.queue._lanes) == 1
+        assert len(cache._store.queue._segments) == 1
         cache.evict(1)
         told.append(cache.match(CacheKey([0, 0])).num_pages)
 

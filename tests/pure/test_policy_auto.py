@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, PrefixCache
-from ramify.cache.auto import NUM_CLASSES, AutoPolicy
+from ramify.cache.adaptive_policy import NUM_CLASSES, HitDensityPolicy
 from ramify.errors import OutOfPagesError
 from tests.pure.cache_traffic import Traffic
 
@@ -107,7 +107,7 @@ def test_auto_knows_of_every_page_that_was_used(
     random = Random(seed)
     cache = PrefixCache(random.randint(6, 12), 2, index=index, ghost_pages=ghost_pages)
     policy, tree = cache._store.policy, cache._tree
-    assert isinstance(policy, AutoPolicy)
+    assert isinstance(policy, HitDensityPolicy)
 
     for _ in Traffic(cache, random).run(50):
         alive = [Counter[int]() for _ in range(NUM_CLASSES)]
@@ -124,7 +124,7 @@ def test_what_is_learned_is_scaled_down_before_it_grows_out_of_range() -> None:
     for gain in (1.0, 0.999e9):
         cache = PrefixCache(40, 1, policy="auto", log_every=0)
         policy = cache._store.queue._policy
-        assert isinstance(policy, AutoPolicy)
+        assert isinstance(policy, HitDensityPolicy)
         policy._gain = gain
         rates.append(replay(cache, trace).stats().hit_rate)
         assert policy._gain < 1e9
@@ -142,5 +142,5 @@ def test_reuse_after_a_very_long_time_does_not_break_what_is_learned() -> None:
 
     cache.check()
     policy = cache._store.queue._policy
-    assert isinstance(policy, AutoPolicy)
+    assert isinstance(policy, HitDensityPolicy)
     assert min(map(min, policy._index)) >= 0

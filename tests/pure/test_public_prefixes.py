@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache import CacheKey, Explanation, Media, PrefixCache, Salt
-from ramify.cache.survey import count_pages
+from ramify.cache.inspection import count_pages
+from ramify.engine.cache_admin.warmup import WarmPrompt, pin_public_prefixes, read_prompts
 from ramify.engine.llm import LLM
-from ramify.engine.reload import change_weights
-from ramify.engine.warm import WarmPrompt, read_prompts, share
+from ramify.engine.weight_reload import swap_weights
 from ramify.errors import ConfigError, PinError
 from ramify.params import SamplingParams
-from ramify.server.tenants import Caller, Keys, Quota, hash_key
+from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.async_bench import AsyncBench
 from tests.pure.engine_bench import Bench, expected
 from tests.pure.server_bench import Answer, ServerBench, chat, run
@@ -27,7 +27,7 @@ ONE = SamplingParams(max_tokens=1)
 STEM = list(range(1, 15))  # three pages of 4 and a half
 RULES = "You answer questions about the harbour of Oslo, and nothing else. " * 6
 SECRET = "zanzibar-quokka"
-KEYS = Keys.of("key-ann", "key-bob", admin="key-admin")
+KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
 
 
 def read(llm: LLM, prompt: list[int], tenant: str, salt: str = "") -> int:
@@ -39,7 +39,7 @@ def read(llm: LLM, prompt: list[int], tenant: str, salt: str = "") -> int:
 
 def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
     """Computed once; what a tenant adds is found again by the same tenant and salt only."""
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
     told = llm.cache.share([WarmPrompt(STEM)])
     assert (told.computed_tokens, told.num_failed) == (14, 0)
     prompt = [*STEM, *range(30, 45)]
@@ -60,7 +60,7 @@ def test_what_is_private_goes_with_its_tenant(length: int) -> None:
 
     With a prefix that ends in the public one, at its end, or behind it.
     """
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
     llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
     prompt = [*STEM, *range(30, 45)]
     for tenant in "abc":
@@ -84,7 +84,7 @@ def test_no_text_of_others_is_guessed() -> None:
     stem = STEM[:12]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     bench = Bench(speculative="tree")
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     llm.cache.share([WarmPrompt(stem)])
     for prompt in (stem, [*stem, 7], [*stem, 7, 8, 9, 10, 11]):
         drafted = []
@@ -102,24 +102,24 @@ def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> No
     """
     alone = expected([*STEM, 7, 8, 9, 10, 11], 20, ends=())
     bench = Bench(pool_tokens=96)
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
     prompt = [*STEM, 7, 8, 9, 10, 11]
     asked = [bench.add(prompt, tenant=one, max_tokens=20, ignore_eos=True, n=2) for one in "abcabc"]
     while bench.core.has_unfinished:
         bench.step()
         assert_private(llm, 12)
-        if sum(one.preemptions for one in bench.core.live) and not bench.core.places.base:
-            change_weights(bench.core, lambda: b"other weights")
+        if sum(one.preemptions for one in bench.core.live) and not bench.core.namespaces.base:
+            swap_weights(bench.core, lambda: b"other weights")
 
-    assert bench.core.places.base == b"other weights"
+    assert bench.core.namespaces.base == b"other weights"
     for one in asked:
         assert all(list(each.token_ids) == alone for each in bench.outputs[one].completions)
     assert sum(bench.outputs[one].metrics.preemptions for one in asked)
-    assert bench.core.faults.counts.repairs == 0
+    assert bench.core.recovery.counts.rebuilds == 0
     llm.cache.clear(tenant="d")
     assert [read(llm, [*prompt, 7], one) for one in "dd"] == [12, 16]
-    change_weights(bench.core, lambda: b"the third ones")
+    swap_weights(bench.core, lambda: b"the third ones")
     assert {node.is_stale for node in llm.cache.tree().nodes} == {True}
     assert [read(llm, [*STEM, 7, 8, 9], one) for one in "abb"] == [0, 12, 16]
     llm.cache.check()
@@ -140,7 +140,7 @@ def test_a_tenant_reads_what_is_public_or_his_own(
     public: list[list[int]], asked: list[tuple[str, list[int]]]
 ) -> None:
     """Against a set of prefixes: each tenant's, and of declared ones the first that fits whole."""
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
     declared = [one[: len(one) // 4 * 4] for one in public if len(one) >= 4]
     llm.cache.share([WarmPrompt(one) for one in declared])
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -168,7 +168,7 @@ def test_a_prefix_that_cannot_be_public_shares_none(
     prefixes: list[WarmPrompt], problem: str
 ) -> None:
     """One clear error; the others of the call are not shared either."""
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
 
     with pytest.raises(ConfigError, match=problem):
         llm.cache.share(prefixes)
@@ -179,7 +179,7 @@ def test_a_prefix_that_cannot_be_public_shares_none(
 
 def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
     """The budget of pins is what a public prefix may take."""
-    llm = LLM.over(Bench(pool_tokens=64).core)
+    llm = LLM.from_core(Bench(pool_tokens=64).core)
     prefixes = [WarmPrompt([token] * 20) for token in (1, 2, 3)]
 
     with pytest.raises(PinError, match="max_pinned_share"):
@@ -192,19 +192,19 @@ def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
 def test_what_is_evicted_before_it_is_pinned_is_told() -> None:
     """Nothing is shared then, nor pinned; a second call for the same is no second pin."""
     core = Bench().core
-    llm = LLM.over(core)
+    llm = LLM.from_core(core)
     told = llm.cache.warm([WarmPrompt(STEM)])
     core.cache.evict_if(lambda node: node.depth > 2, 1)
 
     with pytest.raises(ConfigError, match="only 8 of 12 tokens are still cached"):
-        share(core, [array("i", STEM[:12])], told)
+        pin_public_prefixes(core, [array("i", STEM[:12])], told)
 
     assert not llm.cache.pins()
     for _ in range(2):
         llm.cache.share([WarmPrompt(STEM)] * 2)
     assert [pin.num_pages for pin in llm.cache.pins()] == [3]
     with pytest.raises(ConfigError, match="prefix_cache"):
-        LLM.over(Bench(prefix_cache=False).core).cache.share([WarmPrompt(STEM)])
+        LLM.from_core(Bench(prefix_cache=False).core).cache.share([WarmPrompt(STEM)])
 
 
 def test_an_async_engine_and_a_file_share_too(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_no_answer_tells_what_others_asked_behind_it() -> None:
 
 def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
     """What lies behind a public prefix counts as its tenant's, and goes first when it is too much."""
-    keys = Keys(
+    keys = ApiKeys(
         {hash_key(one): Caller(one, quota=Quota(max_cached_share=0.5)) for one in ("ann", "bob")}
     )
     bench = ServerBench(keys=keys, pool_tokens=2048)
@@ -389,9 +389,11 @@ def test_a_node_tells_the_salt_above_its_end(index: str) -> None:
 def test_a_key_ends_before_a_salt_that_begins_later() -> None:
     """A prompt that is no longer than the public prefix is public whole."""
     core = Bench().core
-    core.places.share(array("i", STEM))
+    core.namespaces.declare_public(array("i", STEM))
 
-    assert core.places.key(array("i", STEM[:12]), "a") == core.places.key(array("i", STEM[:12]))
-    assert core.places.key(array("i", STEM), "a") != core.places.key(array("i", STEM))
-    assert core.places.share(array("i", STEM)) == 12  # once more changes nothing
-    assert core.places.share(array("i", [1, 2])) == 0
+    assert core.namespaces.key(array("i", STEM[:12]), "a") == core.namespaces.key(
+        array("i", STEM[:12])
+    )
+    assert core.namespaces.key(array("i", STEM), "a") != core.namespaces.key(array("i", STEM))
+    assert core.namespaces.declare_public(array("i", STEM)) == 12  # once more changes nothing
+    assert core.namespaces.declare_public(array("i", [1, 2])) == 0

@@ -10,8 +10,8 @@ from ramify.cache import CacheKey
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
 from ramify.engine.llm import LLM
-from ramify.engine.reload import change_weights
 from ramify.engine.step import StepPlan, StepResult
+from ramify.engine.weight_reload import swap_weights
 from ramify.errors import OverloadedError
 from ramify.params import RequestOutput, SamplingParams
 from ramify.testing import FakeExecutor
@@ -38,8 +38,8 @@ class Aging:
                 assert self.written[slot] == self.epoch, "K/V of other weights is read"
         return self.device.execute(plan)
 
-    def erase_pages(self, pages: Any) -> None:
-        self.device.erase_pages(pages)
+    def zero_pages(self, pages: Any) -> None:
+        self.device.zero_pages(pages)
 
     def copy_pages(self, pairs: Any) -> None:
         size = self.device.page_size
@@ -74,7 +74,7 @@ def test_live_requests_go_on_with_new_keys_and_values(num_steps: int, budget: in
     for _ in range(num_steps):
         bench.step()
 
-    num_live = change_weights(bench.core, device.swap)
+    num_live = swap_weights(bench.core, device.swap)
     bench.check()
     bench.add(PROMPT, max_tokens=3, ignore_eos=True)
     outputs = bench.run()
@@ -94,8 +94,8 @@ def test_no_prefix_is_found_across_epochs() -> None:
         computed = bench.core.num_computed_tokens
         bench.run()
         assert bench.core.num_computed_tokens == computed + len(PROMPT)
-        old = bench.core.places.base
-        change_weights(bench.core, device.swap)
+        old = bench.core.namespaces.base
+        swap_weights(bench.core, device.swap)
         assert bench.core.cache.match(CacheKey(array("i", PROMPT), old)).num_tokens == 8
 
     assert bench.core.cache.stats().cached_pages == 6
@@ -108,11 +108,11 @@ def test_weights_that_cannot_be_put_in_change_nothing() -> None:
     bench.step()
 
     with pytest.raises(ZeroDivisionError):
-        change_weights(bench.core, lambda: bytes(1 // 0))
+        swap_weights(bench.core, lambda: bytes(1 // 0))
     bench.check()
 
     assert list(bench.run()[request].token_ids) == expected(PROMPT, 4, ends=())
-    assert bench.core.places.base == b""
+    assert bench.core.namespaces.base == b""
 
 
 def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> None:
@@ -129,9 +129,9 @@ def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> No
             await made.gate.arrive()
 
             def change(core: EngineCore) -> int:
-                return change_weights(core, device.swap)
+                return swap_weights(core, device.swap)
 
-            changed = asyncio.wrap_future(llm._loop.call_when_idle(change))
+            changed = asyncio.wrap_future(llm._engine_thread.call_when_idle(change))
             later = asyncio.create_task(llm.generate(PROMPT, params))
             await asyncio.sleep(0)
             made.gate.open()
@@ -155,7 +155,7 @@ def test_whoever_waits_for_other_weights_waits_in_the_queue() -> None:
             before = llm.stream(PROMPT, params)
             await before.accepted()
             await made.gate.arrive()
-            changed = asyncio.wrap_future(llm._loop.call_when_idle(lambda core: None))
+            changed = asyncio.wrap_future(llm._engine_thread.call_when_idle(lambda core: None))
             later = [asyncio.create_task(llm.generate(PROMPT, params)) for _ in range(4)]
             await asyncio.sleep(0)
             made.gate.open()
@@ -175,7 +175,7 @@ def test_a_pin_may_expire_while_the_weights_change() -> None:
     """Time goes on with every look at the clock: the reload is done all the same."""
     for early in range(1, 5):
         bench = Bench()
-        llm, core = LLM.over(bench.core), bench.core
+        llm, core = LLM.from_core(bench.core), bench.core
         prompt = list(range(1, 13))
         llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
         now = [0.0]
@@ -184,9 +184,9 @@ def test_a_pin_may_expire_while_the_weights_change() -> None:
             now[0] += 1
             return now[0]
 
-        core.cache._pins._now_s = clock
+        core.cache._pin_table._clock = clock
         pin = llm.cache.pin(prompt, ttl_s=100.0)
         now[0] = pin.expires_s - early
-        assert change_weights(core, lambda: b"other weights") == 0
+        assert swap_weights(core, lambda: b"other weights") == 0
         assert not core.cache.pins()
         core.cache.check()

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.engine.repeats import MAX_COMPARED, MAX_PLACES, Repeats
+from ramify.engine.speculation.ngram import MAX_COMPARED, MAX_PLACES, NgramIndex
 
 
-def of(text: list[int]) -> Repeats:
-    repeats = Repeats()
+def of(text: list[int]) -> NgramIndex:
+    repeats = NgramIndex()
     repeats.extend(text)
     return repeats
 
@@ -47,9 +47,9 @@ def test_the_longest_end_that_occurred_before_is_continued(
     text: list[int], guess: list[int]
 ) -> None:
     """A text that repeats itself is repeated further than it goes."""
-    assert list(of(text).guess(5)) == guess
-    assert list(of(text).guess(1)) == guess[:1]
-    assert of(text).guess(0) == ()
+    assert list(of(text).propose(5)) == guess
+    assert list(of(text).propose(1)) == guess[:1]
+    assert of(text).propose(0) == ()
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +58,7 @@ def test_whatever_way_a_text_grows_the_guess_is_that_of_a_scan(
     text: list[int], cuts: list[int]
 ) -> None:
     """By one token or several, guessed at in between or not."""
-    repeats, at = Repeats(), 0
+    repeats, at = NgramIndex(), 0
     for cut in [*cuts, *[1] * len(text)]:
         repeats.extend(text[at : at + cut])
         at += cut
@@ -66,7 +66,7 @@ def test_whatever_way_a_text_grows_the_guess_is_that_of_a_scan(
         place = scan(text[:at])
         expected = (text[:at][place + 1 :] * 9)[:9] if place >= 0 else []
         if cut != 3:
-            assert list(repeats.guess(9)) == expected
+            assert list(repeats.propose(9)) == expected
 
 
 def test_the_work_for_a_token_is_bounded() -> None:
@@ -84,7 +84,7 @@ def test_the_work_for_a_token_is_bounded() -> None:
     repeats.tokens = Counted("i", repeats.tokens)
     repeats._match = -1
 
-    assert repeats.guess(4)
+    assert repeats.propose(4)
 
     assert 0 < reads <= MAX_PLACES * (2 * MAX_COMPARED + 2) + 3
 

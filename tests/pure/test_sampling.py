@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.engine.sampler import Row, draw_token, log_softmax, token_logprob, uniform
-from ramify.engine.step import Draw
+from ramify.engine.execution.sampler import (
+    Row,
+    log_softmax,
+    philox_uniform,
+    sample_token,
+    token_logprob,
+)
+from ramify.engine.step import SampleSpec
 from ramify.params import SamplingParams
 
 
@@ -23,7 +29,7 @@ def draw(
     position: int = 0,
 ) -> int:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    return draw_token(logits, Draw(0, 0, position, params, seed, None))
+    return sample_token(logits, SampleSpec(0, 0, position, params, seed, None))
 
 
 def row(*probabilities: float) -> Row:
@@ -122,7 +128,7 @@ def test_a_draw_is_inversion_of_the_distribution(
         if top_p < 1.0 and mass >= top_p * sum(weights):
             break
     nucleus.sort()
-    target, low = uniform(seed, 9) * mass, 0.0
+    target, low = philox_uniform(seed, 9) * mass, 0.0
     near = [low := low + weight for _, weight in nucleus]
     place = next(at for at, end in enumerate(near) if end > target or at == len(near) - 1)
 
@@ -157,16 +163,16 @@ def test_a_forbidden_token_is_never_drawn() -> None:
 
 def test_the_number_depends_on_seed_and_position_only() -> None:
     """It is the same whatever was drawn before, and another one for every pair."""
-    first = [uniform(seed, position) for seed in range(40) for position in range(40)]
+    first = [philox_uniform(seed, position) for seed in range(40) for position in range(40)]
 
     np.random.default_rng(0).random(100)
-    again = [uniform(seed, position) for seed in range(40) for position in range(40)]
+    again = [philox_uniform(seed, position) for seed in range(40) for position in range(40)]
 
     assert first == again
     assert len(set(first)) == 1600
     assert all(0.0 <= number < 1.0 for number in first)
     assert abs(sum(first) / 1600 - 0.5) < 0.03
-    assert uniform(2**63 - 1, 2**31 - 1) != uniform(2**63 - 1, 2**31 - 2)
+    assert philox_uniform(2**63 - 1, 2**31 - 1) != philox_uniform(2**63 - 1, 2**31 - 2)
 
 
 @given(values=ROWS, num_top=st.integers(0, 50))

@@ -8,10 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.cache.key import CacheKey
-from ramify.cache.values import Match
-from ramify.engine.prefill import MAX_LOOKS, NUM_REFRESHED
+from ramify.cache.types import Match
 from ramify.engine.request import Request
-from ramify.engine.waiting import PRIORITY_TOKENS, SPARE_ENTRIES, SPARE_TENANTS, WaitingQueue
+from ramify.engine.scheduling.prefill import MAX_PROBES, NUM_RERANKED
+from ramify.engine.scheduling.waiting_queue import (
+    PRIORITY_TOKENS,
+    SPARE_ENTRIES,
+    SPARE_TENANTS,
+    WaitingQueue,
+)
 from ramify.errors import ConfigError, OverloadedError, PromptTooLongError
 from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench, expected
@@ -170,9 +175,9 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     core, queue = bench.core, bench.core.scheduler.waiting
     assert not core._requests
     assert not core.scheduler.running
-    assert not core.scheduler._returned
-    assert not core.planner._holders
-    assert not core.planner._deferred
+    assert not core.scheduler._requeued
+    assert not core.planner._by_lease
+    assert not core.planner._awaiting_leader
     assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
     assert len(queue._tenants) <= 2 * SPARE_TENANTS
     assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_TENANTS
@@ -204,7 +209,7 @@ def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None
 
     queue = bench.core.scheduler.waiting
     assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_ENTRIES
-    assert len(queue._line) <= SPARE_ENTRIES + 2
+    assert len(queue._tenant_heap) <= SPARE_ENTRIES + 2
     assert len(queue._tenants) <= SPARE_ENTRIES + 2 * SPARE_TENANTS
     ended = [event.request_id for _ in range(210) for event in bench.step() if event.output]
     assert ended[1:] == kept[::-1]
@@ -223,7 +228,7 @@ def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -
     assert drained(bench.core.scheduler.waiting) == [3, 1, 0, 2]
 
     for one, came in zip(requests, (0, PRIORITY_TOKENS + 1000, 0, 0), strict=True):
-        one.due = came - PRIORITY_TOKENS * one.priority
+        one.virtual_arrival = came - PRIORITY_TOKENS * one.priority
         queue.add(one, len(one.prompt_ids))
 
     assert drained(queue) == [3, 0, 1, 2]
@@ -231,7 +236,7 @@ def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -
 
 def drained(queue: WaitingQueue) -> list[int]:
     found = []
-    while (one := queue.first()) is not None:
+    while (one := queue.peek()) is not None:
         queue.admit(one)
         found.append(one.id)
     return found
@@ -344,7 +349,7 @@ def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
             one = bench.core._requests[key]
             queue.add(one, cost)
             live[key] = one
-        elif (found := queue.first()) is not None:
+        elif (found := queue.peek()) is not None:
             assert live.pop(found.id) is found
             lowest = min(queue.key(one)[0] for one in (found, *live.values()))
             assert queue.key(found)[0] == lowest
@@ -438,7 +443,7 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
         counting.count = 0
         full = len(bench.core.scheduler.running) == rows
         bench.core.step()
-        assert counting.count <= (0 if full else rows + MAX_LOOKS + NUM_REFRESHED)
+        assert counting.count <= (0 if full else rows + MAX_PROBES + NUM_RERANKED)
 
 
 def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:

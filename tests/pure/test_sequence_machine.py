@@ -16,7 +16,7 @@ class LifeMachine(PlannerMachine):
     """Sequences branch, go back and are asked for room; what holds is what holds for the others."""
 
     def committed(self) -> list[RadixSequence]:
-        deferred = self.planner._deferred if hasattr(self, "planner") else []
+        deferred = self.planner._awaiting_leader if hasattr(self, "planner") else []
         return [
             one
             for one in getattr(self, "live", ())

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from ramify.cli.chat import Chat, ChatError, Message, RemoteBackend, TurnUsage
 from ramify.errors import ConfigError
-from ramify.server.chat import Chat, ChatError, Message, Remote, Use
 from tests.pure.live_server import Live, live
 
 
@@ -18,12 +18,12 @@ class Scripted:
 
     name = "scripted"
 
-    def __init__(self, *answers: list[str | Use | BaseException]) -> None:
+    def __init__(self, *answers: list[str | TurnUsage | BaseException]) -> None:
         self.answers = list(answers)
         self.asked: list[list[Message]] = []
         self.num_closed = 0
 
-    def answer(self, messages: list[Message]) -> Iterator[str | Use]:
+    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
         self.asked.append(messages)
         try:
             for piece in self.answers.pop(0):
@@ -54,7 +54,7 @@ def talk(
 
 def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
     """Until /exit; what comes after that is not read."""
-    backend = Scripted(["a", "b", Use(20, 16, 2)], ["c"])
+    backend = Scripted(["a", "b", TurnUsage(20, 16, 2)], ["c"])
     out, notes = talk(backend, "one", "", "two", "/exit", "three", system="be brief")
 
     assert out == "ab\nc\n"
@@ -124,10 +124,10 @@ def test_over_a_pipe_with_a_server(server: Live) -> None:
 
 def test_a_server_may_be_of_another_kind(server: Live) -> None:
     """Its errors are told; one that is not there, or no server, is an error at once."""
-    wrong = Remote(server.url, key=None, model="gpt-6", options={})
+    wrong = RemoteBackend(server.url, key=None, model="gpt-6", options={})
     _, notes = talk(wrong, "hello")
     assert "error: 404: the model 'gpt-6' is not served here" in notes
-    assert Remote(server.url + "/v1/", key="k", model=None, options={}).name == "fake"
+    assert RemoteBackend(server.url + "/v1/", key="k", model=None, options={}).name == "fake"
     for url in ("http://127.0.0.1:9", "file:///etc/passwd", "127.0.0.1"):
         with pytest.raises(ConfigError):
-            Remote(url, key="k", model=None, options={})
+            RemoteBackend(url, key="k", model=None, options={})

@@ -58,4 +58,4 @@ def test_malformed_bodies_are_refused_and_leave_nothing() -> None:
 
     assert told[200] > COUNT // 100, told
     assert told[400] > COUNT // 4, told
-    assert len(bench.service.records) <= bench.service.records.max_records
+    assert len(bench.service.history) <= bench.service.history.max_entries

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from ramify.server.errors import ApiError
-from ramify.server.http import MAX_DEPTH, decode, json_depth
+from ramify.server.http.wire import MAX_DEPTH, decode_body, json_depth
 
 
 def depth_of(value: object) -> int:
@@ -40,11 +40,11 @@ def test_a_body_that_is_nested_too_deep_is_refused(depth: int) -> None:
     body = b'{"unknown": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
     with pytest.raises(ApiError, match="nested more than 64"):
-        decode(body, dict)
+        decode_body(body, dict)
 
 
 def test_a_body_of_the_greatest_depth_is_read() -> None:
     """The limit is inclusive."""
     body = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
 
-    assert depth_of(decode(body, list)) == MAX_DEPTH
+    assert depth_of(decode_body(body, list)) == MAX_DEPTH

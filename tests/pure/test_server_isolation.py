@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from ramify.server.paths import OPERATIONS
-from ramify.server.tenants import Caller, Keys, Quota, hash_key
+from ramify.server.paths import ENDPOINTS
+from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import Answer, ServerBench, chat, run
 
 SECRET = "zanzibar-quokka"  # in ann's prompts only
 PROMPT = f"The password of the vault is {SECRET}. " * 8
-KEYS = Keys.of("key-ann", "key-bob", admin="key-admin")
+KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
 OPEN = {"/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}
 ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}"} | {
     "/reset_prefix_cache",
@@ -19,7 +19,7 @@ ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}
 
 
 def operations() -> list[Any]:
-    return [pytest.param(one, id=f"{one.method} {one.path}") for one in OPERATIONS]
+    return [pytest.param(one, id=f"{one.method} {one.path}") for one in ENDPOINTS]
 
 
 @pytest.mark.parametrize("one", operations())
@@ -217,7 +217,7 @@ def test_no_body_holds_a_word_of_another_tenant() -> None:
                 ("/v1/responses", {"input": PROMPT, "max_output_tokens": 3}),
             ):
                 words.add((await bench.post(path, body, "key-ann")).json["id"])
-            for one in OPERATIONS:
+            for one in ENDPOINTS:
                 path = one.path.replace("{name:path}", "x").replace("{name}", "1")
                 bodies: tuple[object, ...] = (
                     b"{}",
@@ -250,7 +250,7 @@ def test_a_flood_of_one_tenant_leaves_the_prefix_of_another() -> None:
     shares = {"fair": 0.5, "greedy": None}
     kept = {}
     for name, share in shares.items():
-        keys = Keys(
+        keys = ApiKeys(
             {
                 hash_key(key): Caller(key, quota=Quota(max_cached_share=share))
                 for key in ("ann", "bob")
@@ -295,7 +295,7 @@ def test_a_tenant_beyond_its_share_keeps_what_it_used_last() -> None:
 
 def test_a_tenant_over_its_quota_is_told_and_the_others_are_served() -> None:
     """429 with Retry-After, in the envelope; what is refused costs nothing."""
-    keys = Keys(
+    keys = ApiKeys(
         {
             hash_key("ann"): Caller("ann", quota=Quota(tokens_per_minute=60)),
             hash_key("bob"): Caller("bob"),

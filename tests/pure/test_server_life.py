@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 
-from ramify.server.protocol import PatientProtocol
+from ramify.server.http.timeout_protocol import TimeoutProtocol
 from tests.pure.live_server import Live, events, live, until
 
 CHAT = {"messages": [{"role": "user", "content": "Who lives in Rome?"}], "max_tokens": 64}
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_ends_its_request(
             gate.reached.acquire(timeout=30)
             if stream:
                 assert client.recv(100).startswith(b"HTTP/1.1 200")
-    until(lambda: not shared.server.service.meter._uses)  # seen while the engine is held up
+    until(lambda: not shared.server.service.quotas._usage)  # seen while the engine is held up
 
     gate.open()
     shared.until_idle()
@@ -171,7 +171,7 @@ def test_too_many_requests_are_told_when_to_come_back() -> None:
         one.gate.reached.acquire(timeout=30)
         asked += [in_thread(pool, one) for _ in range(5)]
         for _ in range(2):  # each looks the prompt up between two steps, then asks for a place
-            until(lambda: len(one.llm._loop._commands) == 5)
+            until(lambda: len(one.llm._engine_thread._commands) == 5)
             one.gate.allowed.release()
             one.gate.reached.acquire(timeout=30)
         one.gate.open()
@@ -217,7 +217,7 @@ def test_a_stuck_engine_is_not_ready() -> None:
         assert one.get("/readyz").status_code == 200
 
 
-class Impatient(PatientProtocol):
+class Impatient(TimeoutProtocol):
     stall_s = 0.2
 
 
@@ -260,7 +260,15 @@ def test_asyncio_has_no_task_left(shared: Live) -> None:
     """After all those that left: only what the server itself runs."""
     shared.until_idle()
     loop = asyncio.run_coroutine_threadsafe(tasks(), shared.loop)
-    assert loop.result(30) <= {"serve", "run", "_measure", "_tell_load", "main", "tasks", "startup"}
+    assert loop.result(30) <= {
+        "serve",
+        "run",
+        "_measure_loop_delay",
+        "_log_load",
+        "main",
+        "tasks",
+        "startup",
+    }
 
 
 async def tasks() -> set[str]:

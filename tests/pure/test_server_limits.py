@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.server.http import MAX_BODY_BYTES
-from ramify.server.logs import JsonFormatter, log_request
+from ramify.server.http.wire import MAX_BODY_BYTES
+from ramify.server.operations.request_log import JsonFormatter, log_request
 from ramify.server.run import ServeOptions
-from ramify.server.tenants import Caller, Keys, hash_key
+from ramify.server.tenants import ApiKeys, Caller, hash_key
 from tests.pure.server_bench import Answer, ServerBench, chat, run
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -177,7 +177,7 @@ def test_a_format_that_cannot_be_followed_is_the_clients_fault(wrong: dict[str, 
 def test_no_client_can_write_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Tenants, ids and paths are escaped, as text and as JSON; prompts are not in it."""
     evil = "ann\r\n2026-01-01 INFO forged\x1b[31m"
-    keys = Keys({hash_key("key"): Caller(evil)})
+    keys = ApiKeys({hash_key("key"): Caller(evil)})
     bench = ServerBench(keys=keys)
     bench.service.listeners.append(log_request)
     caplog.set_level(logging.INFO)

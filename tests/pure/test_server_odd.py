@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.growing import GrowingEncoder
-from ramify.engine.tokenizer import Tokenizer
-from ramify.server.openai_requests import chat_job
-from ramify.server.openai_types import ChatMessage, ChatRequest
-from ramify.server.tenants import Caller, Keys, Quota, hash_key
+from ramify.engine.text.incremental_encoder import IncrementalEncoder
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.server.openai.chat_request import chat_to_generation
+from ramify.server.openai.protocol import ChatMessage, ChatRequest
+from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import TINY, ServerBench, chat, run
 
 pytest.importorskip("starlette")
@@ -22,7 +22,16 @@ ASKED: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["self", "messages", "parts", "tools", "continues", "known", "owner", "add_generation_prompt"],
+    [
+        "self",
+        "messages",
+        "parts",
+        "tools",
+        "continue_final_message",
+        "known",
+        "tenant",
+        "add_generation_prompt",
+    ],
 )
 def test_template_variables_that_the_server_sets_are_refused(name: str) -> None:
     """`chat_template_kwargs` cannot name what the server itself gives: that is 400, not 500."""
@@ -60,8 +69,11 @@ def test_what_one_tenant_asked_does_not_make_another_ones_prompt_faster() -> Non
     """Texts are remembered for their owner: tokenising tells no time of what others sent."""
 
     async def main() -> None:
-        async with ServerBench(keys=Keys.of("ann", "bob")).running() as bench:
-            encoder, body = bench.service.prompts._encoder, chat("A long and secret text. " * 20)
+        async with ServerBench(keys=ApiKeys.of("ann", "bob")).running() as bench:
+            encoder, body = (
+                bench.service.prompt_renderer._encoder,
+                chat("A long and secret text. " * 20),
+            )
             took = []
             for key in ("ann", "ann", "bob"):
                 before = encoder.num_encoded
@@ -77,7 +89,7 @@ def test_what_one_tenant_asked_does_not_make_another_ones_prompt_faster() -> Non
 def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
     """A talk of many turns costs no copy of itself for each; forgotten texts leave nothing."""
     tokenizer = Tokenizer.load(TINY)
-    encoder = GrowingEncoder(tokenizer, max_tokens=50)
+    encoder = IncrementalEncoder(tokenizer, max_tokens=50)
     for at in range(20):
         encoder.encode("<|user|>" + "word " * at + "<|end|>\n", "ann")
 
@@ -90,10 +102,10 @@ def test_who_goes_away_pays_for_what_was_computed() -> None:
 
     async def main() -> None:
         who = Caller("ann", quota=Quota(tokens_per_minute=1000))
-        async with ServerBench(keys=Keys({hash_key("ann"): who})).running() as bench:
+        async with ServerBench(keys=ApiKeys({hash_key("ann"): who})).running() as bench:
             service, request = bench.service, ChatRequest(**ASKED)
-            job = chat_job(request, service)
-            generation = await service.begin(job, who, prefix="chatcmpl-")
+            job = chat_to_generation(request, service)
+            generation = await service.start(job, who, prefix="chatcmpl-")
 
             await generation.close()
 
@@ -101,7 +113,7 @@ def test_who_goes_away_pays_for_what_was_computed() -> None:
             assert generation.output is None
             assert use is not None
             left = 1000 - use.computed - generation.num_output
-            assert service.meter._uses["ann"].allowance == pytest.approx(left, abs=10)
+            assert service.quotas._usage["ann"].allowance == pytest.approx(left, abs=10)
 
     run(main())
 

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ramify.engine.core import StepOutput
 from ramify.engine.stats import EngineStats
 from ramify.errors import ConfigError
-from ramify.server.logs import JsonFormatter, LineFile, Recorder, log_request
-from ramify.server.metrics import Metrics
+from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
+from ramify.server.operations.metrics import Metrics
+from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
 from ramify.server.service import Generation
-from ramify.server.tenants import Keys
-from ramify.server.watch import Totals, Watch
+from ramify.server.tenants import ApiKeys
 from tests.pure.live_server import TOKENIZER, Live, ids, live
 
 ROME = "The old bridge of Rome was built by Marcus and stands near the market. "
@@ -180,7 +180,7 @@ def test_bad_input_is_the_clients_fault(shared: Live, method: str, path: str, bo
 
 def test_only_the_operator_may() -> None:
     """A user's key gets 403, none 401; explain is for everybody, about oneself."""
-    with live(Keys.of("sk-user", "sk-other", admin="sk-admin")) as one:
+    with live(ApiKeys.of("sk-user", "sk-other", admin="sk-admin")) as one:
 
         def call(method: str, path: str, key: str | None, body: object = None) -> int:
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -292,8 +292,8 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     path = tmp_path / "record.jsonl"
     plain, full = LineFile(path), LineFile(tmp_path / "full.jsonl")
     recorders = [
-        Recorder(plain.write, page_size=4),
-        Recorder(full.write, page_size=4, with_tokens=True),
+        TraceWriter(plain.write, page_size=4),
+        TraceWriter(full.write, page_size=4, with_tokens=True),
     ]
     empty.server.service.listeners.extend(recorders)
     empty.ask(ROME + "Who built it?")
@@ -335,13 +335,13 @@ def test_tokens_that_come_together_are_evenly_spread(monkeypatch: pytest.MonkeyP
     """Five tokens, one and then four at once: four gaps, each a quarter of the time."""
     clock = iter((1.0, 2.0))
     time = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr("ramify.server.metrics.time", time)
+    monkeypatch.setattr("ramify.server.operations.metrics.time", time)
     metrics, generation = Metrics("other"), cast("Generation", SimpleNamespace(id=1))
 
-    metrics.note_event(generation, StepOutput(1, (7,)))
-    metrics.note_event(generation, StepOutput(1, (7, 8, 9, 10)))
+    metrics.observe_tokens(generation, StepOutput(1, (7,)))
+    metrics.observe_tokens(generation, StepOutput(1, (7, 8, 9, 10)))
 
-    lines = metrics.text().decode().splitlines()
+    lines = metrics.exposition().decode().splitlines()
     assert "ramify_inter_token_latency_seconds_count 4.0" in lines
     assert "ramify_inter_token_latency_seconds_sum 1.0" in lines
     assert "ramify_generation_tokens_total 5.0" in lines
@@ -357,7 +357,7 @@ def test_the_load_is_told_while_there_is_some(empty: Live) -> None:
         told.set()
 
     metrics = Metrics("other")
-    watch = Watch(empty.server.service, metrics, tell=tell, tick_s=0.001, line_s=0.05)
+    watch = LoadMonitor(empty.server.service, metrics, write_line=tell, tick_s=0.001, line_s=0.05)
 
     async def main() -> None:
         running = asyncio.create_task(watch.run())
@@ -372,14 +372,14 @@ def test_the_load_is_told_while_there_is_some(empty: Live) -> None:
 
     assert "running=0 waiting=0" in lines[0]
     assert "hit=75% saved=750 prefill tokens" in lines[0]
-    text = metrics.text().decode()
+    text = metrics.exposition().decode()
     assert "ramify_event_loop_delay_seconds_count" in text
 
 
 def test_the_line_has_rates(empty: Live) -> None:
     """Tokens per second of the time that passed."""
     engine = empty.look(EngineStats.of)
-    line = Totals(300, 70, 30, engine).line(Totals(100, 50, 10, engine), 2.0)
+    line = LoadSnapshot(300, 70, 30, engine).line(LoadSnapshot(100, 50, 10, engine), 2.0)
     assert line is not None
     assert line.startswith("in=100 tok/s out=10 tok/s ")
     assert "hit=10%" in line

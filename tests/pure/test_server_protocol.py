@@ -9,10 +9,10 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from ramify.server.protocol import PatientProtocol
+from ramify.server.http.timeout_protocol import TimeoutProtocol
 
 
-class Impatient(PatientProtocol):
+class Impatient(TimeoutProtocol):
     header_s, stall_s = 0.2, 0.2
 
 

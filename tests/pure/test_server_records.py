@@ -5,71 +5,80 @@ from dataclasses import replace
 
 import pytest
 
-from ramify.server.prompts import Prompt, Segment
-from ramify.server.records import Change, Record, RecordStore, canonical, first_change
+from ramify.server.prompt_renderer import PromptSegment, RenderedPrompt
+from ramify.server.request_history import (
+    HistoryEntry,
+    PromptDifference,
+    RequestHistory,
+    canonical_json,
+    first_difference,
+)
 
 IDS = array("i", range(100))
 SEGMENTS = (
-    Segment("tools[0]", 2, 10),
-    Segment("messages[0].content", 12, 30),
-    Segment("messages[1].content", 32, 60),
+    PromptSegment("tools[0]", 2, 10),
+    PromptSegment("messages[0].content", 12, 30),
+    PromptSegment("messages[1].content", 32, 60),
 )
-OLD = Record(
+OLD = HistoryEntry(
     model="m",
     options={"text_format": "null"},
-    tools=(canonical({"name": "a"}), canonical({"name": "b"})),
+    tools=(canonical_json({"name": "a"}), canonical_json({"name": "b"})),
     system="s",
-    messages=(canonical("x"), canonical("y")),
-    prompt=Prompt(IDS, "", SEGMENTS, (), 90),
+    messages=(canonical_json("x"), canonical_json("y")),
+    prompt=RenderedPrompt(IDS, "", SEGMENTS, (), 90),
 )
 
 
-def changed_at(place: int) -> Prompt:
+def changed_at(place: int) -> RenderedPrompt:
     ids = IDS[:]
     ids[place] = -1 if place < 0 else 9999
-    return Prompt(ids, "", SEGMENTS, (), 90)
+    return RenderedPrompt(ids, "", SEGMENTS, (), 90)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({}, None),
-        ({"messages": (*OLD.messages, canonical("z"))}, None),
-        ({"model": "n"}, Change("model", "model", 0, 90)),
+        ({"messages": (*OLD.messages, canonical_json("z"))}, None),
+        ({"model": "n"}, PromptDifference("model", "model", 0, 90)),
         (
             {"tools": OLD.tools[::-1], "prompt": changed_at(4)},
-            Change("tools", "tools[0]", 4, 86),
+            PromptDifference("tools", "tools[0]", 4, 86),
         ),
-        ({"tools": OLD.tools[:1], "prompt": changed_at(9)}, Change("tools", "tools[1]", 9, 81)),
-        ({"system": "t", "prompt": changed_at(11)}, Change("system", "system", 11, 79)),
         (
-            {"messages": (OLD.messages[0], canonical("w")), "prompt": changed_at(40)},
-            Change("messages", "messages[1].content", 40, 50),
+            {"tools": OLD.tools[:1], "prompt": changed_at(9)},
+            PromptDifference("tools", "tools[1]", 9, 81),
+        ),
+        ({"system": "t", "prompt": changed_at(11)}, PromptDifference("system", "system", 11, 79)),
+        (
+            {"messages": (OLD.messages[0], canonical_json("w")), "prompt": changed_at(40)},
+            PromptDifference("messages", "messages[1].content", 40, 50),
         ),
         (
             {"messages": OLD.messages[:1], "prompt": changed_at(31)},
-            Change("messages", "messages[1]", 31, 59),
+            PromptDifference("messages", "messages[1]", 31, 59),
         ),
-        ({"options": {"text_format": "1"}}, Change("text_format", "text_format", 100, 0)),
+        ({"options": {"text_format": "1"}}, PromptDifference("text_format", "text_format", 100, 0)),
     ],
 )
 def test_the_first_change_in_the_order_of_a_prompt(
-    change: dict[str, object], expected: Change | None
+    change: dict[str, object], expected: PromptDifference | None
 ) -> None:
     """Added messages are none; the place is that of the first part that differs."""
-    assert first_change(OLD, replace(OLD, **change)) == expected  # type: ignore[arg-type]
+    assert first_difference(OLD, replace(OLD, **change)) == expected  # type: ignore[arg-type]
 
 
 def test_the_order_of_keys_is_no_change_that_of_tools_is() -> None:
     """JSON objects have no order, lists have."""
-    assert canonical({"a": 1, "b": 2}) == canonical({"b": 2, "a": 1})
-    assert canonical([1, 2]) != canonical([2, 1])
+    assert canonical_json({"a": 1, "b": 2}) == canonical_json({"b": 2, "a": 1})
+    assert canonical_json([1, 2]) != canonical_json([2, 1])
 
 
 def test_records_are_bounded_and_expire() -> None:
     """In number, in tokens and in age; nobody sees another tenant's."""
     time = [0.0]
-    store = RecordStore(max_records=3, max_tokens=250, ttl_s=10.0, clock=lambda: time[0])
+    store = RequestHistory(max_entries=3, max_tokens=250, ttl_s=10.0, clock=lambda: time[0])
     store.put("a", "1", OLD)
     store.put("b", "1", OLD)
     assert store.get("a", "1") is OLD
@@ -86,7 +95,7 @@ def test_records_are_bounded_and_expire() -> None:
 
 def test_one_tenant_does_not_flush_anothers_records() -> None:
     """Whoever has most gives way."""
-    store = RecordStore(max_records=20, max_tokens=10**6, ttl_s=10.0, clock=lambda: 0.0)
+    store = RequestHistory(max_entries=20, max_tokens=10**6, ttl_s=10.0, clock=lambda: 0.0)
     store.put("a", "1", OLD)
     for number in range(50):
         store.put("b", str(number), OLD)

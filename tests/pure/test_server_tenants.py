@@ -7,7 +7,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.server.errors import ApiError
-from ramify.server.tenants import Caller, Keys, Meter, Quota, hash_key
+from ramify.server.tenants import ApiKeys, Caller, Quota, QuotaMeter, hash_key
 
 
 def key_file(path: Path, *entries: dict[str, object]) -> Path:
@@ -23,7 +23,7 @@ def test_a_key_names_its_tenant(tmp_path: Path) -> None:
         {"hash": hash_key("one"), "tenant": "ann", "quota": {"max_requests": 2}},
         {"hash": hash_key("two"), "admin": True},
     )
-    keys = Keys.load(file)
+    keys = ApiKeys.load(file)
 
     assert keys.caller("one") == Caller("ann", quota=Quota(max_requests=2))
     assert keys.caller("two").is_admin
@@ -35,7 +35,7 @@ def test_a_key_names_its_tenant(tmp_path: Path) -> None:
 def test_nobody_else_gets_in(key: str | None) -> None:
     """Neither without a key nor with a wrong one."""
     with pytest.raises(ApiError) as caught:
-        Keys.of("one").caller(key)
+        ApiKeys.of("one").caller(key)
     assert caught.value.status == 401
     assert caught.value.headers["WWW-Authenticate"] == "Bearer"
 
@@ -58,12 +58,12 @@ def test_a_wrong_file_is_told(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"keys\.json"):
-        Keys.load(file)
+        ApiKeys.load(file)
 
 
-def refusal(meter: Meter, who: Caller, num_tokens: int) -> ApiError:
+def refusal(meter: QuotaMeter, who: Caller, num_tokens: int) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        meter.enter(who, num_tokens)
+        meter.acquire(who, num_tokens)
     assert caught.value.status == 429
     assert caught.value.headers["Retry-After"]
     return caught.value
@@ -72,25 +72,25 @@ def refusal(meter: Meter, who: Caller, num_tokens: int) -> ApiError:
 def test_quotas_are_each_tenants_own() -> None:
     """What is refused is not counted, and what has ended is free again."""
     time = [0.0]
-    meter = Meter(clock=lambda: time[0])
+    meter = QuotaMeter(clock=lambda: time[0])
     ann = Caller("ann", quota=Quota(max_requests=2, max_waiting_tokens=100))
-    meter.enter(ann, 60)
+    meter.acquire(ann, 60)
     refusal(meter, ann, 50)
-    meter.enter(ann, 40)
+    meter.acquire(ann, 40)
     refusal(meter, ann, 0)
-    meter.enter(Caller("bob"), 10_000)
-    meter.leave(ann, 60, 60)
-    meter.enter(ann, 60)
+    meter.acquire(Caller("bob"), 10_000)
+    meter.release(ann, 60, 60)
+    meter.acquire(ann, 60)
 
 
 def test_tokens_per_minute_come_back_with_time() -> None:
     """A request may go beyond what is left; the next one waits for it."""
     time = [0.0]
-    meter = Meter(clock=lambda: time[0])
+    meter = QuotaMeter(clock=lambda: time[0])
     ann = Caller("ann", quota=Quota(tokens_per_minute=600))
-    meter.enter(ann, 10)
-    meter.leave(ann, 10, 900)
+    meter.acquire(ann, 10)
+    meter.release(ann, 10, 900)
     wait = refusal(meter, ann, 1).retry_after_s
     assert wait is not None
     time[0] += wait
-    meter.enter(ann, 1)
+    meter.acquire(ann, 1)

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.params import SamplingParams
-from ramify.server.tools import (
+from ramify.server.tool_calls import (
+    BARE_JSON,
     FORMATS,
-    PLAIN,
-    CallParser,
-    Format,
-    format_of,
+    ToolCallFormat,
+    ToolCallParser,
+    detect_format,
     split,
     stop_after_call,
-    tool_grammar,
+    tool_call_schema,
 )
 
 HERMES, MISTRAL, LLAMA3 = FORMATS
@@ -26,10 +26,10 @@ OTHER = '{"name": "look_up", "parameters": {"q": "é <tool_call>"}}'
 
 
 def parsed(
-    form: Format, text: str, cuts: list[int], *, forced: bool = False
+    form: ToolCallFormat, text: str, cuts: list[int], *, forced: bool = False
 ) -> tuple[str, list[str]]:
     """Text and names of calls, fed in pieces that end at `cuts`."""
-    parser, shown, names = CallParser(form, NAMES, forced=forced), "", list[str]()
+    parser, shown, names = ToolCallParser(form, NAMES, forced=forced), "", list[str]()
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for begin, end in pairwise(places):
         piece, calls = split(parser.feed(text[begin:end]))
@@ -63,15 +63,15 @@ CASES = [
     (LLAMA3, CALL, "", ["add"]),
     (LLAMA3, f"<|python_tag|>{CALL}; {OTHER}", "", ["add", "look_up"]),
     (LLAMA3, '{"a": 1}', '{"a": 1}', []),
-    (PLAIN, f" \n{CALL}", "", ["add"]),
-    (PLAIN, "plain {text}", "plain {text}", []),
+    (BARE_JSON, f" \n{CALL}", "", ["add"]),
+    (BARE_JSON, "plain {text}", "plain {text}", []),
 ]
 
 
 @pytest.mark.parametrize(("form", "text", "shown", "names"), CASES)
 @given(cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_pieces_change_nothing(
-    form: Format, text: str, shown: str, names: list[str], cuts: list[int]
+    form: ToolCallFormat, text: str, shown: str, names: list[str], cuts: list[int]
 ) -> None:
     """Text that is no call is shown whole; calls are complete and named."""
     assert parsed(form, text, cuts) == (shown, names)
@@ -84,7 +84,7 @@ def test_a_forced_call_is_bare_json() -> None:
 
 def test_arguments_are_json_text() -> None:
     """As clients expect them."""
-    parser = CallParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, NAMES)
     _, [call] = split(parser.feed(f"<tool_call>{CALL}</tool_call>"))
     assert json.loads(call.arguments) == {"a": 1, "b": [2, "}"]}
     assert call.id.startswith("call_")
@@ -95,15 +95,15 @@ def test_arguments_are_json_text() -> None:
 
 def test_the_template_tells_the_format() -> None:
     """A model writes calls as its template teaches it."""
-    assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
-    assert format_of("nothing") is PLAIN
+    assert detect_format("{% if tools %}<tool_call>{% endif %}") is HERMES
+    assert detect_format("nothing") is BARE_JSON
 
 
 def test_a_grammar_allows_the_chosen_tool_only() -> None:
     """Or all of them."""
     tools = [{"function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
-    one = tool_grammar(tools, "add").json_schema
-    both = tool_grammar(tools, None).json_schema
+    one = tool_call_schema(tools, "add").json_schema
+    both = tool_call_schema(tools, None).json_schema
     assert isinstance(one, str)
     assert isinstance(both, str)
     assert "look_up" not in one
@@ -119,16 +119,16 @@ def test_a_grammar_allows_the_chosen_tool_only() -> None:
         (LLAMA3, f"{CALL}; {OTHER}", ""),
     ],
 )
-def test_a_single_call_is_the_first(form: Format, text: str, shown: str) -> None:
+def test_a_single_call_is_the_first(form: ToolCallFormat, text: str, shown: str) -> None:
     """Further ones are neither calls nor text."""
-    parser = CallParser(form, NAMES, single=True)
+    parser = ToolCallParser(form, NAMES, single=True)
     told, calls = split([*parser.feed(text), *parser.finish()])
     assert (told, [call.name for call in calls]) == (shown, ["add"])
 
 
 def test_text_and_calls_keep_their_order() -> None:
     """Also where one piece of an answer has several of them."""
-    parser = CallParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, NAMES)
     found = parser.feed(f"a<tool_call>{CALL}</tool_call>b<tool_call>{OTHER}</tool_call>")
     assert [one if isinstance(one, str) else one.name for one in found] == [
         "a",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.engine.llm import LLM
-from ramify.engine.session import Session
+from ramify.engine.sessions.session import Session
 from ramify.errors import (
     ChatTemplateError,
     EmptyPromptError,
@@ -29,7 +29,7 @@ def asked(max_tokens: int, **others: Any) -> SamplingParams:
 @pytest.mark.parametrize(("page_size", "read"), [(1, 14), (4, 12)])
 def test_a_turn_computes_only_what_is_new(page_size: int, read: int) -> None:
     """The last token of an answer has no K/V yet; of pages, whole ones are found."""
-    llm = LLM.over(Bench(page_size=page_size).core)
+    llm = LLM.from_core(Bench(page_size=page_size).core)
     session = llm.session(PROMPT)
     first = session.generate(asked(5))
     session.append([7, 8, 9])
@@ -47,7 +47,7 @@ def test_a_turn_computes_only_what_is_new(page_size: int, read: int) -> None:
 def test_forks_go_their_own_ways_from_one_prefix() -> None:
     """What is before them is computed once."""
     bench = Bench(page_size=1)
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     session = llm.session(PROMPT)
     session.generate(asked(1))
     computed = bench.core.num_computed_tokens
@@ -69,7 +69,7 @@ def test_forks_go_their_own_ways_from_one_prefix() -> None:
 
 def test_going_back_to_a_mark_or_by_tokens() -> None:
     """And not to where it never was."""
-    session = LLM.over(Bench().core).session(PROMPT)
+    session = LLM.from_core(Bench().core).session(PROMPT)
     mark = session.mark()
     session.generate(asked(5))
     session.append([1, 2])
@@ -90,7 +90,7 @@ def test_going_back_to_a_mark_or_by_tokens() -> None:
 
 def test_what_fails_is_not_remembered() -> None:
     """Neither a failed step nor a request that cannot be."""
-    session = LLM.over(Bench(fail_at={0, 1}, max_model_len=64).core).session(PROMPT)
+    session = LLM.from_core(Bench(fail_at={0, 1}, max_model_len=64).core).session(PROMPT)
 
     assert session.generate(asked(3)).error is not None
     assert list(session.token_ids) == PROMPT
@@ -107,7 +107,7 @@ def test_what_fails_is_not_remembered() -> None:
 
 def test_sessions_begin_with_what_they_can_be_made_of() -> None:
     """A text needs a tokenizer, messages need a template; not both."""
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="tokenizer"):
         llm.session("a text")
     with pytest.raises(ChatTemplateError):
@@ -123,7 +123,7 @@ def test_sessions_begin_with_what_they_can_be_made_of() -> None:
 
 def test_the_newest_turn_is_pinned_until_the_end() -> None:
     """It survives a flood; the pin moves along; a refusal is told and changes nothing."""
-    llm = LLM.over(Bench(pool_tokens=64, page_size=4).core)
+    llm = LLM.from_core(Bench(pool_tokens=64, page_size=4).core)
     with llm.session(PROMPT, pin=True, tenant="a") as session:
         session.generate(asked(3))
         [first] = llm.cache.pins("session")
@@ -145,7 +145,7 @@ def test_the_newest_turn_is_pinned_until_the_end() -> None:
 def test_a_pin_whose_time_is_over_is_no_fault() -> None:
     """The next turn pins again."""
     bench = Bench()
-    session = LLM.over(bench.core).session(PROMPT, pin=True, ttl_s=5)
+    session = LLM.from_core(bench.core).session(PROMPT, pin=True, ttl_s=5)
     session.generate(asked(3))
     bench.time += 100
     session.generate(asked(3))
@@ -159,7 +159,7 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
     """Appends, answers, forks and rollbacks in any order, with pages that run out."""
     rng = random.Random(seed)
     bench = Bench(pool_tokens=256, page_size=4, max_model_len=120)
-    llm = LLM.over(bench.core)
+    llm = LLM.from_core(bench.core)
     told: list[tuple[Session, list[int]]] = [(llm.session(PROMPT), PROMPT[:])]
     for _ in range(120):
         at = rng.randrange(len(told))
@@ -240,10 +240,10 @@ def test_whoever_is_cancelled_leaves_no_pin() -> None:
                 session = llm.session([number, *PROMPT], pin=True)
                 if number % 2:
                     await session.generate(asked(5))
-                before = len(made.bench.core.cache._pins)
+                before = len(made.bench.core.cache._pin_table)
                 task = asyncio.create_task(session.generate(asked(5)))
                 while not task.done():
-                    if len(made.bench.core.cache._pins) > before:
+                    if len(made.bench.core.cache._pin_table) > before:
                         task.cancel()
                         break
                     await asyncio.sleep(0)

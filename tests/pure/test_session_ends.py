@@ -146,7 +146,7 @@ def test_a_session_that_is_closed_in_the_middle_of_an_answer_pins_nothing() -> N
 @pytest.mark.parametrize("ttl_s", [0, -1.0, "1", True, float("nan")])
 def test_a_time_to_live_is_checked_before_the_first_answer(ttl_s: Any) -> None:
     """And so is whatever else could not be served."""
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="ttl_s"):
         llm.session(PROMPT, pin=True, ttl_s=ttl_s)
     with pytest.raises(InvalidParamsError, match="ttl_s"):
@@ -155,7 +155,7 @@ def test_a_time_to_live_is_checked_before_the_first_answer(ttl_s: Any) -> None:
 
 def test_what_looks_like_a_session_option_is_none_is_refused() -> None:
     """A mistyped tenant would be no tenant at all; bytes would be read as they lie in memory."""
-    llm = LLM.over(Bench().core)
+    llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="tennant"):
         llm.session(PROMPT, tennant="a")
     session = llm.session(PROMPT)
@@ -176,14 +176,16 @@ def test_who_gives_up_waiting_for_an_idle_engine_holds_up_nobody() -> None:
             before = llm.stream(PROMPT, asked(1500))
             await before.accepted()
             ran: list[int] = []
-            waiting = asyncio.wrap_future(llm._loop.call_when_idle(lambda core: ran.append(1)))
+            waiting = asyncio.wrap_future(
+                llm._engine_thread.call_when_idle(lambda core: ran.append(1))
+            )
             held = asyncio.create_task(llm.generate(PROMPT[::-1], asked(2)))
             await made.gate.arrive()
             await asyncio.sleep(0)
             waiting.cancel()
             made.gate.open()
             assert len((await held).token_ids) == 2
-            assert llm._loop._inboxes  # the long one goes on
+            assert llm._engine_thread._collectors  # the long one goes on
             assert not ran
             await before.aclose()
 
@@ -394,7 +396,7 @@ def test_a_session_that_is_interrupted_while_it_pins_is_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answer never came: asked again, it is the same."""
-    llm = LLM.over(Bench(page_size=1).core)
+    llm = LLM.from_core(Bench(page_size=1).core)
     session = llm.session(PROMPT, pin=True)
 
     def interrupted(*_: object, **__: object) -> None:
@@ -417,7 +419,7 @@ def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
         async with made.llm as llm:
             running = asyncio.create_task(llm.generate(PROMPT, asked(3)))
             await made.gate.arrive()
-            idle = asyncio.wrap_future(llm._loop.call_when_idle(lambda core: None))
+            idle = asyncio.wrap_future(llm._engine_thread.call_when_idle(lambda core: None))
             held = [asyncio.create_task(llm.generate([i, 5], asked(1))) for i in range(2)]
             await asyncio.sleep(0.05)
             for one in held:

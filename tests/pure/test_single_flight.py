@@ -262,5 +262,5 @@ def test_every_request_ends_once_with_its_own_answer(
     queue = bench.core.scheduler.waiting
     assert queue.num_uncached == 0
     assert not queue.leaders()
-    assert not bench.core.scheduler._returned
+    assert not bench.core.scheduler._requeued
     bench.assert_nothing_leaked()

@@ -9,13 +9,13 @@ import pytest
 
 from ramify.config import EngineConfig
 from ramify.engine.request import Request
-from ramify.engine.speculative import (
-    LEAST_RATE,
-    MAX_PAUSE,
-    DraftCounts,
-    Record,
-    Speculation,
-    takes_guesses,
+from ramify.engine.speculation.drafter import (
+    MAX_COOLDOWN_STEPS,
+    MIN_ACCEPTANCE_RATE,
+    AcceptanceRate,
+    AdaptiveDrafter,
+    DraftStats,
+    accepts_drafts,
 )
 from ramify.errors import ConfigError
 from ramify.params import FinishReason, RequestOutput, SamplingParams
@@ -29,8 +29,8 @@ def loop(period: int) -> Bench:
     return Bench(next_token=lambda context: 1 + len(context) % period, speculative="ngram")
 
 
-def counts(bench: Bench) -> dict[str, DraftCounts]:
-    assert isinstance(bench.core.drafter, Speculation)
+def counts(bench: Bench) -> dict[str, DraftStats]:
+    assert isinstance(bench.core.drafter, AdaptiveDrafter)
     return bench.core.drafter.counts
 
 
@@ -107,7 +107,7 @@ def test_without_a_shared_cache_the_tree_knows_nothing() -> None:
         bench.add(PROMPT, max_tokens=20, ignore_eos=True)
         bench.run()
 
-    assert counts(bench)["tree"] == DraftCounts()
+    assert counts(bench)["tree"] == DraftStats()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 17, 30])
@@ -195,7 +195,7 @@ class Always:
         self.told: list[int] = []
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        yield from [(one, self.guess(one)) for one in running if takes_guesses(one)]
+        yield from [(one, self.guess(one)) for one in running if accepts_drafts(one)]
 
     def guess(self, request: Request) -> tuple[int, ...]:
         context = request.sequence.tokens.tolist()
@@ -303,8 +303,8 @@ def test_a_failed_step_says_nothing_about_its_guesses() -> None:
 # -- how many --------------------------------------------------------------------------------
 
 
-def learned(outcomes: Sequence[tuple[int, int]]) -> Record:
-    record = Record()
+def learned(outcomes: Sequence[tuple[int, int]]) -> AcceptanceRate:
+    record = AcceptanceRate()
     for drafted, accepted in outcomes:
         record.verified(drafted, accepted)
     return record
@@ -312,24 +312,24 @@ def learned(outcomes: Sequence[tuple[int, int]]) -> Record:
 
 def test_more_is_guessed_for_whom_it_was_right() -> None:
     """Up to the limit, and fewer in a step that is full."""
-    good, new = learned([(15, 15)] * 6), Record()
+    good, new = learned([(15, 15)] * 6), AcceptanceRate()
 
-    assert good.wanted(1, 15) == 15
-    assert 1 < new.wanted(1, 15) < 15
-    assert good.wanted(1, 3) == 3
-    assert [new.wanted(rows, 15) for rows in (1, 4, 8, 16)] == sorted(
-        (new.wanted(rows, 15) for rows in (1, 4, 8, 16)), reverse=True
+    assert good.num_worthwhile(1, 15) == 15
+    assert 1 < new.num_worthwhile(1, 15) < 15
+    assert good.num_worthwhile(1, 3) == 3
+    assert [new.num_worthwhile(rows, 15) for rows in (1, 4, 8, 16)] == sorted(
+        (new.num_worthwhile(rows, 15) for rows in (1, 4, 8, 16)), reverse=True
     )
-    assert good.wanted(400, 0) == 0
+    assert good.num_worthwhile(400, 0) == 0
 
 
 def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
     """One guess at a time, with pauses that double up to a limit."""
     record, tries = learned([(4, 0)] * 30), []
-    assert record.right / record.tried < LEAST_RATE
+    assert record.num_accepted / record.num_verified < MIN_ACCEPTANCE_RATE
 
     for step in range(600):
-        wanted = record.wanted(1, 15)
+        wanted = record.num_worthwhile(1, 15)
         if wanted:
             assert wanted == 1
             tries.append(step)
@@ -337,20 +337,20 @@ def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
 
     pauses = [later - earlier for earlier, later in pairwise(tries)]
     assert pauses[:4] == [2, 4, 8, 16]
-    assert max(pauses) <= MAX_PAUSE + 1
+    assert max(pauses) <= MAX_COOLDOWN_STEPS + 1
     assert len(tries) < 20
 
 
 def test_a_retry_that_succeeds_ends_the_pauses() -> None:
     """Guesses come back as fast as they are right."""
     record = learned([(4, 0)] * 30)
-    while not record.wanted(1, 15):
+    while not record.num_worthwhile(1, 15):
         pass
     record.verified(1, 1)
     for _ in range(20):
-        record.verified(max(1, wanted := record.wanted(1, 15)), max(1, wanted))
+        record.verified(max(1, wanted := record.num_worthwhile(1, 15)), max(1, wanted))
 
-    assert record.wanted(1, 15) == 15
+    assert record.num_worthwhile(1, 15) == 15
 
 
 def test_random_text_is_hardly_ever_guessed_at() -> None:

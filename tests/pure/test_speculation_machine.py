@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ramify.engine.request import Request
-from ramify.engine.speculative import Speculation
+from ramify.engine.speculation.drafter import AdaptiveDrafter
 from ramify.params import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import Bench
@@ -118,7 +118,7 @@ class Guessing(RuleBasedStateMachine):
                 told = list(found.token_ids)
                 assert told == (expected if whole else expected[: len(told)])
         drafter = self.bench.core.drafter
-        assert isinstance(drafter, Speculation)
+        assert isinstance(drafter, AdaptiveDrafter)
         for counts in drafter.counts.values():
             SEEN["accepted"] += counts.num_accepted
             SEEN["rejected"] += counts.num_drafted - counts.num_accepted

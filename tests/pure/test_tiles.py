@@ -7,24 +7,29 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ramify.attention.backends.triton_partition import (
+    GpuPartition,
+    PartitionConfig,
+    partition_step,
+    split_leaders,
+)
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.tiles import Cut, Cutting, cut, leaders
 from ramify.kv.block_table import PagedBlockTable
 
 PAGE = 4
 SPLIT = 8
 
 
-def how(**changes: int | bool) -> Cutting:
+def how(**changes: int | bool) -> PartitionConfig:
     base: dict[str, int | bool] = {
         "split": SPLIT,
-        "short_tokens": 4,
-        "long_tokens": 8,
-        "short_limit": 6,
+        "decode_tokens": 4,
+        "prefill_tokens": 8,
+        "decode_limit": 6,
         "programs_per_item": 2,
-        "enough_programs": 1 << 20,
+        "saturating_programs": 1 << 20,
     }
-    return Cutting(**(base | changes))  # type: ignore[arg-type]
+    return PartitionConfig(**(base | changes))  # type: ignore[arg-type]
 
 
 def batch_of(
@@ -43,12 +48,12 @@ def batch_of(
     return AttentionBatch.build(extends, PagedBlockTable.of(rows, PAGE), sharing or ())
 
 
-def met(batch: AttentionBatch, found: Cut) -> Counter[tuple[int, int]]:
+def met(batch: AttentionBatch, found: GpuPartition) -> Counter[tuple[int, int]]:
     """How often each (token, split) is computed; that its pages are the token's own is checked."""
     owner = np.repeat(np.arange(batch.num_seqs), np.diff(batch.cu_seqlens_q))
     seen: Counter[tuple[int, int]] = Counter()
     slots: Counter[int] = Counter()
-    for items in (found.long_items, found.short_items):
+    for items in (found.prefill_items, found.decode_items):
         for start, count, row, first, end, partial, *_ in items.tolist():
             assert count > 0
             assert not partial or end == first + 1
@@ -63,10 +68,10 @@ def met(batch: AttentionBatch, found: Cut) -> Counter[tuple[int, int]]:
                     assert np.array_equal(batch.block_table[row, visible][known], own[known])
                     if partial:
                         assert token in found.split_tokens
-                        slots[int(found.first_slots[token]) + split] += 1
+                        slots[int(found.split_offsets[token]) + split] += 1
                     else:
                         assert token not in found.split_tokens
-    assert sorted(slots) == list(range(found.num_slots))
+    assert sorted(slots) == list(range(found.num_partials))
     assert set(slots.values()) <= {1}
     return seen
 
@@ -94,7 +99,7 @@ def batches(draw: st.DrawFn) -> AttentionBatch:
 @given(batch=batches(), enough=st.sampled_from([0, 8, 1 << 20]), short=st.integers(1, 5))
 def test_every_query_meets_every_split_once(batch: AttentionBatch, enough: int, short: int) -> None:
     """Whatever is shared, split or whole; in the right pages; partial results never collide."""
-    found = cut(batch, how(enough_programs=enough, short_tokens=short))
+    found = partition_step(batch, how(saturating_programs=enough, decode_tokens=short))
 
     assert met(batch, found) == expected(batch)
 
@@ -102,15 +107,15 @@ def test_every_query_meets_every_split_once(batch: AttentionBatch, enough: int, 
 def test_requests_that_share_a_prefix_read_it_together() -> None:
     """Three decoding requests over 24 shared tokens: one item for each shared split."""
     shares = [(30, 1), (27, 1), (25, 1)]
-    alone = cut(batch_of(shares), how())
+    alone = partition_step(batch_of(shares), how())
 
-    found = cut(batch_of(shares, [(-1, 0), (0, 24), (1, 24)]), how())
+    found = partition_step(batch_of(shares, [(-1, 0), (0, 24), (1, 24)]), how())
 
-    shared = [item for item in found.short_items.tolist() if item[1] == 3]
+    shared = [item for item in found.decode_items.tolist() if item[1] == 3]
     assert [item[3] for item in shared] == [0, 1, 2]
     assert {item[2] for item in shared} == {0}
-    assert len(alone.short_items) == 12
-    assert len(found.short_items) == 6
+    assert len(alone.decode_items) == 12
+    assert len(found.decode_items) == 6
 
 
 def test_a_tile_that_is_too_small_is_taken_again() -> None:
@@ -118,9 +123,9 @@ def test_a_tile_that_is_too_small_is_taken_again() -> None:
     shares = [(20, 1)] * 10
     sharing = [(-1, 0), *[(0, 16)] * 9]
 
-    found = cut(batch_of(shares, sharing), how(short_tokens=4))
+    found = partition_step(batch_of(shares, sharing), how(decode_tokens=4))
 
-    counts = [item[1] for item in found.short_items.tolist() if item[3] == 0]
+    counts = [item[1] for item in found.decode_items.tolist() if item[3] == 0]
     assert counts == [4, 4, 2]
 
 
@@ -128,7 +133,7 @@ def test_sharing_counts_in_whole_splits() -> None:
     """The split in which two requests part is read by each of them."""
     others, lengths = np.array([-1, 0, 1], np.int32), np.array([0, 15, 20], np.int32)
 
-    found = leaders(others, lengths, 3, 8)
+    found = split_leaders(others, lengths, 3, 8)
 
     assert found.tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 2]]
 
@@ -138,28 +143,28 @@ def test_a_full_device_splits_only_what_is_shared() -> None:
     shares = [(40, 1), (30, 1), (31, 1)]
     batch = batch_of(shares, [(-1, 0), (-1, 0), (1, 16)])
 
-    found = cut(batch, how(enough_programs=1))
+    found = partition_step(batch, how(saturating_programs=1))
 
     assert found.split_tokens.tolist() == [1, 2]
 
 
 def test_the_longest_item_comes_first() -> None:
     """So that the last program to finish is a short one."""
-    found = cut(batch_of([(0, 9), (30, 9), (8, 9)]), how())
+    found = partition_step(batch_of([(0, 9), (30, 9), (8, 9)]), how())
 
-    ends = found.long_items[:, 4].tolist()
+    ends = found.prefill_items[:, 4].tolist()
     assert ends == sorted(ends, reverse=True)
 
 
 def test_ab24_a_step_is_cut_without_a_loop_over_its_tokens() -> None:
     """64 requests of 4k tokens and a chunk of 4k: milliseconds, not tens of them."""
     batch = batch_of([(4000, 1)] * 64 + [(0, 4096)])
-    sizes = how(split=512, short_tokens=4, long_tokens=16, short_limit=16)
+    sizes = how(split=512, decode_tokens=4, prefill_tokens=16, decode_limit=16)
 
     took = []
     for _ in range(5):
         start = time.perf_counter()
-        cut(batch, sizes)
+        partition_step(batch, sizes)
         took.append(time.perf_counter() - start)
 
     assert min(took) < 0.02

@@ -23,13 +23,13 @@ def test_a_stuck_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
     watchdog = Watchdog(10.0, clock=clock)
     watchdog.begin(lambda: "step 3 with 2 requests")
     clock.now_s = 9.0
-    assert not watchdog.look()
+    assert not watchdog.report_if_stuck()
     assert not watchdog.is_stuck
 
     clock.now_s = 11.0
     with caplog.at_level(logging.ERROR):
-        assert watchdog.look()
-        assert not watchdog.look()
+        assert watchdog.report_if_stuck()
+        assert not watchdog.report_if_stuck()
 
     assert (watchdog.is_stuck, watchdog.stuck_s, watchdog.num_stuck) == (True, 11.0, 1)
     [record] = caplog.records
@@ -40,7 +40,7 @@ def test_a_stuck_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
     assert not watchdog.is_stuck
     watchdog.begin(lambda: "the next")
     clock.now_s = 30.0
-    assert watchdog.look()
+    assert watchdog.report_if_stuck()
     assert watchdog.num_stuck == 2
 
 
@@ -52,7 +52,7 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
     execute = bench.device.execute
 
     class Hanging:
-        erase_pages, copy_pages = bench.device.erase_pages, bench.device.copy_pages
+        zero_pages, copy_pages = bench.device.zero_pages, bench.device.copy_pages
 
         def execute(self, plan: object) -> object:
             entered.set()
@@ -67,8 +67,8 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
 
     clock.now_s = 6.0
     assert bench.core.watchdog.stuck_s == 6.0
-    assert f"with 1 requests: {key} (0+3 tokens)" in bench.core.faults.describe()
-    assert bench.core.watchdog.look()
+    assert f"with 1 requests: {key} (0+3 tokens)" in bench.core.recovery.describe_step()
+    assert bench.core.watchdog.report_if_stuck()
     leave.set()
     thread.join()
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ramify.attention.backend import AttentionSpec as AttentionSpec
     from ramify.attention.backend import select_backend as select_backend
     from ramify.attention.batch import AttentionBatch, Extend
-    from ramify.attention.blocks.block import RadixAttentionBlock as RadixAttentionBlock
-    from ramify.attention.blocks.paged import (
+    from ramify.attention.blocks.attention_block import RadixAttentionBlock as RadixAttentionBlock
+    from ramify.attention.blocks.paged_kv_cache import (
         RadixAttentionWithPagedKVCache as RadixAttentionWithPagedKVCache,
     )
     from ramify.attention.blocks.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
@@ -24,9 +24,9 @@ _HOMES = {
     "AttentionBatch": "batch",
     "AttentionSpec": "backend",
     "Extend": "batch",
-    "RadixAttentionBlock": "blocks.block",
+    "RadixAttentionBlock": "blocks.attention_block",
     "RadixAttentionPlanner": "planner",
-    "RadixAttentionWithPagedKVCache": "blocks.paged",
+    "RadixAttentionWithPagedKVCache": "blocks.paged_kv_cache",
     "RadixSequence": "sequence",
     "apply_rotary_pos_emb": "blocks.rotary",
     "rotate_half": "blocks.rotary",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,20 +12,21 @@ import torch
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
-from ramify.attention.exact import Exactness
+from ramify.attention.exactness import Exactness
 from ramify.errors import ConfigError, UnsupportedBackendError
 
 # name → module:class, imported on use
 BACKENDS: dict[str, str] = {
-    "eager": "ramify.attention.eager:EagerBackend",
-    "tree": "ramify.attention.tree:TreeBackend",
-    "blocked": "ramify.attention.blocked:BlockedBackend",
-    "sdpa": "ramify.attention.sdpa:SdpaBackend",
-    "triton": "ramify.attention.triton:TritonBackend",
-    "flashinfer": "ramify.attention.flashinfer:FlashInferBackend",
-    "varlen": "ramify.attention.varlen:VarlenBackend",
-    "flex": "ramify.attention.flex:FlexBackend",
+    "eager": "ramify.attention.backends.eager:EagerBackend",
+    "cpu": "ramify.attention.backends.cpu:CpuBackend",
+    "blocked": "ramify.attention.backends.blocked:BlockedBackend",
+    "sdpa": "ramify.attention.backends.sdpa:SdpaBackend",
+    "triton": "ramify.attention.backends.triton:TritonBackend",
+    "flashinfer": "ramify.attention.backends.flashinfer:FlashInferBackend",
+    "varlen": "ramify.attention.backends.varlen:VarlenBackend",
+    "flex": "ramify.attention.backends.flex:FlexBackend",
 }
+_OLD_NAMES = {"tree": "cpu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +68,17 @@ class AttentionSpec:
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
-    def out_dim(self) -> int:
+    def v_head_dim(self) -> int:
         """Width of a head's output."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
-    def group(self) -> int:
+    def gqa_group_size(self) -> int:
         """Query heads that share a K/V head."""
         return self.num_heads // self.num_kv_heads
 
 
-def why_not_plain(spec: AttentionSpec) -> str | None:
+def reason_not_plain_mha(spec: AttentionSpec) -> str | None:
     """None for keys and values of one width as floats, page after page, all of them read."""
     if spec.kind != "mha":
         return f"kind={spec.kind}: no K and V planes"
@@ -86,12 +88,12 @@ def why_not_plain(spec: AttentionSpec) -> str | None:
         return f"layout={spec.layout}"
     if not spec.plane_dtype.is_floating_point or spec.plane_dtype.itemsize < 2:
         return f"kv_dtype={spec.plane_dtype}: it knows no scales"
-    if spec.out_dim != spec.head_dim:
-        return f"value_dim={spec.out_dim} beside head_dim={spec.head_dim}"
+    if spec.v_head_dim != spec.head_dim:
+        return f"value_dim={spec.v_head_dim} beside head_dim={spec.head_dim}"
     return None
 
 
-def told(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:
+def unprobed_exactness(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:
     """What a backend without probes says of its exactness."""
     shape = (spec.num_kv_heads, spec.head_dim)
     dtype = str(spec.plane_dtype).removeprefix("torch.")
@@ -141,13 +143,13 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """A selected backend, why, and for every other one why not."""
 
     name: str
     backend: AttentionBackend
-    why: str
-    others: dict[str, str]
+    reason: str
+    rejected: dict[str, str]
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
@@ -156,6 +158,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
     Raises:
         ConfigError: there is no such backend; the message lists them.
     """
+    name = _present_name(name)
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend={name!r} does not exist; choose auto, {', '.join(BACKENDS)}"
@@ -165,13 +168,14 @@ def backend_class(name: str) -> type[AttentionBackend]:
     return found
 
 
-def select_backend(asked: str, spec: AttentionSpec, device: torch.device) -> Choice:
+def select_backend(backend_name: str, spec: AttentionSpec, device: torch.device) -> BackendChoice:
     """The backend to use: the one asked for, or with "auto" the best that supports the model.
 
     Raises:
         UnsupportedBackendError: it cannot serve; the message gives every reason.
     """
-    order = _preference(device) if asked == "auto" else (asked,)
+    backend_name = _present_name(backend_name)
+    order = _auto_order(device) if backend_name == "auto" else (backend_name,)
     reasons: dict[str, str] = {}
     for name in order:
         cls = backend_class(name)
@@ -179,7 +183,7 @@ def select_backend(asked: str, spec: AttentionSpec, device: torch.device) -> Cho
         if reason is None:
             why = (
                 "asked for"
-                if asked != "auto"
+                if backend_name != "auto"
                 else (f"the first of {', '.join(order)} that supports this model on {device.type}")
             )
             others = {
@@ -187,14 +191,26 @@ def select_backend(asked: str, spec: AttentionSpec, device: torch.device) -> Cho
                 for other in BACKENDS
                 if other != name
             }
-            return Choice(name, cls(spec, device), why, others)
+            return BackendChoice(name, cls(spec, device), why, others)
         reasons[name] = reason
-    raise UnsupportedBackendError(asked, reasons)
+    raise UnsupportedBackendError(backend_name, reasons)
 
 
-def _preference(device: torch.device) -> tuple[str, ...]:
+def _present_name(name: str) -> str:
+    if name not in _OLD_NAMES:
+        return name
+    present = _OLD_NAMES[name]
+    warnings.warn(
+        f"attention_backend={name!r} is deprecated; use {present!r}",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return present
+
+
+def _auto_order(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
-        return ("tree", "sdpa", "blocked", "eager")
+        return ("cpu", "sdpa", "blocked", "eager")
     if device.type == "cuda":
         return ("triton", "flashinfer", "varlen", "flex", "sdpa", "eager")
     return ("sdpa", "eager")

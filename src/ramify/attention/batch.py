@@ -79,10 +79,10 @@ class AttentionBatch:
         """
         rows = np.array([one.row for one in extends], np.int64)
         cached, new = [one.num_cached for one in extends], [one.num_new for one in extends]
-        return cls.of(rows, cached, new, table, sharing_arrays(sharing, len(extends)))
+        return cls.from_rows(rows, cached, new, table, sharing_arrays(sharing, len(extends)))
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         rows: NDArray[np.int64],
         cached: Sequence[int],
@@ -103,7 +103,7 @@ class AttentionBatch:
         cu_q = np.array([0, *accumulate(new)], np.int32)
         past, kv = np.array(cached, np.int32), np.array(lengths, np.int32)
         pages = _pages(table, rows, lengths, kv)
-        owner = np.repeat(_counted(count)[:-1], new)
+        owner = np.repeat(_iota(count)[:-1], new)
         positions = np.arange(len(owner), dtype=np.int32) + (past - cu_q[:-1])[owner]
         page_of = pages[owner, positions // page_size]
         assert np.count_nonzero(page_of >= 0) == len(owner), "a new token has no page"
@@ -122,17 +122,17 @@ class AttentionBatch:
         )
 
     @classmethod
-    def of_decodes(
+    def from_decodes(
         cls,
         rows: NDArray[np.int64],
         cached: Sequence[int],
         table: BlockTable,
         sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> AttentionBatch:
-        """What `of` makes of requests with a token each, in fewer steps."""
+        """What `from_rows` makes of requests with a token each, in fewer steps."""
         page_size, count = table.page_size, len(rows)
         lengths = [at + 1 for at in cached]
-        cu_q, positions = _counted(count), np.array(cached, np.int32)
+        cu_q, positions = _iota(count), np.array(cached, np.int32)
         kv, last = positions + 1, positions // page_size
         pages = _pages(table, rows, lengths, kv)
         page_of = pages[cu_q[:-1], last]
@@ -155,8 +155,8 @@ class AttentionBatch:
             has_cached=any(cached),
         )
 
-    def next(self, rows: NDArray[np.int64], table: BlockTable) -> AttentionBatch:
-        """What `of_decodes` makes of the same requests in the step after this one, of a token each.
+    def next_decode(self, rows: NDArray[np.int64], table: BlockTable) -> AttentionBatch:
+        """What `from_decodes` makes of the same requests in the next step, of a token each.
 
         Between the two nothing but the ends of their rows may have changed. Most requests go on in
         the page that they were in.
@@ -195,7 +195,7 @@ class AttentionBatch:
             has_cached=True,
         )
 
-    def leaders(self, num_tokens: int) -> list[int]:
+    def prefix_leaders(self, num_tokens: int) -> list[int]:
         """For each request the first one in whose pages its first `num_tokens` tokens lie: [B].
 
         Requests with the same leader read the same keys up to there; one that shares with nobody
@@ -208,7 +208,7 @@ class AttentionBatch:
             found.append(found[other] if common >= num_tokens and other >= 0 else i)
         return found
 
-    def part(
+    def select(
         self, seqs: Sequence[int], num_rows: NDArray[np.int64] | None = None
     ) -> AttentionBatch:
         """The batch of some of its requests; they share what they shared.
@@ -303,13 +303,13 @@ def _pages(
     used = [-(-length // size) for length in lengths]
     width = max(used, default=0)
     pages = table.array[rows, :width]
-    if np.count_nonzero(pages >= 0) != sum(used):  # a row has some to spare; `of` sees if one lacks
+    if np.count_nonzero(pages >= 0) != sum(used):  # some to spare; `from_rows` sees if one lacks
         pages[np.arange(width, dtype=np.int32) * size >= kv[:, None]] = -1
     return pages
 
 
 @lru_cache(maxsize=256)
-def _counted(count: int) -> NDArray[np.int32]:
+def _iota(count: int) -> NDArray[np.int32]:
     """0 .. count, read-only."""
     numbers = np.arange(count + 1, dtype=np.int32)
     numbers.flags.writeable = False

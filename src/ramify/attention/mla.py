@@ -23,50 +23,50 @@ import torch
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.backends.eager import RequestSlice, request_slices
 from ramify.attention.batch import AttentionBatch, Extend
-from ramify.attention.eager import Span, spans_of
-from ramify.attention.exact import Exactness
-from ramify.attention.reading import read_plane
-from ramify.attention.sparse import IndexPlan, IndexQuery, SparseIndex
+from ramify.attention.exactness import Exactness
+from ramify.attention.gather import gather_plane_f32
+from ramify.attention.sparse_index import IndexPlan, IndexQuery, SparseIndex
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 
 CHUNK_KEYS = 512  # at fixed positions; 128 heads of 128 + 128 are 67 MB of float32
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
-TRIAL_ROWS, TRIAL_KEYS, TRIALS = 64, 256, 5
-FLOOR = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
+COST_ROWS, COST_KEYS, COST_TRIALS = 64, 256, 5
+MASKED_MAX = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
 
-Path = Literal["auto", "absorbed", "expanded"]
+MlaPath = Literal["auto", "absorbed", "expanded"]
 
 
 @dataclass(frozen=True, slots=True)
 class UpProjection:
     """`kv_b` of one layer by head, and how it is applied to queries and outputs."""
 
-    keys: Tensor  # [num_heads, nope_dim, latent_dim]
-    values: Tensor  # [num_heads, latent_dim, value_dim]
+    w_uk: Tensor  # [num_heads, nope_dim, latent_dim]
+    w_uv: Tensor  # [num_heads, latent_dim, value_dim]
     absorb: Callable[[Tensor], Tensor]  # [T, num_heads, nope_dim] -> [T, num_heads, latent_dim]
-    lift: Callable[[Tensor], Tensor]  # [T, num_heads, latent_dim] -> [T, num_heads, value_dim]
+    project_v: Callable[[Tensor], Tensor]  # [T, num_heads, latent_dim] -> [T, num_heads, value_dim]
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """[n, latent_dim] float32 -> keys and values [num_heads, n, nope_dim or value_dim]."""
-        latents = latents.to(self.keys.dtype)
-        keys = torch.matmul(latents, self.keys.transpose(1, 2))
-        return keys.float(), torch.matmul(latents, self.values).float()
+        latents = latents.to(self.w_uk.dtype)
+        keys = torch.matmul(latents, self.w_uk.transpose(1, 2))
+        return keys.float(), torch.matmul(latents, self.w_uv).float()
 
 
 @dataclass(frozen=True, slots=True)
 class MlaQuery:
     """What a layer asks of latent attention; rows beyond the batch are padding."""
 
-    nope: Tensor  # [rows, num_heads, nope_dim]
-    rope: Tensor  # [rows, num_heads, rope_dim]
+    q_nope: Tensor  # [rows, num_heads, nope_dim]
+    q_rope: Tensor  # [rows, num_heads, rope_dim]
     up: UpProjection
     index: IndexQuery | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class MlaCostModel:
     """Seconds of either path per unit of what it is proportional to."""
 
     absorbed_row: float
@@ -86,7 +86,7 @@ class MlaPlan:
 
     absorbed: Any  # the backend's own plan
     absorbed_rows: Tensor | None  # rows of the queries that it is for, None: all
-    expanded: list[Span]
+    expanded: list[RequestSlice]
     index: IndexPlan | None
 
 
@@ -115,9 +115,9 @@ class MlaAttention:
         nope_dim: int,
         value_dim: int,
         index: SparseIndex | None = None,
-        path: Path = "auto",
+        path: MlaPath = "auto",
         chunk_keys: int = CHUNK_KEYS,
-        costs: Costs | None = None,
+        costs: MlaCostModel | None = None,
     ) -> None:
         if spec.kind != "mla":
             raise ConfigError(f"kind={spec.kind!r} but latent attention needs kind='mla'")
@@ -125,17 +125,17 @@ class MlaAttention:
             raise ConfigError(f"sparse={spec.sparse} but index is {index}; give both or neither")
         if chunk_keys < 1:
             raise ConfigError(f"chunk_keys={chunk_keys} must be at least 1")
-        reason = why_not_expanded(spec)
+        reason = reason_not_expanded(spec)
         if path == "expanded" and reason is not None:
             raise ConfigError(f"path='expanded' cannot be used: {reason}; use path='auto'")
         self.backend, self.spec, self.index = backend, spec, index
         self._nope_dim, self._value_dim = nope_dim, value_dim
-        self._path: Path = "absorbed" if reason is not None else path
+        self._path: MlaPath = "absorbed" if reason is not None else path
         self._chunk_keys = chunk_keys
         self._costs = costs
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> MlaCostModel:
         """Measured on first use: a few calls of either path on random values."""
         if self._costs is None:
             self._costs = self._measure()
@@ -153,11 +153,11 @@ class MlaAttention:
         chosen = [seq for seq in range(batch.num_seqs) if self._expands(batch, seq)]
         if not chosen:
             return MlaPlan(self.backend.plan(batch), None, [], index)
-        spans = spans_of(batch, device)
+        spans = request_slices(batch, device)
         others = [seq for seq in range(batch.num_seqs) if seq not in set(chosen)]
         rows = [np.arange(spans[seq].start, spans[seq].stop) for seq in others]
         return MlaPlan(
-            self.backend.plan(batch.part(others)),
+            self.backend.plan(batch.select(others)),
             torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])),
             [spans[seq] for seq in chosen],
             index,
@@ -174,9 +174,9 @@ class MlaAttention:
         rows = plan.absorbed_rows
         if rows is None:
             return self._absorbed(plan, layer, query, planes, selected)
-        out = query.nope.new_zeros(*query.nope.shape[:2], self._value_dim)
+        out = query.q_nope.new_zeros(*query.q_nope.shape[:2], self._value_dim)
         if len(rows):
-            part = replace(query, nope=query.nope[rows], rope=query.rope[rows])
+            part = replace(query, q_nope=query.q_nope[rows], q_rope=query.q_rope[rows])
             out[rows] = self._absorbed(plan, layer, part, planes, selected)
         for span in plan.expanded:
             out[span.start : span.stop] = self._expanded(span, query, planes).to(out.dtype)
@@ -197,37 +197,41 @@ class MlaAttention:
         planes: Mapping[str, Tensor],
         selected: Tensor | None,
     ) -> Tensor:
-        q = torch.cat((query.up.absorb(query.nope), query.rope), -1)
-        return query.up.lift(self.backend.run(plan.absorbed, layer, q, planes, selected=selected))
+        q = torch.cat((query.up.absorb(query.q_nope), query.q_rope), -1)
+        return query.up.project_v(
+            self.backend.run(plan.absorbed, layer, q, planes, selected=selected)
+        )
 
-    def _expanded(self, span: Span, query: MlaQuery, planes: Mapping[str, Tensor]) -> Tensor:
+    def _expanded(
+        self, request: RequestSlice, query: MlaQuery, planes: Mapping[str, Tensor]
+    ) -> Tensor:
         """[q_len, num_heads, value_dim] float32, chunk by chunk from position 0."""
-        q = torch.cat((query.nope, query.rope), -1)[span.start : span.stop].float()
+        q = torch.cat((query.q_nope, query.q_rope), -1)[request.start : request.stop].float()
         q = q.mul_(self.spec.scale).transpose(0, 1).contiguous()
         num_heads, q_len = q.shape[:2]
-        first = len(span.slots) - q_len  # position of the first query
+        first = len(request.slots) - q_len  # position of the first query
         out = q.new_zeros(num_heads, q_len, self._value_dim)
         lse = q.new_full((num_heads, q_len, 1), -torch.inf)
-        for begin in range(0, len(span.slots), self._chunk_keys):
-            slots = span.slots[begin : begin + self._chunk_keys]
+        for begin in range(0, len(request.slots), self._chunk_keys):
+            slots = request.slots[begin : begin + self._chunk_keys]
             end = begin + len(slots)
-            keys, values = query.up.expand(read_plane(planes, "latent", slots))
-            shared = read_plane(planes, "rope", slots).expand(num_heads, -1, -1)
+            keys, values = query.up.expand(gather_plane_f32(planes, "latent", slots))
+            shared = gather_plane_f32(planes, "rope", slots).expand(num_heads, -1, -1)
             keys = torch.cat((keys, shared), -1).transpose(1, 2)
             step = max(1, MAX_SCORES // (num_heads * len(slots)))
             for start in range(max(0, begin - first), q_len, step):  # earlier rows see nothing
                 rows = slice(start, start + step)
                 scores = q[:, rows] @ keys
                 if end - 1 > first + start:
-                    unseen = span.key_positions[begin:end] > span.query_positions[rows, None]
+                    unseen = request.key_positions[begin:end] > request.query_positions[rows, None]
                     scores.masked_fill_(unseen, -torch.inf)
-                found, its_lse = attend_block(scores, values)
-                out[:, rows], lse[:, rows] = merge(out[:, rows], lse[:, rows], found, its_lse)
+                found, its_lse = block_attention_lse(scores, values)
+                out[:, rows], lse[:, rows] = merge_state(out[:, rows], lse[:, rows], found, its_lse)
         return out.transpose(0, 1)
 
-    def _measure(self) -> Costs:
-        spec, keys = self.spec, TRIAL_KEYS
-        latent = spec.out_dim
+    def _measure(self) -> MlaCostModel:
+        spec, keys = self.spec, COST_KEYS
+        latent = spec.v_head_dim
         draw = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -248,16 +252,16 @@ class MlaAttention:
             "rope": random(num_pages, spec.page_size, spec.head_dim - latent),
         }
         table = PagedBlockTable.of([list(range(num_pages))], spec.page_size)
-        rows = TRIAL_ROWS
+        rows = COST_ROWS
         batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
-        [span] = spans_of(batch, torch.device("cpu"))
+        [span] = request_slices(batch, torch.device("cpu"))
         query = MlaQuery(
             random(rows, spec.num_heads, self._nope_dim),
             random(rows, spec.num_heads, spec.head_dim - latent),
             up,
         )
         plan = MlaPlan(self.backend.plan(batch), None, [], None)
-        absorbed, expanded = _seconds(
+        absorbed, expanded = _best_seconds(
             partial(self._absorbed, plan, 0, query, planes, None),
             partial(self._expanded, span, query, planes),
         )
@@ -267,7 +271,7 @@ class MlaAttention:
         head_pair = spec.num_heads * (self._nope_dim + spec.head_dim - latent + self._value_dim)
         absorbed /= rows * up_count + rows * keys * latent_pair
         expanded /= keys * up_count + rows * keys * head_pair
-        return Costs(
+        return MlaCostModel(
             absorbed_row=absorbed * up_count,
             absorbed_pair=absorbed * latent_pair,
             expanded_key=expanded * up_count,
@@ -275,7 +279,7 @@ class MlaAttention:
         )
 
 
-def why_not_expanded(spec: AttentionSpec) -> str | None:
+def reason_not_expanded(spec: AttentionSpec) -> str | None:
     """None, or why a model is served by the absorbed path alone."""
     if spec.exact:
         return "exact=True: its bits differ from those of the absorbed path"
@@ -288,7 +292,7 @@ def why_not_expanded(spec: AttentionSpec) -> str | None:
     return None
 
 
-def attend_block(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def block_attention_lse(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax-weighted values over one block of keys and the log of its sum of exponentials.
 
     Args:
@@ -298,13 +302,15 @@ def attend_block(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [heads, rows, value_dim] and [heads, rows, 1]; zeros and -inf for a row that sees nothing.
     """
-    peak = scores.amax(-1, keepdim=True).clamp_min(FLOOR)
+    peak = scores.amax(-1, keepdim=True).clamp_min(MASKED_MAX)
     weights = torch.exp(scores - peak)
     total = weights.sum(-1, keepdim=True)
     return (weights @ values) / total.clamp_min(1e-30), peak + total.log()
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_state(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Two results over disjoint keys as one over all of them, with its log-sum-exp.
 
     Rows that saw nothing (-inf) count for nothing; at least one of the two must have seen a key.
@@ -313,10 +319,10 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out * torch.exp(lse - joint) + other * torch.exp(other_lse - joint), joint
 
 
-def _seconds(*calls: Callable[[], object]) -> list[float]:
-    """The shortest of `TRIALS` of each, in turns, after one that does not count."""
+def _best_seconds(*calls: Callable[[], object]) -> list[float]:
+    """The shortest of `COST_TRIALS` of each, in turns, after one that does not count."""
     best = [math.inf] * len(calls)
-    for trial in range(TRIALS + 1):
+    for trial in range(COST_TRIALS + 1):
         for number, call in enumerate(calls):
             start = time.perf_counter()
             call()

@@ -14,10 +14,10 @@ from itertools import count
 import numpy as np
 
 from ramify.attention.batch import AttentionBatch, sharing_arrays
-from ramify.attention.demand import num_pages_asked, require_plannable, sort_out
+from ramify.attention.page_demand import pages_needed, split_decodes, validate_plannable
 from ramify.attention.sequence import RadixSequence
-from ramify.cache.book import Lease
 from ramify.cache.key import CacheKey, pack
+from ramify.cache.leases import Lease
 from ramify.cache.pages import ID_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.errors import CacheError, ConfigError, OutOfPagesError
@@ -53,12 +53,14 @@ class RadixAttentionPlanner:
         self.cache, self.table, self.share = cache, table, share
         self.page_size = cache.page_size
         self._order = count(1)
-        self._holders: dict[int, RadixSequence] = {}  # lease id → its sequence
-        self._deferred: list[RadixSequence] = []  # committed before their leader
-        self._batched: list[RadixSequence] = []  # of the last plan, while they share what they did
-        self._rows = np.empty(0, np.int64)  # of those
-        self._decoded: AttentionBatch | None = None  # their last step, if it was of decodes
-        self._sharing = sharing_arrays((), 0)
+        self._by_lease: dict[int, RadixSequence] = {}  # lease id → its sequence
+        self._awaiting_leader: list[RadixSequence] = []  # committed before their leader
+        self._last_sequences: list[
+            RadixSequence
+        ] = []  # of the last plan, while they share what they did
+        self._last_rows = np.empty(0, np.int64)  # of those
+        self._last_decode: AttentionBatch | None = None  # their last step, if it was of decodes
+        self._last_sharing = sharing_arrays((), 0)
 
     # -- plan ------------------------------------------------------------------------------
 
@@ -82,10 +84,10 @@ class RadixAttentionPlanner:
         limits = [one.num_uncomputed for one in sequences] if num_new is None else list(num_new)
         if len(set(map(id, sequences))) != len(sequences):
             raise CacheError("a sequence is named twice in one plan")
-        decodes, growing, others, rest = sort_out(
+        decodes, growing, others, rest = split_decodes(
             sequences, limits, page_size=self.page_size, max_tokens=self.table.max_tokens
         )
-        require_plannable(others, rest, self.table)
+        validate_plannable(others, rest, self.table)
         keys = [self._key(one, limit) for one, limit in zip(others, rest, strict=True)]
         fresh = [one for one in others if one.lease is None]
         begun: list[tuple[RadixSequence, int, int]] = []
@@ -94,7 +96,7 @@ class RadixAttentionPlanner:
             for one, key in zip(others, keys, strict=True):
                 if one.lease is None:
                     self._attach(one, key)
-            asked = self._demand(others, rest, keys, len(growing))
+            asked = self._pages_needed(others, rest, keys, len(growing))
             if asked and asked > self.cache.num_available:
                 stats = self.cache.stats()
                 raise OutOfPagesError(
@@ -108,8 +110,8 @@ class RadixAttentionPlanner:
                     first = one.lease
                     self._attach(one, key)
                     spare.append(first)
-                announced |= self._begin(one, limit, key)
-            self._grow(growing, begun)
+                announced |= self._allocate(one, limit, key)
+            self._append_pages(growing, begun)
             for one in decodes:
                 one.num_planned = 1
             batch = self._batch(sequences, num_decodes=len(decodes))
@@ -117,29 +119,33 @@ class RadixAttentionPlanner:
                 self.cache.cancel(spare[-1])
                 spare.pop()
         except BaseException:
-            self._take_back(begun, fresh, spare, decodes)
+            self._rollback_plan(begun, fresh, spare, decodes)
             raise
         return batch
 
     def _batch(self, sequences: Sequence[RadixSequence], *, num_decodes: int) -> AttentionBatch:
         """The metadata of planned sequences; what they share is kept while it cannot change."""
         count = len(sequences)
-        if not sequences or self._batched != list(sequences):
+        if not sequences or self._last_sequences != list(sequences):
             leases = [one.lease for one in sequences if one.lease is not None]
-            self._sharing = sharing_arrays(self.cache.sharing(leases), count)
-            self._rows = np.array([one.row for one in sequences], np.int64)
-            self._batched, self._decoded = list(sequences), None
-        before, self._decoded = self._decoded, None
+            self._last_sharing = sharing_arrays(self.cache.sharing(leases), count)
+            self._last_rows = np.array([one.row for one in sequences], np.int64)
+            self._last_sequences, self._last_decode = list(sequences), None
+        before, self._last_decode = self._last_decode, None
         cached = [one.num_computed for one in sequences]
         if num_decodes == count > 0:
             if before is not None and before.seq_lens_kv.tolist() == cached:
-                batch = before.next(self._rows, self.table)
+                batch = before.next_decode(self._last_rows, self.table)
             else:
-                batch = AttentionBatch.of_decodes(self._rows, cached, self.table, self._sharing)
-            self._decoded = batch
+                batch = AttentionBatch.from_decodes(
+                    self._last_rows, cached, self.table, self._last_sharing
+                )
+            self._last_decode = batch
             return batch
         new = [one.num_planned for one in sequences]
-        return AttentionBatch.of(self._rows, cached, new, self.table, self._sharing)
+        return AttentionBatch.from_rows(
+            self._last_rows, cached, new, self.table, self._last_sharing
+        )
 
     def _key(self, one: RadixSequence, limit: int) -> CacheKey | None:
         """What a sequence attaches by, announces and is compared by; None if it does none of that.
@@ -155,16 +161,16 @@ class RadixAttentionPlanner:
                 return None
         return one.key(len(one.tokens))
 
-    def _demand(
+    def _pages_needed(
         self,
         sequences: Sequence[RadixSequence],
         limits: Sequence[int],
         keys: Sequence[CacheKey | None],
-        num_growing: int = 0,
+        num_needing_page: int = 0,
     ) -> int:
         """Pages that a plan will reserve."""
         size, share = self.page_size, self.share
-        return num_growing + num_pages_asked(sequences, limits, keys, page_size=size, share=share)
+        return num_needing_page + pages_needed(sequences, limits, keys, page_size=size, share=share)
 
     def _attach(self, one: RadixSequence, key: CacheKey | None) -> None:
         known = key if key is not None and one.reuse else CacheKey(b"", one.namespace)
@@ -174,13 +180,13 @@ class RadixAttentionPlanner:
     def _detach(self, one: RadixSequence) -> None:
         assert one.lease is not None
         self.cache.cancel(one.lease)
-        self._holders.pop(one.lease.id, None)
+        self._by_lease.pop(one.lease.id, None)
         if one.row is not None:
             self.table.release(one.row)
         one.lease, one.row = None, None
         one.num_computed = one.num_read = one.num_shared = 0
 
-    def _begin(self, one: RadixSequence, limit: int, key: CacheKey | None) -> bool:
+    def _allocate(self, one: RadixSequence, limit: int, key: CacheKey | None) -> bool:
         """Pages, row and announcement of one sequence; capacity is known to suffice.
 
         Returns whether it announced anything.
@@ -188,8 +194,8 @@ class RadixAttentionPlanner:
         one.order = next(self._order)
         assert one.lease is not None
         if one.row is None:
-            self._batched = []
-            self._holders[one.lease.id] = one
+            self._last_sequences = []
+            self._by_lease[one.lease.id] = one
             one.num_shared = one.lease.num_pending * self.page_size
             one.num_read = one.num_computed - one.num_shared
             one.row = self.table.allocate()
@@ -203,10 +209,10 @@ class RadixAttentionPlanner:
         known = one.shareable(end)
         if key is None or known - one.num_computed <= 1:
             return False
-        self._move(one, self.cache.announce(one.lease, key.prefix(known), one.private))
+        self._adopt_lease(one, self.cache.announce(one.lease, key.prefix(known), one.private))
         return True
 
-    def _take_back(
+    def _rollback_plan(
         self,
         begun: list[tuple[RadixSequence, int, int]],
         fresh: list[RadixSequence],
@@ -214,11 +220,11 @@ class RadixAttentionPlanner:
         decodes: list[RadixSequence],
     ) -> None:
         """A plan broke off: all its sequences are as before."""
-        self._batched = []
+        self._last_sequences = []
         for one in decodes:
             one.num_planned = 0
         for one, num_tokens, num_private in reversed(begun):  # followers before leaders
-            self._undo(one, num_tokens, num_private)
+            self._rollback_sequence(one, num_tokens, num_private)
             if one in fresh:
                 self._detach(one)
         for one in fresh:
@@ -227,7 +233,7 @@ class RadixAttentionPlanner:
         for lease in spare:
             self.cache.cancel(lease)
 
-    def _grow(
+    def _append_pages(
         self, sequences: Sequence[RadixSequence], begun: list[tuple[RadixSequence, int, int]]
     ) -> None:
         """A page for each; capacity is known to suffice."""
@@ -240,8 +246,8 @@ class RadixAttentionPlanner:
             one.private.append(page)
             self.table.append(self._row(one), (page,))
 
-    def _undo(self, one: RadixSequence, num_tokens: int, num_private: int) -> None:
-        """Put a sequence back whose `_begin` was carried out or broke off."""
+    def _rollback_sequence(self, one: RadixSequence, num_tokens: int, num_private: int) -> None:
+        """Put a sequence back whose `_allocate` was carried out or broke off."""
         assert one.lease is not None
         self._retract(one, num_tokens)
         self.cache.give_back(one.private[num_private:])
@@ -251,19 +257,19 @@ class RadixAttentionPlanner:
             held = len(one.lease.pages) + num_private
             self.table.truncate(one.row, min(held, self.table.num_pages(one.row)))
 
-    def _move(self, one: RadixSequence, lease: Lease) -> None:
+    def _adopt_lease(self, one: RadixSequence, lease: Lease) -> None:
         """Adopt a newer lease: the pages that it took are the tree's from now on."""
         old, one.lease = one.lease, lease
         assert old is not None
         if lease is old:
             return
-        start = len(old.packed) // ID_BYTES
-        self._holders[lease.id] = self._holders.pop(old.id)
+        start = len(old.packed_pages) // ID_BYTES
+        self._by_lease[lease.id] = self._by_lease.pop(old.id)
         pages = lease.pages[start:]
         taken = one.private[: len(pages)]
         del one.private[: len(pages)]
         if taken != pages:  # others had computed the same: from now on they are shared
-            self._batched = []
+            self._last_sequences = []
             self.table.rewrite(self._row(one), start, pages)
 
     @staticmethod
@@ -298,7 +304,7 @@ class RadixAttentionPlanner:
                     f"{num_kept} tokens kept, but others depend on pages up to token "
                     f"{one.lease.num_tokens}, which were announced"
                 )
-        page_size, waiting = self.page_size, self._deferred
+        page_size, waiting = self.page_size, self._awaiting_leader
         for one, num_kept in zip(sequences, counts, strict=True):
             one.num_computed = end = one.num_computed + num_kept
             one.num_planned = one.num_draft = 0
@@ -315,17 +321,17 @@ class RadixAttentionPlanner:
         before = len(waiting) + 1
         while len(waiting) < before:  # a leader may have been planned again after its followers
             before = len(waiting)
-            waiting = self._deferred = [one for one in waiting if not self._publish(one)]
+            waiting = self._awaiting_leader = [one for one in waiting if not self._publish(one)]
 
     def _retract(self, one: RadixSequence, num_tokens: int) -> None:
         """Take back what was announced and not kept: drafts that were rejected."""
         old = one.lease
         assert old is not None
         if num_tokens < old.num_tokens:
-            self._batched = []
+            self._last_sequences = []
             lease, pages = self.cache.retract(old, num_tokens)
             one.lease, one.private = lease, [*pages, *one.private]
-            self._holders[lease.id] = self._holders.pop(old.id)
+            self._by_lease[lease.id] = self._by_lease.pop(old.id)
 
     def _publish(self, one: RadixSequence) -> bool:
         """Publish what is computed; False when its leader has to come first."""
@@ -336,7 +342,7 @@ class RadixAttentionPlanner:
         end = max(one.shareable(one.num_computed), one.lease.num_tokens)
         if end >= one.lease.num_tokens + self.page_size or one.lease.num_pending:
             key = one.key(end)
-            self._move(one, self.cache.publish(one.lease, key, one.private))
+            self._adopt_lease(one, self.cache.publish(one.lease, key, one.private))
         return True
 
     # -- branches and room -------------------------------------------------------------------
@@ -363,16 +369,16 @@ class RadixAttentionPlanner:
         longer = []
         for i, one in enumerate(sequences):
             unlike = array("i", [2**31 - 1 - i]) * num_tokens  # no two share them, nor does a text
-            twin = one.twin()
+            twin = one.clone_unplanned()
             twin.tokens.extend(unlike)
             longer.append(twin)
         limits = [len(one.tokens) for one in longer]
         try:
-            require_plannable(longer, limits, self.table)
+            validate_plannable(longer, limits, self.table)
             keys = [self._key(one, limit) for one, limit in zip(longer, limits, strict=True)]
             for one, key in zip(longer, keys, strict=True):
                 self._attach(one, key)
-            return self.cache.can_reserve(self._demand(longer, limits, keys))
+            return self.cache.can_reserve(self._pages_needed(longer, limits, keys))
         except CacheError:
             return False
         finally:
@@ -393,7 +399,7 @@ class RadixAttentionPlanner:
             OutOfPagesError: no page for the copy; nothing changed.
         """
         one = sequence
-        if one.lease is None or one.num_planned or one in self._deferred:
+        if one.lease is None or one.num_planned or one in self._awaiting_leader:
             raise CacheError(
                 "only a sequence whose last step is committed, and that waits for no other, can "
                 "be forked"
@@ -402,12 +408,12 @@ class RadixAttentionPlanner:
             raise CacheError("no free row in the block table; release a sequence first")
         num_copied = max(0, -(-one.num_computed // self.page_size) - len(one.lease.pages))
         pages = self.cache.reserve(num_copied)
-        twin = one.twin()
+        twin = one.clone_unplanned()
         twin.num_computed = twin.num_read = one.num_computed
         twin.lease, twin.private = self.cache.fork(one.lease), list(pages)
         twin.order, twin.row = next(self._order), self.table.allocate()
         self.table.append(twin.row, [*twin.lease.pages, *pages])
-        self._holders[twin.lease.id] = twin
+        self._by_lease[twin.lease.id] = twin
         return twin, list(zip(one.private, pages, strict=False))
 
     def rollback(self, sequence: RadixSequence, num_tokens: int) -> None:
@@ -420,14 +426,14 @@ class RadixAttentionPlanner:
             CacheError: the sequence is in a plan, waits for a leader, or has fewer tokens computed.
         """
         one = sequence
-        if one.lease is None or one.num_planned or one in self._deferred:
+        if one.lease is None or one.num_planned or one in self._awaiting_leader:
             raise CacheError("only a sequence whose last step is committed can be rolled back")
         if not 0 <= num_tokens <= one.num_computed:
             raise CacheError(f"{num_tokens} tokens to keep of {one.num_computed} computed ones")
         if num_tokens < one.lease.num_tokens:
-            self._batched = []
+            self._last_sequences = []
             old, one.lease = one.lease, self.cache.fork(one.lease, num_tokens)
-            self._holders[one.lease.id] = self._holders.pop(old.id)
+            self._by_lease[one.lease.id] = self._by_lease.pop(old.id)
             self.cache.release(old, one.private)
             one.private = []
             self.table.truncate(self._row(one), len(one.lease.pages))
@@ -448,11 +454,11 @@ class RadixAttentionPlanner:
             assert one.lease is not None
             if not self.cache.is_withdrawn(one.lease):
                 for lease in self.cache.withdraw(one.lease):
-                    dependent = self._holders.get(lease.id)
+                    dependent = self._by_lease.get(lease.id)
                     if dependent is not None:  # else it was taken outside the planner
                         back[id(dependent)] = dependent
         for one in back.values():
-            self._let_go(one)
+            self._release_sequence(one)
         return list(back.values())
 
     def release(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:
@@ -462,21 +468,23 @@ class RadixAttentionPlanner:
             other sequences that depended on pages which now nobody computes; they hold nothing
             any more and can be planned again from the start.
         """
-        back = self.abandon([one for one in sequences if one.num_planned or one in self._deferred])
+        back = self.abandon(
+            [one for one in sequences if one.num_planned or one in self._awaiting_leader]
+        )
         for one in sequences:
             if one.lease is not None:
-                self._let_go(one)
+                self._release_sequence(one)
             one.released = True
         return [one for one in back if not one.released]
 
-    def _let_go(self, one: RadixSequence) -> None:
+    def _release_sequence(self, one: RadixSequence) -> None:
         assert one.lease is not None
-        self._holders.pop(one.lease.id, None)
+        self._by_lease.pop(one.lease.id, None)
         self.cache.release(one.lease, one.private)
         if one.row is not None:
             self.table.release(one.row)
-        if one in self._deferred:
-            self._deferred.remove(one)
+        if one in self._awaiting_leader:
+            self._awaiting_leader.remove(one)
         one.lease, one.row = None, None
         one.private = []
         one.num_computed = one.num_planned = one.num_read = one.num_shared = one.num_draft = 0

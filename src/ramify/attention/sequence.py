@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ramify.cache.book import Lease
+from ramify.cache.content_atoms import Media, Salt
 from ramify.cache.key import CacheKey
-from ramify.cache.marks import Media, Salt
+from ramify.cache.leases import Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class RadixSequence:
         """Tokens whose K/V is still to be computed (before the first plan: all of them)."""
         return len(self.tokens) - self.num_computed
 
-    def twin(self) -> RadixSequence:
+    def clone_unplanned(self) -> RadixSequence:
         """The same tokens for another life of their own; nothing is planned of them."""
         return RadixSequence(
             self.tokens[:],

@@ -88,7 +88,7 @@ class Subscription:
         """Get no more events."""
         if self in self._log.subscribers:
             self._log.subscribers.remove(self)
-            self._log.forget_unread()
+            self._log.drop_hashes_if_unread()
 
     def put(self, event: CacheEvent) -> None:
         """Append an event, over the oldest if need be."""
@@ -104,7 +104,7 @@ class EventLog:
         self.subscribers: list[Subscription] = []
         self.observers: list[Callable[[Evicted], None]] = []
         self._hashes: dict[int, bytes] = {}  # node → hashes of its stored pages
-        self._told: list[Evicted] = []
+        self._pending_evictions: list[Evicted] = []
         self._sequence = 0
         self._digest = 0
         self._paused = False
@@ -128,17 +128,17 @@ class EventLog:
                 runs.append(self._event("stored", node, self._hashes[node], pages))
         snapshot = Snapshot(self._sequence, tuple(runs), self._digest.to_bytes(HASH_BYTES, "big"))
         if not self.subscribers:
-            self.forget_unread()
+            self.drop_hashes_if_unread()
         return snapshot
 
-    def forget_unread(self) -> None:
+    def drop_hashes_if_unread(self) -> None:
         """Drop the hashes when nobody is left who reads them."""
         if not self.subscribers:
             self._hashes.clear()
             self._digest = 0
             self._sequence += 1  # whatever happens until somebody subscribes is a gap
 
-    def take_over(self, other: EventLog) -> None:
+    def adopt_subscribers(self, other: EventLog) -> None:
         """Tell those who listened to `other` that all is gone, and what comes from now on."""
         self.subscribers, self.observers = other.subscribers, other.observers
         self._sequence = other._sequence
@@ -158,10 +158,10 @@ class EventLog:
             above,
             tree.edge(node)[first * page_bytes : count * page_bytes],
             page_bytes,
-            tree.marks_from(node, first),
+            tree.content_from(node, first),
         )
         self._hashes[node] = known + hashes
-        self._digest ^= _folded(hashes)
+        self._digest ^= _xor_hashes(hashes)
         pages = Pages(tree.packed_pages(node)[first * ID_BYTES :])
         self._put(self._event("stored", node, hashes, pages, above))
 
@@ -185,13 +185,13 @@ class EventLog:
             atoms = tree.edge(node)[start * page_bytes : (start + count) * page_bytes]
             above = tree.start[node] + start
             told = Evicted(tree.namespaces[at], atoms, above, Pages(packed), REASONS[reason])
-            self._told.append(told)
+            self._pending_evictions.append(told)
         known = self._hashes.pop(node, b"")
         if known:
             keep, gone = known[: start * HASH_BYTES], known[start * HASH_BYTES :]
             if keep:
                 self._hashes[node] = keep
-            self._digest ^= _folded(gone)
+            self._digest ^= _xor_hashes(gone)
             above_hash = keep[-HASH_BYTES:] or self._last_hash(tree.parent[node])
             event = self._event("removed", node, gone, Pages(packed), above_hash, REASONS[reason])
             self._put(event)
@@ -219,9 +219,9 @@ class EventLog:
 
         return stop
 
-    def tell_observers(self) -> None:
+    def notify_observers(self) -> None:
         """Call the observers of what was evicted, now that the cache is consistent again."""
-        told, self._told = self._told, []
+        told, self._pending_evictions = self._pending_evictions, []
         with ExitStack() as calls:  # all are called, also if one of them raises
             for evicted in reversed(told):
                 for observer in reversed(self.observers):
@@ -232,12 +232,12 @@ class EventLog:
     def _hash_all(self) -> None:
         tree = self._tree
         for node in tree.nodes():
-            if tree.resident[node] and not tree.holder[node]:
+            if tree.resident[node] and not tree.leader[node]:
                 atoms = tree.edge(node)[: tree.resident[node] * tree.page_bytes]
                 above = self._last_hash(tree.parent[node])
-                hashes = chain_hashes(above, atoms, tree.page_bytes, tree.marks_from(node, 0))
+                hashes = chain_hashes(above, atoms, tree.page_bytes, tree.content_from(node, 0))
                 self._hashes[node] = hashes
-                self._digest ^= _folded(hashes)
+                self._digest ^= _xor_hashes(hashes)
 
     def _last_hash(self, node: int) -> bytes:
         namespace = self._tree.namespaces.get(node)
@@ -268,7 +268,7 @@ class EventLog:
             subscriber.put(numbered)
 
 
-def _folded(hashes: bytes) -> int:
+def _xor_hashes(hashes: bytes) -> int:
     """The XOR of packed hashes."""
     folded = 0
     for at in range(0, len(hashes), HASH_BYTES):

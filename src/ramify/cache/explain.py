@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ramify.cache.content_atoms import slice_atoms
 from ramify.cache.ghosts import REASONS, Ghosts
 from ramify.cache.key import CacheKey, atoms_of
-from ramify.cache.marks import between
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
 
@@ -98,7 +98,7 @@ def explain_key(
     root = tree.roots.get(key.namespace, 0)
     path, part, covered = tree.find(root, atoms, usable, pending=False) if root else ([], 0, 0)
     node = path[-1] if path else root
-    pages = tree.end_of(path, part, covered)
+    pages = tree.num_matched_pages(path, part, covered)
     hit, position = pages * size, pages * page_bytes
     if position >= usable:
         whole = total - hit in (0, 1, size)  # the last token, or its whole page, is computed anew
@@ -114,12 +114,14 @@ def explain_key(
         shared = min(
             shared_pages(atoms, position, edge, page_bytes), (usable - position) // page_bytes
         )
-        if tree.holder[child]:
+        if tree.leader[child]:
             return Explanation(total, hit, "pending")
         if shared:
             gone = shared
             if inside + shared == tree.length[child]:
-                below = tree.follow(child, atoms, position + shared * page_bytes, usable)
+                below = tree.find_including_evicted(
+                    child, atoms, position + shared * page_bytes, usable
+                )
                 gone += sum(count for _, count in below)
             return Explanation(
                 total,
@@ -128,7 +130,7 @@ def explain_key(
                 evicted_tokens=gone * size,
                 evicted_by=REASONS[ghosts.reason[child]],
                 evicted_ago_s=now_s - ghosts.evicted_s[child],
-                idle_s=max(0.0, ghosts.evicted_s[child] - tree.used_s[child]),
+                idle_s=max(0.0, ghosts.evicted_s[child] - tree.last_access_s[child]),
                 pin_refused=pin_refused,
             )
         return or_elsewhere(None)  # what it parts from is not cached any more
@@ -139,8 +141,8 @@ def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) ->
     """That a node goes on differently from one of its pages on; None if it does so in private."""
     edge = tree.edge(node)[page * tree.page_bytes :]
     same = shared_pages(edge, 0, memoryview(key.atoms)[hit * ATOM_BYTES :], ATOM_BYTES)
-    if key.marks or node in tree.marks:
-        theirs, ours = tree.marks_from(node, page), between(key.marks, hit, len(key))
+    if key.marks or node in tree.content:
+        theirs, ours = tree.content_from(node, page), slice_atoms(key.marks, hit, len(key))
         salts = [at for at, mark in (*theirs, *ours) if at >= same and mark.salt is not None]
         if salts:  # one that both have lies before
             edge = edge[: min(salts) * ATOM_BYTES]
@@ -155,8 +157,8 @@ def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation
     rest, first = memoryview(key.atoms)[begin:], key.atoms[begin : begin + ATOM_BYTES]
     best, furthest, left = 0, hit - 1, MAX_SIBLINGS
     for child in islice(tree.children(node), MAX_CHILDREN):
-        near, is_there = -1, tree.resident[child] and not tree.holder[child]
-        if key.marks or child in tree.marks:
+        near, is_there = -1, tree.resident[child] and not tree.leader[child]
+        if key.marks or child in tree.content:
             found = _diverged(tree, child, 0, key, hit)
             if found is None:  # in private: as if it were not there
                 continue
@@ -188,7 +190,10 @@ def _or_elsewhere(
         if root != own and (may_tell is None or may_tell(namespace))
     )
     for namespace, root in islice(others, MAX_NAMESPACES):
-        tokens = tree.end_of(*tree.find(root, key.atoms, usable, pending=False)) * tree.page_size
+        tokens = (
+            tree.num_matched_pages(*tree.find(root, key.atoms, usable, pending=False))
+            * tree.page_size
+        )
         if tokens > best_tokens:
             best, best_tokens = namespace, tokens
     if best is None:

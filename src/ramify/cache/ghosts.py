@@ -18,14 +18,14 @@ class Ghosts:
 
     Args:
         max_pages: pages remembered at most; 0 remembers nothing.
-        forgotten: told a node and how many of its pages are forgotten, before they are.
+        on_forget: told a node and how many of its pages are forgotten, before they are.
     """
 
     def __init__(
-        self, tree: RadixTree, max_pages: int, forgotten: Callable[[int, int], None]
+        self, tree: RadixTree, max_pages: int, on_forget: Callable[[int, int], None]
     ) -> None:
         self._tree = tree
-        self._forgotten = forgotten
+        self._on_forget = on_forget
         self.max_pages = max_pages
         # Until it is first evicted, a node that was announced has the reason WITHDRAWN.
         self.reason = tree.column(0, inherited=True)
@@ -55,7 +55,7 @@ class Ghosts:
     def never_computed(self, node: int) -> bool:
         """Whether a node is no more than announced yet, or was, and its step failed."""
         tree = self._tree
-        waits = tree.holder[node] or not tree.resident[node]
+        waits = tree.leader[node] or not tree.resident[node]
         return bool(waits) and self.reason[node] == WITHDRAWN
 
     def trim(self) -> None:
@@ -65,7 +65,7 @@ class Ghosts:
             node = self._head
             self.remove(node)
             root = tree.root[node]
-            self._forgotten(node, tree.length[node] - tree.resident[node])
+            self._on_forget(node, tree.length[node] - tree.resident[node])
             tree.forget(node)
             if not tree.first_child[root]:
                 tree.drop_empty_root(root)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ramify.cache.columns import untracked
+from ramify.cache.gc_untracked import untracked
 from ramify.cache.key import chain_hashes, namespace_hash
 from ramify.cache.tree import SHARDS, ChildIndex, PageIndex, RadixTree
 
@@ -47,10 +47,10 @@ class HashIndex:
         name = self._chain(self._hash_of(parent), page, self._page_bytes)
         self._missed = (parent, page, name)  # what `add` is going to ask for
         node = self._nodes[name[0]].get(name, 0)
-        if not node or self._is(node, parent, page):
+        if not node or self._matches(node, parent, page):
             return node
         others = self._collided.get(name, ())
-        return next((other for other in others if self._is(other, parent, page)), 0)
+        return next((other for other in others if self._matches(other, parent, page)), 0)
 
     def add(self, node: int) -> None:
         """Hash a new node's page and make it known."""
@@ -88,7 +88,7 @@ class HashIndex:
             self._roots[node] = (namespace, name)
         return name
 
-    def _is(self, node: int, parent: int, page: bytes) -> bool:
+    def _matches(self, node: int, parent: int, page: bytes) -> bool:
         tree = self._tree
         return tree.parent[node] == parent and tree.edges[node] == page
 

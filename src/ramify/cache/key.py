@@ -8,16 +8,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ramify.cache.marks import (
-    Marks,
+from ramify.cache.content_atoms import (
+    ContentAtoms,
     Media,
     Salt,
-    apply_marks,
-    between,
-    blanked,
-    checked,
-    spelled_out,
+    bytes_for_hash,
+    place_content,
+    slice_atoms,
     utf8,
+    validate_media,
+    zero_placeholders,
 )
 from ramify.cache.packed import ATOM_BYTES
 from ramify.errors import InvalidKeyError
@@ -130,7 +130,7 @@ class CacheKey:
 
     atoms: bytes
     namespace: bytes = b""
-    marks: Marks = ()
+    marks: ContentAtoms = ()
 
     def __init__(
         self,
@@ -140,15 +140,15 @@ class CacheKey:
         media: Sequence[Media] = (),
         salts: Sequence[Salt] = (),
     ) -> None:
-        packed, media, salts = _packed(atoms), tuple(map(checked, media)), tuple(salts)
+        packed, media, salts = _packed(atoms), tuple(map(validate_media, media)), tuple(salts)
         if media:
-            packed = blanked(array("i", packed), media).tobytes()
+            packed = zero_placeholders(array("i", packed), media).tobytes()
         _not_negative(packed)
         if not isinstance(namespace, str | bytes):
             raise InvalidKeyError(f"namespace={namespace!r} but it must be a string or bytes")
-        marks: Marks = ()
+        marks: ContentAtoms = ()
         if media or salts:
-            marked, marks = apply_marks(array("i", packed), media, salts)
+            marked, marks = place_content(array("i", packed), media, salts)
             packed = marked.tobytes()
         object.__setattr__(self, "atoms", packed)
         raw = namespace if isinstance(namespace, bytes) else utf8(namespace)
@@ -175,7 +175,9 @@ class CacheKey:
         cut = CacheKey.__new__(CacheKey)
         object.__setattr__(cut, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
         object.__setattr__(cut, "namespace", self.namespace)
-        object.__setattr__(cut, "marks", between(self.marks, 0, num_tokens) if self.marks else ())
+        object.__setattr__(
+            cut, "marks", slice_atoms(self.marks, 0, num_tokens) if self.marks else ()
+        )
         return cut
 
     def page_hashes(self, page_size: int) -> list[bytes]:
@@ -209,13 +211,13 @@ def atoms_of(key: CacheKey) -> bytes:
         raise InvalidKeyError(told) from None
 
 
-def _unpickled(atoms: bytes, namespace: bytes, marks: Marks) -> CacheKey:
+def _unpickled(atoms: bytes, namespace: bytes, content: ContentAtoms) -> CacheKey:
     renumbered = array("i", atoms)
-    for at, mark in marks:
+    for at, mark in content:
         renumbered[at] = mark.atom
     key = CacheKey(b"", namespace)
     object.__setattr__(key, "atoms", renumbered.tobytes())
-    object.__setattr__(key, "marks", marks)
+    object.__setattr__(key, "marks", content)
     return key
 
 
@@ -224,17 +226,19 @@ def namespace_hash(namespace: bytes) -> bytes:
     return hashlib.blake2b(namespace, digest_size=HASH_BYTES, person=b"ramify-ns").digest()
 
 
-def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, marks: Marks = ()) -> bytes:
+def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, content: ContentAtoms = ()) -> bytes:
     """Hashes of consecutive pages below one whose hash is `parent`, 16 bytes each."""
-    if len(atoms) == page_bytes and not marks and sys.byteorder == "little":
+    if len(atoms) == page_bytes and not content and sys.byteorder == "little":
         hasher = _page_hasher.copy()
         hasher.update(parent + atoms)
         return hasher.digest()
     pages = [atoms[at : at + page_bytes] for at in range(0, len(atoms), page_bytes)]
-    if marks or sys.byteorder == "big":
+    if content or sys.byteorder == "big":
         page_size = page_bytes // ATOM_BYTES
         for i, page in enumerate(pages):
-            pages[i] = spelled_out(page, between(marks, i * page_size, (i + 1) * page_size))
+            pages[i] = bytes_for_hash(
+                page, slice_atoms(content, i * page_size, (i + 1) * page_size)
+            )
     copy, found = _page_hasher.copy, []
     for page in pages:
         hasher = copy()

@@ -1,182 +1,241 @@
-"""Pins: prefixes that stay cached on purpose, with an owner, a time to live and a budget."""
+"""Leases: which are live, and which of them compute or wait for pending pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from numbers import Real
+import warnings
+from collections.abc import Sequence, ValuesView
+from itertools import count
+from typing import Any, Final
 
-from ramify.cache.book import Lease
-from ramify.cache.key import CacheKey
+from ramify.cache.key import CacheKey, atoms_of
+from ramify.cache.packed import ATOM_BYTES
+from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import whole
-from ramify.errors import ConfigError, PinError
+from ramify.errors import LeaseError, PageOwnershipError
 
-MAX_REFUSALS = 16  # pins over the budget that explanations remember
+NO_LOOKUP_COUNTS = (0, -1, 0, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A prefix that is not evicted before `expires_s`, unless it is unpinned.
+class Lease:
+    """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
 
-    Every hit on the whole prefix puts `expires_s` off to `ttl_s` after that hit.
+    `id`, `num_tokens`, `num_pending`, `key` and `pages` are for everybody to read; the other fields
+    are the cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
     """
 
-    id: int
-    owner: str
-    key: CacheKey  # exactly the pinned prefix, whole pages
-    num_pages: int
-    ttl_s: float | None  # None: until it is unpinned
-    expires_s: float  # on the cache's clock; infinity without a time to live
-
-
-@dataclass(slots=True)
-class _Kept:
-    lease: Lease
-    owner: str
-    ttl_s: float | None
-    expires_s: float
-
-
-def lifetime(ttl_s: object) -> float | None:
-    """A time to live in seconds, checked.
-
-    Raises:
-        ConfigError: it is not positive, or no number.
-    """
-    if ttl_s is None:
-        return None
-    try:
-        seconds = float(ttl_s) if isinstance(ttl_s, Real) else 0.0
-    except OverflowError:  # an integer that is no float
-        seconds = float("inf")
-    if not seconds > 0:
-        raise ConfigError(f"ttl={ttl_s!r} s but a pin lives for more than 0; None is for ever")
-    return seconds
-
-
-class PinBoard:
-    """Who has pinned what. Each pin is a lease that the cache itself holds.
-
-    Args:
-        tree: whose nodes are pinned.
-        max_pages: pages under pins at most, each counted once however many pins it has.
-        clock: seconds.
-        release: ends a lease.
-    """
+    __slots__ = (
+        "full_key",
+        "id",
+        "leader",
+        "lookup_counts",
+        "node",
+        "num_pending",
+        "num_tokens",
+        "packed_pages",
+        "withdrawn",
+    )
 
     def __init__(
         self,
-        tree: RadixTree,
-        max_pages: int,
-        clock: Callable[[], float],
-        release: Callable[[Lease], None],
+        number: int,
+        full_key: CacheKey,
+        num_tokens: int,
+        packed_pages: bytes,
+        node: int,
+        num_pending: int,
+        leader: int,
+        lookup_counts: tuple[int, int, int, int, int],
     ) -> None:
-        self._tree = tree
-        self.max_pages = max_pages
-        self._now_s = clock
-        self._release = release
-        self._pins: dict[int, _Kept] = {}
-        self._refusals: dict[CacheKey, str] = {}
-        self.next_expiry_s = float("inf")  # no pin ends before; it may be too early
+        self.id: Final = number
+        self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
+        self.num_pending: Final = num_pending  # of its last pages, not computed when it was made
+        self.full_key: Final = full_key  # begins with the prefix
+        self.packed_pages: Final = packed_pages  # its pages
+        self.node = node  # the prefix ends at this node's end; splits keep that true
+        self.leader: Final = leader  # passed on from a lease to the one that replaces it
+        self.lookup_counts: Final = lookup_counts  # what its lookup added to the statistics
+        self.withdrawn = False
 
     @property
-    def num_pages(self) -> int:
-        """Pages under pins, each counted once."""
-        return sum(self._tree.resident[node] for node in self._nodes())
+    def key(self) -> CacheKey:
+        """Exactly the pinned prefix."""
+        return self.full_key.prefix(self.num_tokens)
+
+    @property
+    def pages(self) -> Pages:
+        """The prefix's pages, in order."""
+        return Pages(self.packed_pages)
+
+    @property
+    def source(self) -> CacheKey:
+        """Deprecated: `full_key`."""
+        _warn_renamed("source", "full_key")
+        return self.full_key
+
+    @property
+    def packed(self) -> bytes:
+        """Deprecated: `packed_pages`."""
+        _warn_renamed("packed", "packed_pages")
+        return self.packed_pages
+
+    def __repr__(self) -> str:
+        return f"Lease(id={self.id}, num_tokens={self.num_tokens}, num_pending={self.num_pending})"
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(
+        f"Lease.{old} is deprecated; use Lease.{new}",
+        DeprecationWarning,
+        stacklevel=3 if __file__.endswith(".py") else 1,  # compiled calls have no frames
+    )
+
+
+class LeaseRegistry:
+    """The live leases of a cache.
+
+    A pending node carries the holder that is to compute it; the leases of one request, each of
+    which replaces the one before, have one holder.
+    """
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._live: dict[int, Lease] = {}
+        self._numbers = count(1)
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self._live)
 
-    def allow(self, key: CacheKey, end: int) -> None:
-        """Whether the prefix of `key` up to byte `end` may be pinned; nothing changes.
+    def live(self) -> ValuesView[Lease]:
+        """All live leases, oldest first."""
+        return self._live.values()
 
-        Raises:
-            PinError: nothing is cached of the prefix, or it goes over the budget.
-        """
-        tree, seen = self._tree, self._nodes()
-        found, path, part, covered = 0, list[int](), 0, 0
-        if (root := tree.roots.get(key.namespace)) is not None:
-            path, part, covered = tree.find(root, key.atoms, end, pending=False)
-            found = tree.end_of(path, part, covered)
-        if not found:
-            raise PinError("no whole page of the prefix is cached; compute and publish it first")
-        would = sum(tree.resident[node] for node in seen.union(path))
-        if part and part not in seen:
-            would += covered
-        if would > self.max_pages:
-            self._refusals[key] = f"{would} of at most {self.max_pages} pages would be pinned"
-            if len(self._refusals) > MAX_REFUSALS:
-                del self._refusals[next(iter(self._refusals))]
-            raise PinError(
-                f"with these {found} pages {would} would be pinned, but at most "
-                f"{self.max_pages} may be; unpin something, pin a shorter prefix, or raise "
-                "max_pinned_share"
-            )
-        self._refusals.pop(key, None)
+    def open(
+        self,
+        full_key: CacheKey,
+        num_tokens: int,
+        packed_pages: bytes,
+        node: int,
+        num_pending: int = 0,
+        lookup_counts: tuple[int, int, int, int, int] = NO_LOOKUP_COUNTS,
+    ) -> Lease:
+        """A new lease with a holder of its own."""
+        number = next(self._numbers)
+        lease = Lease(
+            number, full_key, num_tokens, packed_pages, node, num_pending, number, lookup_counts
+        )
+        self._live[number] = lease
+        return lease
 
-    def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
-        """Keep a lease, which is what could be had of a key that is allowed."""
-        expires_s = float("inf") if ttl_s is None else self._now_s() + ttl_s
-        self._pins[lease.id] = _Kept(lease, owner, ttl_s, expires_s)
-        self.next_expiry_s = min(self.next_expiry_s, expires_s)
-        return self._pin(lease.id)
+    def replace(
+        self, old: Lease, full_key: CacheKey, num_tokens: int, packed_pages: bytes
+    ) -> Lease:
+        """The next lease of the same request, at the node to which the old one has moved."""
+        number, at, tree = next(self._numbers), old.node, self._tree
+        num_pending, holder = 0, tree.leader
+        while holder[at]:
+            num_pending += tree.resident[at]
+            at = tree.parent[at]
+        lease = Lease(
+            number,
+            full_key,
+            num_tokens,
+            packed_pages,
+            old.node,
+            num_pending,
+            old.leader,
+            old.lookup_counts,
+        )
+        del self._live[old.id]
+        self._live[number] = lease
+        return lease
 
-    def refusal(self, key: CacheKey) -> str:
-        """Why the budget refused a pin of a beginning of `key` lately; empty if it did not."""
-        found = ""
-        for refused, told in self._refusals.items():
-            if refused.namespace == key.namespace and key.atoms.startswith(refused.atoms):
-                found = told
+    def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
+        """See `PrefixCache.sharing`: from each lease up to the first node that is known already."""
+        tree, first = self._tree, dict[int, int]()  # node → the first lease below it
+        found = []
+        for i, lease in enumerate(leases):
+            node = lease.node
+            while tree.parent[node] and node not in first:
+                first[node] = i
+                node = tree.parent[node]
+            if not tree.parent[node]:  # a root: nothing is shared
+                found.append((-1, 0))
+                continue
+            other = first[node]  # it may hold less of the node, which has grown since
+            end = (tree.start[node] + tree.length[node]) * tree.page_size
+            found.append((other, min(end, lease.num_tokens, leases[other].num_tokens)))
         return found
 
-    def remove(self, pin: Pin | int) -> None:
-        """End a pin.
+    def close(self, lease: Lease) -> None:
+        """End a lease."""
+        del self._live[lease.id]
 
-        Raises:
-            PinError: there is no such pin here; it has expired or was ended before.
-        """
-        number = pin.id if isinstance(pin, Pin) else whole("pin", pin, None)
-        kept = self._pins.get(number)
-        if kept is None or (isinstance(pin, Pin) and pin.key != kept.lease.key):
-            raise PinError(f"no such pin (id {number}) here; it expired or was unpinned before")
-        del self._pins[number]
-        self._release(kept.lease)
+    def require(self, lease: Any, *, withdrawn: bool = False) -> None:
+        """Raise LeaseError unless a lease is live, and not withdrawn unless that is allowed."""
+        try:
+            is_live = self._live.get(lease.id) is lease
+        except AttributeError:
+            raise LeaseError(f"a {type(lease).__name__} is no lease") from None
+        if not is_live:
+            raise LeaseError(
+                f"lease {lease.id} is not live here: it was released, replaced by a newer one, "
+                "or belongs to another cache"
+            )
+        if lease.withdrawn and not withdrawn:
+            raise LeaseError(f"lease {lease.id} lost pages to a withdrawal; release it")
 
-    def expire(self) -> int:
-        """End the pins whose time is over; returns how many."""
-        now_s = self._now_s()
-        if now_s < self.next_expiry_s:
-            return 0
-        over = [number for number, kept in self._pins.items() if kept.expires_s <= now_s]
-        for number in over:
-            self.remove(number)
-        left = (kept.expires_s for kept in self._pins.values())
-        self.next_expiry_s = min(left, default=float("inf"))
-        return len(over)
+    def pack_extension(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
+        """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
+        atoms, pinned, own = atoms_of(key), lease.num_tokens * ATOM_BYTES, lease.full_key
+        if key.namespace != own.namespace or (
+            pinned
+            and not atoms.startswith(
+                own.atoms if len(own.atoms) == pinned else memoryview(own.atoms)[:pinned]
+            )
+        ):
+            raise LeaseError(f"the key does not begin with the prefix of lease {lease.id}")
+        packed, page_bytes = pack_pages(private), self._tree.page_bytes
+        grown = len(atoms) // page_bytes - pinned // page_bytes
+        if grown * ID_BYTES > len(packed):
+            raise PageOwnershipError(
+                f"the key has {grown} whole pages beyond lease {lease.id} but only "
+                f"{len(packed) // ID_BYTES} private pages were given"
+            )
+        return packed[: grown * ID_BYTES]
 
-    def refresh(self, path: Iterable[int]) -> None:
-        """A lookup went through these nodes: pins whose prefix it found live on."""
-        found, now_s = set(path), self._now_s()
-        for kept in self._pins.values():
-            if kept.ttl_s is not None and kept.lease.node in found and kept.expires_s > now_s:
-                kept.expires_s = now_s + kept.ttl_s
+    def pending_nodes(self, lease: Lease) -> list[int]:
+        """The pending nodes that this lease's holder is to compute, topmost first."""
+        found, node, holder = [], lease.node, self._tree.leader
+        while holder[node] == lease.leader:
+            found.append(node)
+            node = self._tree.parent[node]
+        return found[::-1]
 
-    def list(self, owner: str | None = None) -> list[Pin]:
-        """All pins, or those of an owner, oldest first."""
-        kept = self._pins.items()
-        return [self._pin(number) for number, one in kept if owner in (None, one.owner)]
+    def is_blocked(self, lease: Lease) -> bool:
+        """Whether another holder is to compute a part of the prefix."""
+        holder, node = self._tree.leader, lease.node
+        while holder[node] == lease.leader:
+            node = self._tree.parent[node]
+        return bool(holder[node])
 
-    def _pin(self, number: int) -> Pin:
-        kept = self._pins[number]
-        lease = kept.lease
-        return Pin(number, kept.owner, lease.key, len(lease.pages), kept.ttl_s, kept.expires_s)
+    def dependents(self, top: int) -> list[Lease]:
+        """The leases that pin a pending node."""
+        holder, parent, found = self._tree.leader, self._tree.parent, []
+        for lease in self._live.values():
+            at = lease.node
+            while holder[at] and at != top:
+                at = parent[at]
+            if at == top:
+                found.append(lease)
+        return found
 
-    def _nodes(self) -> set[int]:
-        tree, seen = self._tree, set[int]()
-        for kept in self._pins.values():
-            node = kept.lease.node
-            while node not in seen and tree.parent[node]:
-                seen.add(node)
-                node = tree.parent[node]
-        return seen
+    def withdraw(self, top: int, leases: list[Lease]) -> set[int]:
+        """Move leases off a pending subtree, all of whose leases they are; returns its nodes."""
+        parent, doomed = self._tree.parent, set[int]()
+        above = parent[top]
+        for lease in leases:
+            while lease.node != above:
+                doomed.add(lease.node)
+                lease.node = parent[lease.node]
+            lease.withdrawn = True
+        return doomed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp2, log2
 
-from ramify.cache.auto import AutoPolicy
-from ramify.cache.eviction import EvictionQueue, Lane, Policy
+from ramify.cache.adaptive_policy import HitDensityPolicy
+from ramify.cache.eviction_queue import EvictionQueue, Policy, Segment
 from ramify.cache.tree import RadixTree
 
 LFU_HALF_LIFE = 4  # pools of pages looked up, after which a use counts half
@@ -19,31 +19,31 @@ class Ordered:
 
     def __init__(
         self,
-        lane: Callable[[int], int] | None,
-        key: Callable[[int], float],
+        segment: Callable[[int], int] | None,
+        rank: Callable[[int], float],
         count: Callable[[int], None] | None = None,
     ) -> None:
-        self._lane, self._count = lane, count
-        self.key = key
+        self._segment_of, self._count = segment, count
+        self.rank = rank
 
-    def lane(self, node: int) -> int:
+    def segment(self, node: int) -> int:
         """One lane for all, unless the rule has several."""
-        return 0 if self._lane is None else self._lane(node)
+        return 0 if self._segment_of is None else self._segment_of(node)
 
-    def choose(self, lanes: dict[int, Lane], queue: EvictionQueue) -> int:
+    def victim(self, segments: dict[int, Segment], queue: EvictionQueue) -> int:
         """The first leaf of the lowest lane."""
-        return queue.first_of(lanes[min(lanes)]) if lanes else 0
+        return queue.first_of(segments[min(segments)]) if segments else 0
 
-    def used(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:  # noqa: ARG002
+    def on_release(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:  # noqa: ARG002
         """Count the lookups of what was known, for a rule that wants them."""
         if self._count is not None:
             for node in known:
                 self._count(node)
 
-    def evicted(self, node: int) -> None:
+    def on_evict(self, node: int) -> None:
         """Nothing to learn."""
 
-    def forgotten(self, node: int, num_pages: int) -> None:
+    def on_forget(self, node: int, num_pages: int) -> None:
         """Nothing to learn."""
 
 
@@ -66,33 +66,33 @@ class Scored:
         self._num_pages = num_pages
         self._rescore = rescore
         self._score = tree.column(0.0, inherited=True)
-        self._clock = 0
+        self._num_pages_looked_up = 0
         self._floor = 0.0
 
-    def lane(self, node: int) -> int:  # noqa: ARG002
+    def segment(self, node: int) -> int:  # noqa: ARG002
         """One lane for all."""
         return 0
 
-    def key(self, node: int) -> float:
+    def rank(self, node: int) -> float:
         """The score."""
         return self._score[node]
 
-    def choose(self, lanes: dict[int, Lane], queue: EvictionQueue) -> int:
+    def victim(self, segments: dict[int, Segment], queue: EvictionQueue) -> int:
         """The lowest score."""
-        return queue.first_of(lanes[0]) if lanes else 0
+        return queue.first_of(segments[0]) if segments else 0
 
-    def used(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
+    def on_release(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
         """Give every node of the path a new score."""
         score = self._score
-        self._clock += min(self._num_pages, num_pages)
+        self._num_pages_looked_up += min(self._num_pages, num_pages)
         for node in (*known, *new):
-            score[node] = self._rescore(node, self._clock, self._floor, score[node])
+            score[node] = self._rescore(node, self._num_pages_looked_up, self._floor, score[node])
 
-    def evicted(self, node: int) -> None:
+    def on_evict(self, node: int) -> None:
         """Remember how high the scores are that go."""
         self._floor = max(self._floor, self._score[node])
 
-    def forgotten(self, node: int, num_pages: int) -> None:
+    def on_forget(self, node: int, num_pages: int) -> None:
         """Nothing to learn."""
 
 
@@ -103,7 +103,7 @@ def lru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
 
 def fifo(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
     """What was computed first goes first."""
-    return Ordered(None, lambda node: tree.created[node])
+    return Ordered(None, lambda node: tree.created_at_lookup[node])
 
 
 def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
@@ -154,7 +154,7 @@ def cost(tree: RadixTree, num_pages: int) -> Policy:
 
 
 POLICIES: dict[str, Callable[[RadixTree, int], Policy]] = {
-    "auto": AutoPolicy,
+    "auto": HitDensityPolicy,
     "lru": lru,
     "lfu": lfu,
     "slru": slru,

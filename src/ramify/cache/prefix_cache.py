@@ -6,22 +6,22 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from ramify.cache.audit import check_cache
-from ramify.cache.book import Lease, LeaseBook
-from ramify.cache.continuation import continuation
+from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
 from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
+from ramify.cache.invariants import check_cache
 from ramify.cache.key import CacheKey, atoms_of, pack
-from ramify.cache.leases import Pin, lifetime
-from ramify.cache.leasing import Leasing
+from ramify.cache.lease_ops import LeaseOps
+from ramify.cache.leases import Lease, LeaseRegistry
+from ramify.cache.node_store import NodeStore
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.pages import ID_BYTES, Pages, pack_pages
+from ramify.cache.pins import Pin, validate_ttl
 from ramify.cache.policies import POLICIES
-from ramify.cache.store import PageStore
 from ramify.cache.tree import RadixTree
-from ramify.cache.values import CacheStats, Match, Node, whole
+from ramify.cache.types import CacheStats, Match, Node, validate_int
 from ramify.errors import ConfigError, LeaseError
 
 GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
@@ -59,10 +59,14 @@ class PrefixCache:
         for name, table, kind in ((policy, POLICIES, "eviction policy"), (index, INDICES, "index")):
             if not isinstance(name, str) or name not in table:
                 raise ConfigError(f"unknown {kind} {name!r}; one of {sorted(table)}")
-        num_pages = whole("num_pages", num_pages, 1)
-        page_size = whole("page_size", page_size, 1)
-        whole("log_every", log_every)
-        kept = GHOST_POOLS * num_pages if ghost_pages is None else whole("ghost_pages", ghost_pages)
+        num_pages = validate_int("num_pages", num_pages, 1)
+        page_size = validate_int("page_size", page_size, 1)
+        validate_int("log_every", log_every)
+        kept = (
+            GHOST_POOLS * num_pages
+            if ghost_pages is None
+            else validate_int("ghost_pages", ghost_pages)
+        )
         if not isinstance(max_pinned_share, int | float) or not 0 <= max_pinned_share <= 1:
             raise ConfigError(f"max_pinned_share={max_pinned_share} but it is a share of 0 to 1")
         if not callable(clock):
@@ -71,11 +75,11 @@ class PrefixCache:
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
         tree.index = INDICES[index](tree)
-        self._store = PageStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
-        self._page_bytes, self._book = tree.page_bytes, LeaseBook(tree)
+        self._store = NodeStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
+        self._page_bytes, self._registry = tree.page_bytes, LeaseRegistry(tree)
         max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
-        self._leasing = Leasing(self._store, self._book, max_pinned)
-        self._pins = self._leasing.pins
+        self._lease_ops = LeaseOps(self._store, self._registry, max_pinned)
+        self._pin_table = self._lease_ops.pins
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Pages that `reserve` could hand out now: free ones and evictable ones."""
-        self._pins.expire()
+        self._pin_table.expire()
         return self._store.ledger.num_free + self._store.num_evictable
 
     def is_free(self, page: int) -> bool:
@@ -96,7 +100,7 @@ class PrefixCache:
         Raises:
             ConfigError: `page` is no whole number.
         """
-        return self._store.ledger.is_free(whole("page", page, None))
+        return self._store.ledger.is_free(validate_int("page", page, None))
 
     def match(self, key: CacheKey) -> Match:
         """The longest computed prefix of `key`, shorter than it; changes nothing.
@@ -104,19 +108,19 @@ class PrefixCache:
         Cost: a few memcmps per node on the path.
         """
         tree = self._tree
-        end = self._leasing.usable(key)
+        end = self._lease_ops.matchable_bytes(key)
         root = tree.roots.get(key.namespace)
         if root is None:
             return Match(0, 0)
-        pages = tree.end_of(*tree.find(root, key.atoms, end, pending=False))
+        pages = tree.num_matched_pages(*tree.find(root, key.atoms, end, pending=False))
         return Match(pages * self.page_size, pages)
 
     def explain(
         self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
     ) -> Explanation:
         """Why a lookup finds no more; see `explain_key`. Changes nothing."""
-        store, refused = self._store, self._pins.refusal(key)
-        return explain_key(self._tree, store.ghosts, key, store.now_s(), refused, may_tell)
+        store, refused = self._store, self._pin_table.last_refusal(key)
+        return explain_key(self._tree, store.ghosts, key, store.clock(), refused, may_tell)
 
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
         """At most `limit` tokens that came after a lease's prefix and `tail` before; often none.
@@ -126,33 +130,43 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or was withdrawn.
         """
-        self._book.require(lease)
-        return continuation(self._tree, lease.node, pack(tail), limit)
+        self._registry.require(lease)
+        return draft_tokens(self._tree, lease.node, pack(tail), limit)
+
+    def draft_tokens(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
+        """`continuation` by another name.
+
+        Raises:
+            LeaseError: the lease is not live, or was withdrawn.
+        """
+        return self.continuation(lease, tail, limit)
 
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""
-        return 0 <= whole("num_pages", num_pages, None) <= self.num_available
+        return 0 <= validate_int("num_pages", num_pages, None) <= self.num_available
 
     def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
         """Whether `acquire(key)` and pages for its other tokens and `num_tokens` more can be had.
 
         Warm pages that the lease would pin are counted once: as found, not as free.
         """
-        self._pins.expire()
-        usable = self._leasing.usable(key)
-        num_pages = -(-(len(key) + whole("num_tokens", num_tokens)) // self.page_size)
-        return num_pages <= self._store.room_for(key, usable)
+        self._pin_table.expire()
+        usable = self._lease_ops.matchable_bytes(key)
+        num_pages = -(-(len(key) + validate_int("num_tokens", num_tokens)) // self.page_size)
+        return num_pages <= self._store.num_available_after_match(key, usable)
 
     def stats(self) -> CacheStats:
         """Counters and occupancy."""
-        self._pins.expire()
-        return self._store.stats(len(self._book) - len(self._pins), self._pins.num_pages)
+        self._pin_table.expire()
+        return self._store.stats(
+            len(self._registry) - len(self._pin_table), self._pin_table.num_pages
+        )
 
     # -- leases ----------------------------------------------------------------------------
 
     def acquire(self, key: CacheKey) -> Lease:
         """Pin the longest computed prefix of `key`, shorter than it; it may be empty."""
-        return self._leasing.acquire(key, False)
+        return self._lease_ops.acquire(key, False)
 
     def attach(self, key: CacheKey) -> Lease:
         """Like `acquire`, but pages that a live leader has announced count too.
@@ -160,7 +174,7 @@ class PrefixCache:
         For a planner alone: it must run the caller and the leader in one step, or the caller
         after it.
         """
-        return self._leasing.acquire(key, True)
+        return self._lease_ops.acquire(key, True)
 
     def fork(self, lease: Lease, num_tokens: int | None = None) -> Lease:
         """Another lease on the same prefix, with a life of its own; no page is copied.
@@ -173,9 +187,9 @@ class PrefixCache:
             LeaseError: the lease is not live, is shorter, or depends on pages that are not
                 computed yet.
         """
-        self._book.require(lease)
+        self._registry.require(lease)
         tree, node = self._tree, lease.node
-        if tree.holder[node]:
+        if tree.leader[node]:
             raise LeaseError(
                 f"lease {lease.id} has announced or attached to pages that are not computed yet; "
                 "publish them first"
@@ -183,11 +197,11 @@ class PrefixCache:
         length = lease.num_tokens if num_tokens is None else num_tokens
         if not 0 <= length <= lease.num_tokens:
             raise LeaseError(f"{length} tokens asked for of the {lease.num_tokens} of a lease")
-        pages = whole("num_tokens", length) // self.page_size
-        node = self._store.cut(node, pages)
+        pages = validate_int("num_tokens", length) // self.page_size
+        node = self._store.node_ending_at(node, pages)
         self._store.pin_path(tree.root[node], tree.path(node))
-        packed = lease.packed[: pages * ID_BYTES]
-        return self._book.open(lease.source, pages * self.page_size, packed, node)
+        packed = lease.packed_pages[: pages * ID_BYTES]
+        return self._registry.open(lease.full_key, pages * self.page_size, packed, node)
 
     def cancel(self, lease: Lease) -> None:
         """Undo an `acquire` or `attach` whose lease was not used: statistics too.
@@ -195,14 +209,14 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or grew by `announce` or `publish` (`release` it).
         """
-        self._book.require(lease, withdrawn=True)
-        if lease.num_tokens != lease.counted[1]:
+        self._registry.require(lease, withdrawn=True)
+        if lease.num_tokens != lease.lookup_counts[1]:
             raise LeaseError(
                 f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
                 "from no lookup; release it instead"
             )
-        self._store.cancel_lookup(lease.node, lease.counted)
-        self._leasing.drop(lease)
+        self._store.cancel_lookup(lease.node, lease.lookup_counts)
+        self._lease_ops.cancel_pin(lease)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
         """End a lease; `private` pages of its owner become free. Published pages stay warm.
@@ -214,7 +228,7 @@ class PrefixCache:
                 (`withdraw` first).
             PageOwnershipError: a page of `private` is not private.
         """
-        self._leasing.release(lease, private)
+        self._lease_ops.release(lease, private)
 
     def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
         """Keep the longest computed prefix of `key`, all of it if possible, from eviction.
@@ -229,12 +243,12 @@ class PrefixCache:
             ConfigError: `ttl` is not positive.
             PinError: nothing of it is cached, or more than `max_pinned_share` would be pinned.
         """
-        ttl_s = lifetime(ttl)
+        ttl_s = validate_ttl(ttl)
         end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
-        self._pins.expire()
-        self._pins.allow(key, end)
-        lease = self._leasing.hold(key, end)
-        return self._pins.add(lease, owner, ttl_s)
+        self._pin_table.expire()
+        self._pin_table.check_budget(key, end)
+        lease = self._lease_ops.pin_prefix(key, end)
+        return self._pin_table.add(lease, owner, ttl_s)
 
     def unpin(self, pin: Pin | int) -> None:
         """End a pin; its pages are ordinary cached pages again.
@@ -242,13 +256,13 @@ class PrefixCache:
         Raises:
             PinError: it has expired or was ended before.
         """
-        self._pins.expire()
-        self._pins.remove(pin)
+        self._pin_table.expire()
+        self._pin_table.remove(pin)
 
     def pins(self, owner: str | None = None) -> list[Pin]:
         """All live pins, or those of an owner, oldest first."""
-        self._pins.expire()
-        return self._pins.list(owner)
+        self._pin_table.expire()
+        return self._pin_table.list(owner)
 
     # -- pages -----------------------------------------------------------------------------
 
@@ -258,7 +272,7 @@ class PrefixCache:
         Raises:
             OutOfPagesError: even evicting everything would not give enough; nothing changed.
         """
-        return self._leasing.reserve(num_pages)
+        return self._lease_ops.reserve(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Private pages that belong to no lease become free."""
@@ -269,8 +283,8 @@ class PrefixCache:
 
         Cost: O(log n) per leaf touched.
         """
-        self._pins.expire()
-        return self._store.evict(whole("num_pages", num_pages), ASKED)
+        self._pin_table.expire()
+        return self._store.evict(validate_int("num_pages", num_pages), ASKED)
 
     def evict_if(self, predicate: Callable[[Node], bool], num_pages: int | None = None) -> int:
         """Evict runs of pages of which `predicate` is true and that nobody pins, from the tails.
@@ -282,8 +296,8 @@ class PrefixCache:
 
         Returns how many pages. Cost: a look at every cached leaf.
         """
-        self._pins.expire()
-        limit = self.num_pages if num_pages is None else whole("num_pages", num_pages)
+        self._pin_table.expire()
+        limit = self.num_pages if num_pages is None else validate_int("num_pages", num_pages)
         return self._store.evict_if(lambda node: bool(predicate(node)), limit)
 
     def set_priority(self, key: CacheKey, priority: int) -> int:
@@ -291,15 +305,15 @@ class PrefixCache:
 
         The prefix is what `match` finds. Nodes above it have at least its priority, and keep it.
         """
-        priority = whole("priority", priority, -(2**31), 2**31 - 1)
-        lease = self._leasing.hold(key, self._leasing.usable(key))
+        priority = validate_int("priority", priority, -(2**31), 2**31 - 1)
+        lease = self._lease_ops.pin_prefix(key, self._lease_ops.matchable_bytes(key))
         self._store.set_priority(lease.node, priority)
-        self._leasing.drop(lease)
+        self._lease_ops.cancel_pin(lease)
         return lease.num_tokens
 
     def clear(self) -> int:
         """Evict everything that no lease pins; returns the number of pages."""
-        self._pins.expire()
+        self._pin_table.expire()
         return self._store.clear()
 
     # -- a prefix's way into the tree ------------------------------------------------------
@@ -315,17 +329,17 @@ class PrefixCache:
             LeaseError: the lease is not live, or `key` does not extend its prefix.
             PageOwnershipError: too few pages, or one that is not private.
         """
-        self._book.require(lease)
-        packed = self._book.growth(lease, key, private)
+        self._registry.require(lease)
+        packed = self._registry.pack_extension(lease, key, private)
         tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
         child = tree.index.find(lease.node, key.atoms, start) if packed else 0
         if not packed or tree.resident[child]:
             store.ledger.require_private(packed)
             return lease
         store.ledger.adopt(packed)
-        lease.node = store.fill(lease.node, child, key, start, packed, lease.holder)
+        lease.node = store.insert_nodes(lease.node, child, key, start, packed, lease.leader)
         end = lease.num_tokens + len(packed) // ID_BYTES * self.page_size
-        return self._book.replace(lease, key, end, lease.packed + packed)
+        return self._registry.replace(lease, key, end, lease.packed_pages + packed)
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
         """Say that the K/V of `key` is computed: its whole pages become shared.
@@ -341,7 +355,7 @@ class PrefixCache:
                 published (publish the leader first).
             PageOwnershipError: too few pages, or one that is not private.
         """
-        return self._leasing.publish(lease, key, private)
+        return self._lease_ops.publish(lease, key, private)
 
     def withdraw(self, lease: Lease) -> list[Lease]:
         """Take back what a lease announced and did not compute; its pages become free.
@@ -352,21 +366,21 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or was withdrawn already.
         """
-        self._book.require(lease)
-        announced = self._book.announced(lease)
+        self._registry.require(lease)
+        announced = self._registry.pending_nodes(lease)
         if not announced:
             return []
-        dependents = self._book.dependents(announced[0])
-        self._store.drop_pending(self._book.withdraw(announced[0], dependents))
+        dependents = self._registry.dependents(announced[0])
+        self._store.drop_pending(self._registry.withdraw(announced[0], dependents))
         return [other for other in dependents if other is not lease]
 
     def can_retract(self, lease: Lease, num_tokens: int) -> bool:
         """Whether no other lease depends on what this one has announced beyond `num_tokens`."""
-        self._book.require(lease)
-        tree, start = self._tree, whole("num_tokens", num_tokens) // self.page_size
+        self._registry.require(lease)
+        tree, start = self._tree, validate_int("num_tokens", num_tokens) // self.page_size
         return all(
-            tree.pins[node] == 1
-            for node in self._book.announced(lease)
+            tree.ref_count[node] == 1
+            for node in self._registry.pending_nodes(lease)
             if tree.start[node] + tree.length[node] > start
         )
 
@@ -379,28 +393,28 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or others depend on those pages.
         """
-        num_tokens = whole("num_tokens", num_tokens)
+        num_tokens = validate_int("num_tokens", num_tokens)
         if not self.can_retract(lease, num_tokens):
             raise LeaseError(
                 f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"
             )
-        announced, size = self._book.announced(lease), self.page_size
+        announced, size = self._registry.pending_nodes(lease), self.page_size
         if not announced:
             return lease, Pages()
         start = max(num_tokens // size, self._tree.start[announced[0]])
         lease.node, packed = self._store.retract(announced, start)
-        rest = lease.packed[: len(lease.packed) - len(packed)]
+        rest = lease.packed_pages[: len(lease.packed_pages) - len(packed)]
         tokens = len(rest) // ID_BYTES * size
-        return self._book.replace(lease, lease.source, tokens, rest), Pages(packed)
+        return self._registry.replace(lease, lease.full_key, tokens, rest), Pages(packed)
 
     def is_blocked(self, lease: Lease) -> bool:
         """Whether the prefix of a lease depends on pages that another leader is to publish."""
-        self._book.require(lease, withdrawn=True)
-        return self._book.is_blocked(lease)
+        self._registry.require(lease, withdrawn=True)
+        return self._registry.is_blocked(lease)
 
     def is_withdrawn(self, lease: Lease) -> bool:
         """Whether a live lease lost pages to a withdrawal and can only be released."""
-        self._book.require(lease, withdrawn=True)
+        self._registry.require(lease, withdrawn=True)
         return lease.withdrawn
 
     def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
@@ -409,8 +423,8 @@ class PrefixCache:
         (-1, 0) where there is none. O(nodes), each of which is visited once.
         """
         for lease in leases:
-            self._book.require(lease)
-        return self._book.sharing(leases)
+            self._registry.require(lease)
+        return self._registry.sharing(leases)
 
     # -- watching --------------------------------------------------------------------------
 
@@ -423,7 +437,7 @@ class PrefixCache:
         A late or lossy subscriber takes a `snapshot` and goes on with the events after it. While
         anybody subscribes, every page that is published is hashed.
         """
-        return self._store.log.subscribe(whole("capacity", capacity, 1))
+        return self._store.log.subscribe(validate_int("capacity", capacity, 1))
 
     def snapshot(self) -> Snapshot:
         """Everything that is shared and ready, parents first, with a digest. O(pages)."""
@@ -439,4 +453,4 @@ class PrefixCache:
 
     def check(self) -> None:
         """Recount everything, O(nodes + pages). A contradiction raises InvariantError."""
-        check_cache(self._store, self._book.live())
+        check_cache(self._store, self._registry.live())

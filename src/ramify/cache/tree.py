@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, Protocol, TypeVar
 
-from ramify.cache.columns import untracked
-from ramify.cache.marks import Marks, between
+from ramify.cache.content_atoms import ContentAtoms, slice_atoms
+from ramify.cache.gc_untracked import untracked
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, Pages
-from ramify.cache.values import Node
+from ramify.cache.types import Node
 from ramify.errors import ConfigError
 
 SHARDS: Final = 256  # of the dict from names to nodes: each stays small enough to resize quickly
@@ -96,8 +96,8 @@ class RadixTree:
         self.num_nodes = 0  # with ghosts, without roots
         self.num_ghosts = 0  # nodes without a resident page
         self.num_ghost_pages = 0  # remembered pages, those of partly evicted nodes included
-        self._vacant: list[int] = untracked([])
-        self.marks: dict[int, Marks] = {}
+        self._free_ids: list[int] = untracked([])
+        self.content: dict[int, ContentAtoms] = {}
         self._columns: list[tuple[list[Any], Any]] = []  # and what is in them for a new node
         self._inherited: list[list[Any]] = []
         # Of a number that is given back; `add` sets the others.
@@ -114,11 +114,11 @@ class RadixTree:
         self.resident = self.column(0)  # of them with page ids, from the first on
         self.resident_children = self.column(0)
         self.start = self.column(0, inherited=True)  # pages above the node
-        self.pins = self.column(0, inherited=True)
-        self.holder = self.column(0, inherited=True)
-        self.created = self.column(0, inherited=True)
+        self.ref_count = self.column(0, inherited=True)
+        self.leader = self.column(0, inherited=True)
+        self.created_at_lookup = self.column(0, inherited=True)
         self.created_s = self.column(0.0, inherited=True)
-        self.used_s = self.column(0.0, inherited=True)
+        self.last_access_s = self.column(0.0, inherited=True)
         self._cleared.clear()
         self.hits = self.column(0, inherited=True)
         self.priority = self.column(0, inherited=True)
@@ -152,7 +152,7 @@ class RadixTree:
         path: list[int] = []
         node, position = root, 0
         find, length, resident = self.index.find, self.length, self.resident
-        edges, holder, page_bytes = self.edges, self.holder, self.page_bytes
+        edges, holder, page_bytes = self.edges, self.leader, self.page_bytes
         while position < end:
             child = find(node, atoms, position)
             if not child:
@@ -170,13 +170,15 @@ class RadixTree:
             return path, child, min(room, shared_pages(atoms, position, edge, page_bytes))
         return path, 0, 0
 
-    def end_of(self, path: list[int], part: int, covered: int) -> int:
+    def num_matched_pages(self, path: list[int], part: int, covered: int) -> int:
         """How many pages a `find` has found in all."""
         if part:
             return self.start[part] + covered
         return self.start[path[-1]] + self.length[path[-1]] if path else 0
 
-    def follow(self, node: int, atoms: bytes, position: int, end: int) -> list[tuple[int, int]]:
+    def find_including_evicted(
+        self, node: int, atoms: bytes, position: int, end: int
+    ) -> list[tuple[int, int]]:
         """Go on below a node through whatever is known, ghosts and pending pages included.
 
         Returns (node, how many of its pages agree) from the top down.
@@ -199,7 +201,7 @@ class RadixTree:
 
     def add_root(self, namespace: bytes) -> int:
         """A root for a namespace that has none."""
-        root = self.roots[namespace] = self._new()
+        root = self.roots[namespace] = self._new_id()
         self.namespaces[root] = namespace
         self.root[root] = root
         self.parent[root] = self.start[root] = self.length[root] = 0
@@ -207,35 +209,35 @@ class RadixTree:
 
     def drop_empty_root(self, root: int) -> None:
         """Forget a namespace that remembers nothing and is pinned by nobody."""
-        if not self.first_child[root] and not self.pins[root]:
+        if not self.first_child[root] and not self.ref_count[root]:
             del self.roots[self.namespaces.pop(root)]
-            self._vacate(root)
+            self._release_id(root)
 
-    def _new(self) -> int:
-        if not self._vacant:
+    def _new_id(self) -> int:
+        if not self._free_ids:
             first, more = self._capacity, min(1024, self._capacity)
             for column, empty in self._columns:
                 column.extend([empty] * more)
             self._capacity += more
-            self._vacant.extend(range(first + more - 1, first - 1, -1))
-        return self._vacant.pop()
+            self._free_ids.extend(range(first + more - 1, first - 1, -1))
+        return self._free_ids.pop()
 
-    def _vacate(self, node: int) -> None:
+    def _release_id(self, node: int) -> None:
         """Give a number back, without pins, holder, children and siblings."""
         for column, empty in self._cleared:
             column[node] = empty
-        self._vacant.append(node)
+        self._free_ids.append(node)
 
-    def add(self, parent: int, atoms: bytes | memoryview, packed: bytes, holder: int) -> int:
+    def add(self, parent: int, atoms: bytes | memoryview, packed: bytes, leader: int) -> int:
         """Hang a leaf below `parent`, which must have no child that begins with the same page."""
-        node = self._vacant.pop() if self._vacant else self._new()
+        node = self._free_ids.pop() if self._free_ids else self._new_id()
         self.edges[node] = atoms
         self.pages[node] = packed
         self.root[node] = self.root[parent]
         self.parent[node] = parent
         self.start[node] = self.start[parent] + self.length[parent]
         self.length[node] = self.resident[node] = len(packed) // ID_BYTES
-        self.holder[node] = holder
+        self.leader[node] = leader
         if head := self.first_child[parent]:
             self.next_sibling[node] = head
             self.prev_sibling[head] = node
@@ -252,7 +254,7 @@ class RadixTree:
         keep pins, hits, recency, priority and pending state.
         """
         assert 0 < num_pages < self.length[node]
-        upper, parent = self._new(), self.parent[node]
+        upper, parent = self._new_id(), self.parent[node]
         edge, packed = self.edges[node], self.pages[node]
         cut, resident = num_pages * self.page_bytes, self.resident[node]
         self.root[upper], self.parent[upper] = self.root[node], parent
@@ -281,10 +283,10 @@ class RadixTree:
         self.prev_sibling[node] = self.next_sibling[node] = 0
         self.first_child[upper] = node
         self.parent[node] = upper
-        if marks := self.marks.pop(node, ()):
+        if marks := self.content.pop(node, ()):
             where = num_pages * self.page_size
-            self._mark(upper, between(marks, 0, where))
-            self._mark(node, between(marks, where, len(edge)))
+            self._set_node_content(upper, slice_atoms(marks, 0, where))
+            self._set_node_content(node, slice_atoms(marks, where, len(edge)))
         self.index.add(upper)
         self.index.add(node)
         self.num_nodes += 1
@@ -337,10 +339,12 @@ class RadixTree:
         if keep:
             self.edges[node] = piece(self.edges[node], 0, keep * self.page_bytes)
             self.length[node] = keep
-            if node in self.marks:
-                self._mark(node, between(self.marks.pop(node), 0, keep * self.page_size))
+            if node in self.content:
+                self._set_node_content(
+                    node, slice_atoms(self.content.pop(node), 0, keep * self.page_size)
+                )
             return
-        assert not self.first_child[node] and not self.pins[node]
+        assert not self.first_child[node] and not self.ref_count[node]
         self.index.remove(node)
         before, after = self.prev_sibling[node], self.next_sibling[node]
         if before:
@@ -352,25 +356,27 @@ class RadixTree:
             self.prev_sibling[after] = before
             self.next_sibling[node] = 0
         self.edges[node] = self.pages[node] = b""
-        if self.marks:
-            self.marks.pop(node, None)
+        if self.content:
+            self.content.pop(node, None)
         self.num_nodes -= 1
         self.num_ghosts -= 1
-        self._vacate(node)
+        self._release_id(node)
 
-    def mark(self, node: int, marks: Marks) -> None:
+    def set_content(self, node: int, content: ContentAtoms) -> None:
         """Keep those marks of a whole key that lie in a node."""
         start = self.start[node] * self.page_size
-        self._mark(node, between(marks, start, start + self.length[node] * self.page_size))
+        self._set_node_content(
+            node, slice_atoms(content, start, start + self.length[node] * self.page_size)
+        )
 
-    def marks_from(self, node: int, page: int) -> Marks:
+    def content_from(self, node: int, page: int) -> ContentAtoms:
         """The marks of a node from one of its pages on, counted from there."""
-        marks = self.marks.get(node, ())
-        return between(marks, page * self.page_size, self.length[node] * self.page_size)
+        marks = self.content.get(node, ())
+        return slice_atoms(marks, page * self.page_size, self.length[node] * self.page_size)
 
-    def _mark(self, node: int, marks: Marks) -> None:
-        if marks:
-            self.marks[node] = marks
+    def _set_node_content(self, node: int, content: ContentAtoms) -> None:
+        if content:
+            self.content[node] = content
 
     # -- looking at it ---------------------------------------------------------------------
 
@@ -421,21 +427,21 @@ class RadixTree:
             atoms=self.edge(node),
             pages=Pages(self.packed_pages(node)),
             start=self.start[node],
-            pins=self.pins[node],
-            holder=self.holder[node],
+            pins=self.ref_count[node],
+            holder=self.leader[node],
             hits=self.hits[node],
             priority=self.priority[node],
             last_access=self.last_access[node],
-            created=self.created[node],
-            used_s=self.used_s[node],
+            created=self.created_at_lookup[node],
+            used_s=self.last_access_s[node],
             num_children=self.resident_children[node],
             salt=self.salt_of(node),
         )
 
     def salt_of(self, node: int) -> bytes | None:
         """The last salt on the way to the end of a node. Cost: of the way, if there are marks."""
-        while self.marks and node:
-            for _, mark in reversed(self.marks.get(node, ())):
+        while self.content and node:
+            for _, mark in reversed(self.content.get(node, ())):
                 if mark.salt is not None:
                     return mark.salt
             node = self.parent[node]

@@ -8,7 +8,7 @@ from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 
 
-def drop_beyond(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
+def evict_suffix(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
     """Evict what is cached of `key` behind the whole pages of its first `num_tokens` tokens.
 
     Pages that somebody holds, or from which another prompt goes on, stay. Returns how many went.
@@ -25,7 +25,7 @@ def drop_beyond(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
         if covered < tree.resident[part]:  # another prompt goes on from there
             return 0
         path.append(part)
-    evicted, now_s = 0, store.now_s()
+    evicted, now_s = 0, store.clock()
     for node in reversed(path):
         beyond = tree.start[node] + tree.resident[node] - num_tokens // size
         cut = min(tree.resident[node], beyond)
@@ -35,8 +35,8 @@ def drop_beyond(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
         above = tree.parent[node]
         if tree.resident[node]:
             break
-        if store._is_evictable(above) and not store.queue.place[above]:  # noqa: SLF001
-            store.queue.offer(above)
+        if store._is_evictable(above) and not store.queue.ticket[above]:  # noqa: SLF001
+            store.queue.push(above)
     store.ghosts.trim()
-    store.log.tell_observers()
+    store.log.notify_observers()
     return evicted

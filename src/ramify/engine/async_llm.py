@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,21 +13,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
-from ramify.engine.cache_view import AsyncCacheView
+from ramify.engine.cache_admin.view import AsyncCacheView
+from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.core import EngineCore
-from ramify.engine.loop import EngineLoop, Health
-from ramify.engine.prompts import Message, Prompt, encode, encode_talk
-from ramify.engine.reload import change_weights, check_running
-from ramify.engine.session import AsyncSession, SessionOptions, open_transcript
+from ramify.engine.serving.engine_thread import EngineThread, Health
+from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
+from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
 from ramify.engine.stats import EngineStats
-from ramify.engine.stream import Inbox, Outlet, Stream
-from ramify.engine.warm import WARM_PARAMS, WarmPrompt
+from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
+from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import ConfigError, RequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from ramify.engine.build import Engine
-    from ramify.engine.tokenizer import Tokenizer
+    from ramify.engine.execution.assembly import LocalEngine
+    from ramify.engine.text.tokenizer import Tokenizer
 
 _MODEL = ModelSection()
 MAX_WAITING = 1024  # requests: beyond, a server does better to say no than to let everybody wait
@@ -62,40 +63,48 @@ class AsyncLLM:
         if not isinstance(model, str | Path):
             raise ConfigError(f"model={model!r} but it must be a directory or a name")
         asked = EngineConfig.of(model=str(model), max_waiting=max_waiting, **options)
-        from ramify.engine.build import Engine
+        from ramify.engine.execution.assembly import LocalEngine
 
-        self._engine: Engine | None = Engine(asked, progress=progress)
-        self._begin(self._engine.core, self._engine.tokenizer)
+        self._engine: LocalEngine | None = LocalEngine(asked, progress=progress)
+        self._attach_core(self._engine.core, self._engine.tokenizer)
 
     @classmethod
-    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
+    def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
         """The same over an engine of your own, which nobody else may touch from now on."""
         made = cls.__new__(cls)
         made._engine = None  # noqa: SLF001 - its own class
-        made._begin(core, tokenizer)  # noqa: SLF001
+        made._attach_core(core, tokenizer)  # noqa: SLF001
         return made
 
-    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+    @classmethod
+    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
+        """Deprecated: `from_core`."""
+        warnings.warn(
+            "AsyncLLM.over is deprecated; use AsyncLLM.from_core", DeprecationWarning, stacklevel=2
+        )
+        return cls.from_core(core, tokenizer)
+
+    def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.config: ResolvedConfig = core.config
-        self._prepare = core.prepare
-        self._loop = EngineLoop(core)
-        self._outlets: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Outlet] = (
+        self._compile_grammar = core.compile_grammar
+        self._engine_thread = EngineThread(core)
+        self._dispatchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDispatcher] = (
             weakref.WeakKeyDictionary()
         )
         self._lock = threading.Lock()
         # nobody closed it, or the program ends: the thread must not be in a step by then
-        self._finalizer = weakref.finalize(self, _end, self._loop)
+        self._finalizer = weakref.finalize(self, _end, self._engine_thread)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LocalEngine:
         """What was made of the checkpoint: sizes, backend, exactness.
 
         Raises:
-            ConfigError: nothing was: see `over`.
+            ConfigError: nothing was: see `from_core`.
         """
         if self._engine is None:
-            raise ConfigError("this AsyncLLM was made over an engine without a model")
+            raise ConfigError("this AsyncLLM was made by from_core, over an engine without a model")
         return self._engine
 
     # -- answers -----------------------------------------------------------------------------
@@ -139,7 +148,7 @@ class AsyncLLM:
         **template_options: Any,
     ) -> Stream:
         """The same for a conversation, through the model's chat template."""
-        make = partial(encode_talk, messages, self.tokenizer, **template_options)
+        make = partial(encode_chat, messages, self.tokenizer, **template_options)
         options = {"priority": priority, "tenant": tenant, "salt": salt}
         return self._stream(make, params, options, in_thread=True)
 
@@ -186,23 +195,23 @@ class AsyncLLM:
     ) -> Stream:
         chosen = params or SamplingParams()
 
-        async def submit(is_whole: bool) -> Inbox:
+        async def submit(final_only: bool) -> OutputCollector:
             ids = await asyncio.to_thread(make) if in_thread else make()
             if isinstance(chosen, SamplingParams) and chosen.structured is not None:
-                await asyncio.to_thread(self._prepare, chosen)  # a format may take a second
-            inbox = Inbox(self._outlet(), is_whole=is_whole)
-            self._loop.submit(inbox, ids, chosen, **options)
-            return inbox
+                await asyncio.to_thread(self._compile_grammar, chosen)  # a format may take a second
+            collector = OutputCollector(self._dispatcher(), final_only=final_only)
+            self._engine_thread.submit(collector, ids, chosen, **options)
+            return collector
 
-        return Stream(submit, self._loop.abort)
+        return Stream(submit, self._engine_thread.abort)
 
-    def _outlet(self) -> Outlet:
+    def _dispatcher(self) -> LoopDispatcher:
         """The one of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            outlet = self._outlets.get(loop)
+            outlet = self._dispatchers.get(loop)
             if outlet is None:
-                outlet = self._outlets[loop] = Outlet(loop)
+                outlet = self._dispatchers[loop] = LoopDispatcher(loop)
             return outlet
 
     async def abort(self, request_id: int) -> None:
@@ -211,7 +220,7 @@ class AsyncLLM:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        await self.run(partial(self._loop.abort_id, request_id=request_id))
+        await self.run(partial(self._engine_thread.abort_id, request_id=request_id))
 
     def session(
         self,
@@ -268,7 +277,7 @@ class AsyncLLM:
         Raises:
             EngineStoppedError: the engine has ended; and whatever `call` raises.
         """
-        return await asyncio.wrap_future(self._loop.call(call))
+        return await asyncio.wrap_future(self._engine_thread.call(call))
 
     async def reload_weights(
         self, model: str | Path, *, running: Literal["finish", "restart"] = "finish"
@@ -278,10 +287,12 @@ class AsyncLLM:
         They are loaded in another thread while requests go on. With "finish", requests that come
         after that wait until those before them have ended.
         """
-        check_running(running)
+        validate_running_mode(running)
         swap = await asyncio.to_thread(self.engine.load_weights, model)
-        change = partial(change_weights, swap=swap)
-        call = self._loop.call_when_idle if running == "finish" else self._loop.call
+        change = partial(swap_weights, swap=swap)
+        call = (
+            self._engine_thread.call_when_idle if running == "finish" else self._engine_thread.call
+        )
         await asyncio.wrap_future(call(change))
 
     @property
@@ -295,7 +306,7 @@ class AsyncLLM:
 
     def health(self) -> Health:
         """Whether the engine is alive, and how old its last step is; waits for nothing."""
-        return self._loop.health()
+        return self._engine_thread.health()
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -307,22 +318,22 @@ class AsyncLLM:
         Returns:
             whether all have finished.
         """
-        was_over = self._loop.ended.done()
-        self._loop.drain()
-        ended = asyncio.wrap_future(self._loop.ended)
+        was_over = self._engine_thread.ended.done()
+        self._engine_thread.drain()
+        ended = asyncio.wrap_future(self._engine_thread.ended)
         try:
             await asyncio.wait_for(asyncio.shield(ended), timeout_s)
         except TimeoutError:
             await self.aclose()
             return False
         await self.aclose()
-        return was_over or not self._loop.has_cut
+        return was_over or not self._engine_thread.has_aborted
 
     async def aclose(self) -> None:
         """End the engine after the step that is being computed; live requests are aborted."""
-        self._loop.stop()
-        await asyncio.shield(asyncio.wrap_future(self._loop.ended))
-        self._loop.join()
+        self._engine_thread.stop()
+        await asyncio.shield(asyncio.wrap_future(self._engine_thread.ended))
+        self._engine_thread.join()
         self._finalizer.detach()
 
     async def __aenter__(self) -> Self:
@@ -337,6 +348,6 @@ class AsyncLLM:
         await self.aclose()
 
 
-def _end(loop: EngineLoop) -> None:
-    loop.stop()
-    loop.join(JOIN_S)
+def _end(engine_thread: EngineThread) -> None:
+    engine_thread.stop()
+    engine_thread.join(JOIN_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,20 +15,20 @@ from ramify.config import (
     ResolvedConfig,
     SchedulerSection,
 )
-from ramify.engine.answers import Answers, Asked
-from ramify.engine.cache_view import CacheView
+from ramify.engine.cache_admin.view import CacheView
+from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.prompts import (
+from ramify.engine.hit_verifier import HitVerifier
+from ramify.engine.offline import BatchOptions, OfflineDriver
+from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
+from ramify.engine.stats import EngineStats
+from ramify.engine.text.prompt_inputs import (
     Message,
     Prompt,
-    as_list,
-    encode_talk,
+    as_prompt_list,
+    encode_chat,
 )
-from ramify.engine.recheck import Rechecks
-from ramify.engine.reload import change_weights, check_running
-from ramify.engine.session import Session, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
-from ramify.engine.warm import WARM_PARAMS, WarmPrompt
+from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import (
     ConfigError,
     InvalidParamsError,
@@ -38,11 +39,11 @@ from ramify.params import RequestOutput, SamplingParams
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
     import torch
 
-    from ramify.attention.backend import AttentionSpec, Choice
-    from ramify.attention.exact import Exactness
-    from ramify.engine.build import Engine
-    from ramify.engine.runner import ModelRunner
-    from ramify.engine.tokenizer import Tokenizer
+    from ramify.attention.backend import AttentionSpec, BackendChoice
+    from ramify.attention.exactness import Exactness
+    from ramify.engine.execution.assembly import LocalEngine
+    from ramify.engine.execution.runner import ModelRunner
+    from ramify.engine.text.tokenizer import Tokenizer
     from ramify.models.config import ModelConfig
     from ramify.models.loader import Decoder
 
@@ -98,35 +99,41 @@ class LLM:
             exact=exact,
             **others,
         )
-        from ramify.engine.build import Engine
+        from ramify.engine.execution.assembly import LocalEngine
 
-        self._engine: Engine | None = Engine(asked, progress=progress)
-        self._begin(self._engine.core, self._engine.tokenizer)
+        self._engine: LocalEngine | None = LocalEngine(asked, progress=progress)
+        self._attach_core(self._engine.core, self._engine.tokenizer)
 
     @classmethod
-    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
+    def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
         """The same calls over an engine of your own; it has no model to ask about."""
         made = cls.__new__(cls)
         made._engine = None  # noqa: SLF001 - its own class
-        made._begin(core, tokenizer)  # noqa: SLF001
+        made._attach_core(core, tokenizer)  # noqa: SLF001
         return made
 
-    def _begin(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+    @classmethod
+    def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
+        """Deprecated: `from_core`."""
+        warnings.warn("LLM.over is deprecated; use LLM.from_core", DeprecationWarning, stacklevel=2)
+        return cls.from_core(core, tokenizer)
+
+    def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.core, self.tokenizer = core, tokenizer
         self.config: ResolvedConfig = core.config
-        self._answers = Answers(core)
+        self._driver = OfflineDriver(core)
 
     # -- what it is made of ------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LocalEngine:
         """What was made of the checkpoint.
 
         Raises:
-            ConfigError: nothing was: see `over`.
+            ConfigError: nothing was: see `from_core`.
         """
         if self._engine is None:
-            raise ConfigError("this LLM was made over an engine without a model")
+            raise ConfigError("this LLM was made by from_core, over an engine without a model")
         return self._engine
 
     @property
@@ -150,9 +157,9 @@ class LLM:
         return self.engine.runner
 
     @property
-    def attention(self) -> Choice:
+    def attention(self) -> BackendChoice:
         """The attention backend, and why it was chosen."""
-        return self.engine.attention
+        return self.engine.backend_choice
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -169,9 +176,9 @@ class LLM:
             return lambda: one.ids(self.tokenizer)
 
         tenants, salts = [one.tenant for one in many], [one.salt for one in many]
-        asked = Asked(WARM_PARAMS, 0, tenants, salts, None, None)
+        asked = BatchOptions(WARM_PARAMS, 0, tenants, salts, None, None)
         try:
-            return self._answers.answer([later(one) for one in many], asked, None)
+            return self._driver.run([later(one) for one in many], asked, None)
         except RequestError as error:  # all were refused
             return [error] * len(many)
 
@@ -203,13 +210,13 @@ class LLM:
         Both sets of weights are in memory until the new ones are in.
 
         Raises:
-            ModelError, ConfigError: see `Engine.load_weights`; nothing has changed.
+            ModelError, ConfigError: see `LocalEngine.load_weights`; nothing has changed.
         """
-        check_running(running)
+        validate_running_mode(running)
         swap = self.engine.load_weights(model, progress=progress)
         while running == "finish" and self.core.has_unfinished:
-            self._answers.step_for_all()
-        change_weights(self.core, swap)
+            self._driver.step_unread()
+        swap_weights(self.core, swap)
 
     def stats(self) -> EngineStats:
         """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
@@ -220,19 +227,34 @@ class LLM:
         return call(self.core)
 
     @property
-    def rechecks(self) -> Rechecks:
-        """What came of the hits that were computed again; see `verify_sample` and `recheck`."""
-        return self.core.rechecks
+    def hit_verifier(self) -> HitVerifier:
+        """What came of the hits that were computed again; see `verify_sample` and `verify_hits`."""
+        return self.core.hit_verifier
 
-    def recheck(self) -> Rechecks:
+    def verify_hits(self) -> HitVerifier:
         """Compute the sampled hits again that wait for it: for moments in which nothing else runs.
 
         Does nothing while requests are live.
         """
-        while self.core.recheck():
+        while self.core.verify_next_hit():
             while self.core.has_unfinished:
                 self.core.step()
-        return self.core.rechecks
+        return self.core.hit_verifier
+
+    @property
+    def rechecks(self) -> HitVerifier:
+        """Deprecated: `hit_verifier`."""
+        warnings.warn(
+            "LLM.rechecks is deprecated; use LLM.hit_verifier", DeprecationWarning, stacklevel=2
+        )
+        return self.hit_verifier
+
+    def recheck(self) -> HitVerifier:
+        """Deprecated: `verify_hits`."""
+        warnings.warn(
+            "LLM.recheck is deprecated; use LLM.verify_hits", DeprecationWarning, stacklevel=2
+        )
+        return self.verify_hits()
 
     # -- whole answers -----------------------------------------------------------------------
 
@@ -265,8 +287,8 @@ class LLM:
         Raises:
             RequestError: no prompt of the call could be served; this is the first one's error.
         """
-        asked = Asked(params, priority, tenant, salt, progress, on_finished)
-        return self._answers.answer(as_list(prompts), asked, self.tokenizer)
+        asked = BatchOptions(params, priority, tenant, salt, progress, on_finished)
+        return self._driver.run(as_prompt_list(prompts), asked, self.tokenizer)
 
     def chat(
         self,
@@ -297,11 +319,11 @@ class LLM:
         talks = [messages] if isinstance(messages[0], Mapping) else list(messages)
 
         def later(talk: Any) -> Callable[[], Sequence[int]]:
-            return lambda: encode_talk(talk, self.tokenizer, **template_options)
+            return lambda: encode_chat(talk, self.tokenizer, **template_options)
 
         # rendered one by one: a conversation that the template refuses does not stop the others
-        asked = Asked(params, priority, tenant, salt, progress, on_finished)
-        return self._answers.answer([later(talk) for talk in talks], asked, None)
+        asked = BatchOptions(params, priority, tenant, salt, progress, on_finished)
+        return self._driver.run([later(talk) for talk in talks], asked, None)
 
     def session(
         self,
@@ -354,7 +376,7 @@ class LLM:
             RequestError: it can never be served; nothing is queued.
         """
         chosen = params or SamplingParams()
-        return self._answers.add(
+        return self._driver.add(
             prompt,
             chosen,
             self.tokenizer,
@@ -375,11 +397,11 @@ class LLM:
             OutOfPagesError: pins, or leases outside the engine, hold what the next request needs;
                 nothing changed. It fits once they are released; or abort it.
         """
-        return self._answers.step()
+        return self._driver.step()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return self._answers.has_unfinished
+        return self._driver.has_unfinished
 
     def take_output(self, request_id: int) -> RequestOutput:
         """The output of a request that ended under `step` or `abort`, once.
@@ -387,7 +409,7 @@ class LLM:
         Raises:
             UnknownRequestError: it has not ended, was taken, or is too old to be kept.
         """
-        return self._answers.take_output(request_id)
+        return self._driver.take_output(request_id)
 
     def abort(self, request_id: int) -> None:
         """End a live request now; its output has the finish reason `abort`.
@@ -395,4 +417,4 @@ class LLM:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        self._answers.abort(request_id)
+        self._driver.abort(request_id)

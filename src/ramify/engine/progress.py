@@ -9,7 +9,7 @@ from ramify.params import RequestOutput
 
 
 @contextmanager
-def answers_bar(total: int, wanted: bool | None) -> Iterator[Callable[[RequestOutput], None]]:
+def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[RequestOutput], None]]:
     """Yields what counts an output.
 
     Args:

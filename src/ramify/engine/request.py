@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
-from ramify.engine.speculative import Guessing
+from ramify.engine.speculation.drafter import DraftState
 from ramify.params import (
     CacheReport,
     Completion,
@@ -20,8 +20,8 @@ from ramify.params import (
 )
 
 if TYPE_CHECKING:
-    from ramify.engine.advance import TextDecoder
-    from ramify.engine.shaping import Shaper
+    from ramify.engine.logits.logits_processors import LogitsProcessor
+    from ramify.engine.output_processor import IncrementalDetokenizer
 
 RECOMPUTED_FOR_LOGPROBS = "prompt_logprobs need the logits of every prompt token"
 CACHE_OFF = "prefix_cache=False"
@@ -31,8 +31,8 @@ CACHE_OFF = "prefix_cache=False"
 class Request:
     """Owned by the engine core; nobody else writes it. Times are seconds of one clock.
 
-    A request for `n` answers is a leader and n - 1 branches, each a `Request` of its own: they
-    begin when the leader's prompt is computed.
+    A request for `n` answers is a parent and n - 1 children, each a `Request` of its own: they
+    begin when the parent's prompt is computed.
     """
 
     id: int
@@ -40,48 +40,54 @@ class Request:
     prompt_ids: array[int]
     params: SamplingParams
     max_len: int  # tokens at which it ends, prompt included
-    stop_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
     seed: int
     namespace: bytes
     salts: tuple[Salt, ...]  # from where on it is private there
     arrival_s: float
     sequence: RadixSequence
-    decoder: TextDecoder | None = None  # None when the model has no tokenizer
-    shaper: Shaper | None = None  # None when its scores stay as they are
+    detokenizer: IncrementalDetokenizer | None = None  # None when the model has no tokenizer
+    logits_processor: LogitsProcessor | None = None  # None when its scores stay as they are
     priority: int = 0  # larger ones first
     tenant: str = ""  # tenants share the steps fairly
     index: int = 0  # among the answers
-    leader: Request | None = None  # of a branch
-    branches: list[Request] = field(default_factory=list)  # of a leader, live or ended
+    parent: Request | None = None  # of a branch
+    children: list[Request] = field(default_factory=list)  # of a leader, live or ended
     draft: tuple[int, ...] = ()  # guesses for its next tokens, to be verified in this step
-    guessing: Guessing = field(default_factory=Guessing)
+    guessing: DraftState = field(default_factory=DraftState)
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
-    num_taken: int = 0  # characters of it that were told
-    num_told: int = 0  # of its tokens
-    is_told: bool = False  # that it has ended
+    num_chars_emitted: int = 0  # characters of it that were told
+    num_tokens_emitted: int = 0  # of its tokens
+    end_emitted: bool = False  # that it has ended
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    due: int = 0  # when it came, in computed tokens, less what its priority is worth
-    rank: int = 0  # `due` and what it has to compute: the least is first; see `engine.waiting`
-    behind: Request | None = None  # whom it waits for, who computes a part of its prompt
+    virtual_arrival: int = 0  # when it came, in computed tokens, less what its priority is worth
+    # `virtual_arrival` and what it has to compute: the least is first; see
+    # `engine.scheduling.waiting_queue`
+    rank: int = 0
+    waits_for: Request | None = None  # whom it waits for, who computes a part of its prompt
     last_step: int = 0
     first_step_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
-    report: tuple[int, int] | None = None  # tokens read and shared, in the first step that counts
+    cache_counts: tuple[int, int] | None = (
+        None  # tokens read and shared, in the first step that counts
+    )
     max_computed: int = 0  # tokens whose K/V was computed or read at some time
     recomputed: int = 0
     preemptions: int = 0
-    failures: int = 0  # of steps that it was in, since its last token
-    repairs: int = 0  # of the engine while it ran, since its last token
-    suspect: CacheKey | None = None  # what it had read when it failed; it goes on without
-    ending: FinishReason | None = None  # its last token is there; `finish_reason` follows
+    num_failed_steps: int = 0  # of steps that it was in, since its last token
+    num_rebuilds: int = 0  # of the engine while it ran, since its last token
+    suspect_prefix: CacheKey | None = None  # what it had read when it failed; it goes on without
+    pending_finish_reason: FinishReason | None = (
+        None  # its last token is there; `finish_reason` follows
+    )
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
-    is_settled: bool = False  # its output was made
-    recheck: bool = False  # keeps log probabilities, to be compared with those of a cold run
+    has_output: bool = False  # its output was made
+    verify_cold: bool = False  # keeps log probabilities, to be compared with those of a cold run
 
     @classmethod
     def new_sequence(
@@ -97,23 +103,23 @@ class Request:
         return RadixSequence(tokens, namespace, reuse, salts=salts, max_shared=max_shared)
 
     @property
-    def group(self) -> Request:
+    def parent_or_self(self) -> Request:
         """The leader, whose id is the one that the caller knows."""
-        return self if self.leader is None else self.leader
+        return self if self.parent is None else self.parent
 
     @property
-    def waiting_branches(self) -> list[Request]:
+    def pending_children(self) -> list[Request]:
         """Branches that begin when the prompt is computed: all of them, or none any more."""
-        if not self.branches or self.output_ids:
+        if not self.children or self.output_ids:
             return []
-        return [one for one in self.branches if not one.is_finished]
+        return [one for one in self.children if not one.is_finished]
 
     @property
     def has_ended(self) -> bool:
         """Whether a leader and its branches have all ended."""
         if self.finish_reason is None:
             return False
-        return all(one.is_finished for one in self.branches)
+        return all(one.is_finished for one in self.children)
 
     @property
     def is_finished(self) -> bool:
@@ -125,7 +131,7 @@ class Request:
         """Whether more than the newest token is still to be computed."""
         return self.sequence.num_uncomputed > 1
 
-    def restart(self) -> None:
+    def reset_for_recompute(self) -> None:
         """Back to waiting: a fresh sequence over everything known so far."""
         tokens = array("i", self.prompt_ids)
         tokens.extend(self.output_ids)
@@ -139,11 +145,11 @@ class Request:
             if not done:
                 self.prompt_logprobs.clear()
 
-    def note_computed(self, start: int) -> None:
+    def count_computed(self, start: int) -> None:
         """Count a step that computed what the sequence has from token `start` on."""
         end = self.sequence.num_computed
-        if self.report is None:
-            self.report = (self.sequence.num_read, self.sequence.num_shared)
+        if self.cache_counts is None:
+            self.cache_counts = (self.sequence.num_read, self.sequence.num_shared)
         if start < self.max_computed:
             self.recomputed += min(self.max_computed, end) - start
         self.max_computed = max(self.max_computed, end)
@@ -161,7 +167,7 @@ class Request:
 
     def cache_report(self, *, cache_on: bool) -> CacheReport:
         """Where the prompt's K/V came from, as far as it is known; of a leader."""
-        read, shared = self.report or (0, 0)
+        read, shared = self.cache_counts or (0, 0)
         reason = None
         if not cache_on:
             reason = CACHE_OFF
@@ -171,13 +177,13 @@ class Request:
             read,
             shared,
             min(len(self.prompt_ids), self.max_computed) - read - shared,
-            sum(one.recomputed for one in (self, *self.branches)),
+            sum(one.recomputed for one in (self, *self.children)),
             reason,
         )
 
     def output(self, *, cache_on: bool) -> RequestOutput:
         """The value that the caller of a leader gets; it and its branches have ended."""
-        members = (self, *self.branches)
+        members = (self, *self.children)
         ends = [one.end_s for one in members if one.end_s is not None]
         end_s = max(ends)
         decode = None

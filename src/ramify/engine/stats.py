@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ramify.cache.values import CacheStats
+from ramify.cache.types import CacheStats
 from ramify.engine.core import EngineCore
 
 

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.attention.batch import AttentionBatch
-from ramify.engine.shaping import Shaping
+from ramify.engine.logits.logits_processors import LogitsTransform
 from ramify.params import SamplingParams, TokenLogprob
 
 
-class Draw(NamedTuple):
+class SampleSpec(NamedTuple):
     """Choose the next tokens of one request: one, and one more for each draft that is right.
 
-    A tuple, as `Drawn`: each step makes one per request, and a frozen dataclass takes five times
-    as long to make.
+    A tuple, as `SampledTokens`: each step makes one per request, and a frozen dataclass takes
+    five times as long to make.
     """
 
     request_id: int
@@ -28,11 +28,11 @@ class Draw(NamedTuple):
     seed: int
     num_logprobs: int | None
     draft: tuple[int, ...] = ()  # guesses for that token and those after it
-    shaping: Shaping | None = None  # None leaves the scores as they are
+    logits: LogitsTransform | None = None  # None leaves the scores as they are
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class PromptLogprobSpec:
     """Log probabilities of known prompt tokens: row `first_row + i` predicts `targets[i]`."""
 
     request_id: int
@@ -47,13 +47,13 @@ class StepPlan:
 
     batch: AttentionBatch
     token_ids: NDArray[np.int64]  # [T]
-    draws: tuple[Draw, ...]
-    scores: tuple[Score, ...]
+    samples: tuple[SampleSpec, ...]
+    prompt_logprobs: tuple[PromptLogprobSpec, ...]
     request_ids: tuple[int, ...]  # in batch order
-    whole: bool = True  # hidden rows are wanted that nothing is drawn from
+    all_rows: bool = True  # hidden rows are wanted that nothing is drawn from
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens chosen for one request: the drafts that were right, and the one after them."""
 
     token_ids: tuple[int, ...]  # at least 1, at most 1 more than there were drafts
@@ -64,8 +64,8 @@ class Drawn(NamedTuple):
 class StepResult:
     """Answers to a plan's draws and scores, by request id; whoever failed has neither."""
 
-    drawn: dict[int, Drawn]
-    scored: dict[int, tuple[TokenLogprob, ...]]
+    sampled: dict[int, SampledTokens]
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     failed: dict[int, Exception] = field(default_factory=dict)  # their K/V must not be used
 
 
@@ -80,7 +80,7 @@ class Executor(Protocol):
         """
         ...
 
-    def erase_pages(self, pages: Sequence[int]) -> None:
+    def zero_pages(self, pages: Sequence[int]) -> None:
         """Make the content of pages unreadable after a failed step."""
         ...
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 4  # per timeout
+CHECKS_PER_TIMEOUT = 4  # per timeout
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _RunningStep:
     at_s: float
     thread: int
     describe: Callable[[], str]
@@ -38,14 +38,14 @@ class Watchdog:
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s, self._clock = timeout_s, clock
         self.num_stuck = 0  # steps that were reported
-        self._begun: _Begun | None = None  # the step that runs; replaced as a whole
-        self._reported: _Begun | None = None
+        self._running_step: _RunningStep | None = None  # the step that runs; replaced as a whole
+        self._reported: _RunningStep | None = None
         self._is_watched = not timeout_s
 
     @property
     def stuck_s(self) -> float:
         """Seconds that the step has run, if it is beyond the timeout; else 0. For any thread."""
-        begun = self._begun
+        begun = self._running_step
         spent = 0.0 if begun is None else self._clock() - begun.at_s
         return spent if self.timeout_s and spent > self.timeout_s else 0.0
 
@@ -58,23 +58,23 @@ class Watchdog:
         """A step begins in this thread; `describe` is called by another one if it is stuck."""
         if not self.timeout_s:
             return
-        self._begun = _Begun(self._clock(), threading.get_ident(), describe)
+        self._running_step = _RunningStep(self._clock(), threading.get_ident(), describe)
         if not self._is_watched:
             self._is_watched = True
             done = threading.Event()
             weakref.finalize(self, done.set)
-            arguments = (weakref.ref(self), done, self.timeout_s / LOOKS)
+            arguments = (weakref.ref(self), done, self.timeout_s / CHECKS_PER_TIMEOUT)
             threading.Thread(
                 target=_watch, args=arguments, name="ramify-watchdog", daemon=True
             ).start()
 
     def end(self) -> None:
         """The step is over."""
-        self._begun = None
+        self._running_step = None
 
-    def look(self) -> bool:
+    def report_if_stuck(self) -> bool:
         """Report the step that runs now if it is stuck and was not reported; whether it was."""
-        begun, spent = self._begun, self.stuck_s
+        begun, spent = self._running_step, self.stuck_s
         if begun is None or not spent or begun is self._reported:
             return False
         self._reported = begun
@@ -98,5 +98,5 @@ def _watch(
         found = watchdog()
         if found is None:
             return
-        found.look()
+        found.report_if_stuck()
         del found  # or it would be kept alive while this thread waits

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ramify.errors import CacheError, ConfigError
 
 
-class SlotAllocator:
+class RowAllocator:
     """Hands out rows 0 .. capacity - 1, the smallest free one first, so that rows stay dense."""
 
     def __init__(self, capacity: int) -> None:
@@ -154,7 +154,7 @@ class PagedBlockTable:
         self.array: NDArray[np.int32] = np.full((num_rows, max_pages), -1, dtype=np.int32)
         self._num_pages = [0] * num_rows
         self._lengths = [0] * num_rows
-        self._rows = SlotAllocator(num_rows)
+        self._rows = RowAllocator(num_rows)
         self._source = source
 
     @classmethod
@@ -293,7 +293,7 @@ class ContiguousBlockTable:
     def __init__(self, num_rows: int, max_pages: int, page_size: int) -> None:
         _check_sizes(max_pages, page_size)
         self.page_size = page_size
-        self._rows = SlotAllocator(num_rows)
+        self._rows = RowAllocator(num_rows)
         self.array: NDArray[np.int32] = np.arange(num_rows * max_pages, dtype=np.int32).reshape(
             num_rows, max_pages
         )
@@ -371,7 +371,7 @@ def _check_length(length: int, limit: int) -> None:
         )
 
 
-def _index(rows: SlotAllocator, asked: Sequence[int]) -> NDArray[np.int64]:
+def _index(rows: RowAllocator, asked: Sequence[int]) -> NDArray[np.int64]:
     for row in asked:
         rows.require(row)
     return np.fromiter(asked, np.int64, len(asked))

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-HUGE = 2 << 20  # bytes of a page on x86-64, and where Arm has pages of 4 KB
-SLAB = 32 * HUGE  # several tensors share one: each alone would waste half a page
-LEAST = 64 << 10  # bytes of a tensor that is worth it
-_ALIGNED = 64  # a cache line
+HUGE_PAGE_BYTES = 2 << 20  # bytes of a page on x86-64, and where Arm has pages of 4 KB
+SLAB_BYTES = 32 * HUGE_PAGE_BYTES  # several tensors share one: each alone would waste half a page
+MIN_BYTES = 64 << 10  # bytes of a tensor that is worth it
+_ALIGNMENT_BYTES = 64  # a cache line
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -32,9 +32,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    if num_bytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):  # not on Linux
+    if num_bytes < MIN_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):  # not on Linux
         return torch.zeros(tuple(shape), dtype=dtype)
-    slab, offset = _slabs.take(num_bytes)
+    slab, offset = _slabs.allocate(num_bytes)
     return torch.frombuffer(slab, dtype=dtype, count=count, offset=offset).view(*shape)
 
 
@@ -46,23 +46,26 @@ class _Slabs:
         self._open: weakref.ref[mmap.mmap] | None = None
         self._used = 0
 
-    def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
+    def allocate(self, num_bytes: int) -> tuple[mmap.mmap, int]:
         """A mapping, and where in it there are so many bytes."""
-        if num_bytes > SLAB // 2:
+        if num_bytes > SLAB_BYTES // 2:
             return _mapped(num_bytes), 0
         with self._lock:
             slab = None if self._open is None else self._open()
-            if slab is None or self._used + num_bytes > SLAB:
-                slab = _mapped(SLAB)
+            if slab is None or self._used + num_bytes > SLAB_BYTES:
+                slab = _mapped(SLAB_BYTES)
                 self._open, self._used = weakref.ref(slab), 0
             offset = self._used
-            self._used += -(-num_bytes // _ALIGNED) * _ALIGNED
+            self._used += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             return slab, offset
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
     """Zeros, in whole huge pages: newer kernels let only such a mapping begin where one does."""
-    flags, wanted = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -(-num_bytes // HUGE) * HUGE
+    flags, wanted = (
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,
+    )
     try:
         found = mmap.mmap(-1, wanted, flags=flags)
     except (OSError, OverflowError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError, SlotOutOfRangeError
-from ramify.kv.quantise import SCALED_DTYPES
+from ramify.kv.quantize import SCALED_DTYPES
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VECTOR_BYTES = 16  # of one vector load on a GPU
@@ -146,10 +146,10 @@ def read_slots(name: str, plane: Tensor, slots: Tensor) -> Tensor:
     if plane.dim() < 5:
         return plane.flatten(0, 1).index_select(0, slots)
     if name == "k":
-        page, offset = _places(slots, plane.shape[0], plane.shape[3])
+        page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[3])
         return plane[page, :, :, offset].flatten(2)
     x = plane.shape[4]
-    page, offset = _places(slots, plane.shape[0], plane.shape[2] * x)
+    page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[2] * x)
     return plane[page, :, offset // x, :, offset % x]
 
 
@@ -164,15 +164,15 @@ def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None
             plane, values = plane.view(torch.uint8), values.view(torch.uint8)
         plane.flatten(0, 1).index_copy_(0, slots, values)
     elif name == "k":
-        page, offset = _places(slots, plane.shape[0], plane.shape[3])
+        page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[3])
         plane[page, :, :, offset] = values.unflatten(2, (-1, plane.shape[4]))
     else:
         x = plane.shape[4]
-        page, offset = _places(slots, plane.shape[0], plane.shape[2] * x)
+        page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[2] * x)
         plane[page, :, offset // x, :, offset % x] = values
 
 
-def _places(slots: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+def _page_and_offset(slots: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
     """Page and offset of every slot.
 
     Indexing by several tensors would take a negative page for one counted from the end. On GPU a

@@ -10,7 +10,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kv import huge_pages
 from ramify.kv.layout import FLOAT_DTYPES, KVLayout, Plane, read_slots, write_slots
-from ramify.kv.quantise import SCALED_DTYPES, dequantise, quantise
+from ramify.kv.quantize import SCALED_DTYPES, dequantize, quantize
 
 __all__ = ["KVLayout", "KVPool", "Plane"]
 
@@ -25,7 +25,7 @@ class KVPool:
         layout: planes and layers.
         num_pages, page_size: at least 1 each.
         dtype: of every plane that names none: float32, bfloat16, float16, or int8 and
-            float8_e4m3fn with scales (error bounds: `ramify.kv.quantise.quantise`).
+            float8_e4m3fn with scales (error bounds: `ramify.kv.quantize.quantize`).
         device: of every plane.
 
     Raises:
@@ -56,7 +56,7 @@ class KVPool:
             for _ in range(layout.num_layers)
         ]
         # one row per slot, where that is how a plane lies: the view costs as much as the checks
-        self._rows = [
+        self._flat_planes = [
             {
                 name: plane.flatten(0, 1)
                 for name, plane in planes.items()
@@ -114,12 +114,12 @@ class KVPool:
                     f"{name} is {new.dtype} {tuple(new.shape)} on {new.device}; for {num_tokens} "
                     f"slots of a {plane.dtype} plane on {plane.device} it must have shape {shape}"
                 )
-        rows = self._rows[layer]
+        rows = self._flat_planes[layer]
         for name, new in values.items():
             if name in rows:
                 rows[name].index_copy_(0, slots, new)
             elif planes[name].dtype in SCALED_DTYPES:
-                codes, scale = quantise(new, planes[name].dtype)
+                codes, scale = quantize(new, planes[name].dtype)
                 write_slots(name, planes[name], slots, codes)
                 write_slots(f"{name}_scale", planes[f"{name}_scale"], slots, scale)
             else:
@@ -152,7 +152,7 @@ class KVPool:
             dense = read_slots(name, planes[name], slots)
             if planes[name].dtype in SCALED_DTYPES:
                 scale = f"{name}_scale"
-                dense = dequantise(dense, read_slots(scale, planes[scale], slots))
+                dense = dequantize(dense, read_slots(scale, planes[scale], slots))
             found[name] = dense if out is None else out[name].copy_(dense)
         return found
 
@@ -169,7 +169,7 @@ class KVPool:
             raise ConfigError(f"a target page is named twice in {list(target)}")
         take, put = self._page_index(source), self._page_index(target)
         for planes in self._planes:
-            for plane in map(_movable, planes.values()):
+            for plane in map(_as_indexable, planes.values()):
                 plane.index_copy_(0, put, plane.index_select(0, take))
 
     def zero_pages(self, pages: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class KVPool:
         """
         index = self._page_index(pages)
         for planes in self._planes:
-            for plane in map(_movable, planes.values()):
+            for plane in map(_as_indexable, planes.values()):
                 plane.index_fill_(0, index, 0)
 
     def _page_index(self, pages: Sequence[int]) -> Tensor:
@@ -209,7 +209,7 @@ class KVPool:
                 )
 
 
-def _movable(plane: Tensor) -> Tensor:
+def _as_indexable(plane: Tensor) -> Tensor:
     """The plane, as bytes where torch cannot index its dtype on CPU."""
     return plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane
 

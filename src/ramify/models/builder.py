@@ -8,11 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ramify.attention.exact import ROW_COUNTS, Exactness, ProbeStore
-from ramify.models.layers import RMSNorm, silu_mul
-from ramify.models.linear import Apply, Linear, choose_linear, preferred, probe_counts
-from ramify.models.panels import Panels, why_not_panels
-from ramify.models.rows import choose_rows, sample_rows
+from ramify.attention.exactness import PROBE_ROW_COUNTS, Exactness, ProbeStore
+from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
+from ramify.models.ops.functional import RMSNorm, silu_and_mul
+from ramify.models.ops.probe import probe_row_op, sample_rows
+from ramify.models.ops.torch_linear import (
+    Linear,
+    RowFunction,
+    choose_torch_linear,
+    probe_counts,
+    strategy_order,
+)
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -21,16 +27,16 @@ Norm = Callable[[Tensor], Tensor]
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), with a norm of x before it where it was built with one."""
 
-    inner: Apply  # [rows, hidden_size] -> [rows, intermediate_size]
+    gate_up: RowFunction  # [rows, hidden_size] -> [rows, intermediate_size]
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden_size] -> the same."""
-        return self.down(self.inner(x))
+        return self.down(self.gate_up(x))
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add the result to sums, in place; returns them."""
-        return self.down.add_to(sums, self.inner(x))
+        return self.down.add_to(sums, self.gate_up(x))
 
 
 class LayerBuilder:
@@ -74,7 +80,7 @@ class LayerBuilder:
 
     def product(
         self, *names: str, norm: tuple[str, float] | None = None, gated: bool = False
-    ) -> Apply:
+    ) -> RowFunction:
         """Projections of the same input as one matrix.
 
         Args:
@@ -90,10 +96,10 @@ class LayerBuilder:
             bias = torch.cat([self._weights[f"{name}.bias"] for name in names])
         if self.fuses(weight) and (norm is not None or gated):
             return self._fused(weight, bias, norm, gated)
-        linear: Apply = self.matrix(weight, bias)
+        linear: RowFunction = self.matrix(weight, bias)
         inner = len(weight) // 2
         first = None if norm is None else self.rms_norm(*norm)
-        last = self._silu_mul(inner) if gated else None
+        last = self._silu_and_mul(inner) if gated else None
 
         def run(x: Tensor) -> Tensor:
             y = linear(x if first is None else first(x))
@@ -103,18 +109,18 @@ class LayerBuilder:
 
     def fuses(self, weight: Tensor) -> bool:
         """Whether our own kernels are to be used with such a weight."""
-        strategy = self._strategy or preferred(weight)[0]
-        return strategy == "panels" and why_not_panels(weight) is None
+        strategy = self._strategy or strategy_order(weight)[0]
+        return strategy == "packed_gemm" and packed_gemm_supports(weight) is None
 
     def _fused(
         self, weight: Tensor, bias: Tensor | None, norm: tuple[str, float] | None, gated: bool
-    ) -> Apply:
+    ) -> RowFunction:
         named = None if norm is None else (self._weights[norm[0]], norm[1])
         parts = ("rms_norm" if norm else "", "linear", "bias" if bias is not None else "")
-        operation = ", ".join(part for part in (*parts, "silu_mul" if gated else "") if part)
+        operation = " + ".join(part for part in (*parts, "silu_mul" if gated else "") if part)
         return self.rows(
             operation,
-            Panels(weight, bias, norm=named, gated=gated),
+            PackedLinear(weight, bias, norm=named, gated=gated),
             (weight.shape[0], weight.shape[1]),
             lambda: (sample_rows(weight.shape[1], dtype=self.dtype),),
             counts=probe_counts(weight),
@@ -131,7 +137,7 @@ class LayerBuilder:
             name = dtype.removeprefix("torch.")
             self._record(Exactness("linear", shape, name, self._strategy, "forced"))
             return Linear(weight, bias, strategy=self._strategy)
-        linear, verdict = choose_linear(weight, bias, exact=self.exact, store=self._store)
+        linear, verdict = choose_torch_linear(weight, bias, exact=self.exact, store=self._store)
         self._record(verdict)
         return linear
 
@@ -141,12 +147,12 @@ class LayerBuilder:
         width, dtype = len(self._weights[name]), self.dtype
         return self.rows("rms_norm", norm, (width,), lambda: (sample_rows(width, dtype=dtype),))
 
-    def _silu_mul(self, inner: int) -> Callable[..., Tensor]:
+    def _silu_and_mul(self, inner: int) -> Callable[..., Tensor]:
         def samples() -> tuple[Tensor, ...]:
             gate, up = sample_rows(2 * inner, dtype=self.dtype).chunk(2, -1)
             return gate, up
 
-        return self.rows("silu_mul", silu_mul, (inner,), samples)
+        return self.rows("silu_mul", silu_and_mul, (inner,), samples)
 
     def rows(
         self,
@@ -155,10 +161,10 @@ class LayerBuilder:
         shape: tuple[int, ...],
         samples: Callable[[], tuple[Tensor, ...]],
         *,
-        counts: Sequence[int] = ROW_COUNTS,
+        counts: Sequence[int] = PROBE_ROW_COUNTS,
     ) -> Callable[..., Tensor]:
-        """See `choose_rows`."""
-        chosen, verdict = choose_rows(
+        """See `probe_row_op`."""
+        chosen, verdict = probe_row_op(
             operation,
             op,
             shape,

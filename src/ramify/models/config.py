@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ramify.errors import CheckpointError, UnsupportedModelError
-from ramify.models.fields import Fields
-from ramify.models.latent import MlaConfig, MoeConfig, rope_settings, yarn_attention_factor
+from ramify.models.config_fields import ConfigFields
+from ramify.models.deepseek_config import MlaConfig, MoeConfig, rope_settings, yarn_attention_factor
 
 RopeScaling = Literal["default", "linear", "llama3", "dynamic", "yarn"]
 DENSE_ROPE_SCALINGS = ("default", "linear", "llama3", "dynamic")
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _FamilyDefaults:
     """What a `config.json` of this architecture means where it says nothing."""
 
     model_type: str
@@ -28,16 +28,22 @@ class _Family:
     is_latent: bool = False  # DeepSeek: latent attention, experts
 
 
-FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family("llama", bos_token_id=1, eos_token_id=2),
-    "MistralForCausalLM": _Family(
+FAMILIES: dict[str, _FamilyDefaults] = {
+    "LlamaForCausalLM": _FamilyDefaults("llama", bos_token_id=1, eos_token_id=2),
+    "MistralForCausalLM": _FamilyDefaults(
         "mistral", num_kv_heads=8, sliding_window=4096, bos_token_id=1, eos_token_id=2
     ),
-    "Qwen2ForCausalLM": _Family("qwen2", num_kv_heads=32, sliding_window=4096),
-    "Qwen3ForCausalLM": _Family("qwen3", num_kv_heads=32, head_dim=128, sliding_window=4096),
-    "DeepseekV2ForCausalLM": _Family("deepseek_v2", bos_token_id=1, eos_token_id=2, is_latent=True),
-    "DeepseekV3ForCausalLM": _Family("deepseek_v3", bos_token_id=0, eos_token_id=1, is_latent=True),
-    "DeepseekV32ForCausalLM": _Family(
+    "Qwen2ForCausalLM": _FamilyDefaults("qwen2", num_kv_heads=32, sliding_window=4096),
+    "Qwen3ForCausalLM": _FamilyDefaults(
+        "qwen3", num_kv_heads=32, head_dim=128, sliding_window=4096
+    ),
+    "DeepseekV2ForCausalLM": _FamilyDefaults(
+        "deepseek_v2", bos_token_id=1, eos_token_id=2, is_latent=True
+    ),
+    "DeepseekV3ForCausalLM": _FamilyDefaults(
+        "deepseek_v3", bos_token_id=0, eos_token_id=1, is_latent=True
+    ),
+    "DeepseekV32ForCausalLM": _FamilyDefaults(
         "deepseek_v32", bos_token_id=0, eos_token_id=1, is_latent=True
     ),
 }
@@ -165,7 +171,7 @@ class ModelConfig:
             UnsupportedModelError: an architecture, or a setting of it, that is not built here.
             CheckpointError: a value is missing or contradicts another.
         """
-        fields = Fields(config, source)
+        fields = ConfigFields(config, source)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
         is_llama, is_qwen3 = family.model_type == "llama", family.model_type == "qwen3"
@@ -253,7 +259,7 @@ def token_ids(value: object, source: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: ConfigFields) -> str:
     """The first architecture named, or the one that `model_type` implies."""
     named = fields.config.get("architectures") or []
     if isinstance(named, list | tuple) and named:
@@ -277,7 +283,7 @@ def _architecture(fields: Fields) -> str:
     )
 
 
-def _rope(fields: Fields, max_model_len: int, *, yarn: bool) -> RopeConfig:
+def _rope(fields: ConfigFields, max_model_len: int, *, yarn: bool) -> RopeConfig:
     """Rotary settings from either generation of configuration files."""
     config, source = fields.config, fields.source
     settings = rope_settings(fields)
@@ -301,7 +307,7 @@ def _rope(fields: Fields, max_model_len: int, *, yarn: bool) -> RopeConfig:
         )
     if kind == "yarn" and not settings.get("truncate", True):
         raise UnsupportedModelError(f"{source}: yarn without truncate is not supported")
-    rope = Fields(settings, f"{source} (rope)")
+    rope = ConfigFields(settings, f"{source} (rope)")
     llama3 = kind == "llama3"
     return RopeConfig(
         theta=rope.number("rope_theta", 10000.0),
@@ -316,7 +322,9 @@ def _rope(fields: Fields, max_model_len: int, *, yarn: bool) -> RopeConfig:
     )
 
 
-def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, frozenset[int]]:
+def _windows(
+    fields: ConfigFields, family: _FamilyDefaults, num_layers: int
+) -> tuple[int | None, frozenset[int]]:
     """The sliding window, and the layers that see everything nevertheless."""
     config = fields.config
     if family.sliding_window is None:
@@ -349,7 +357,7 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | No
     return window, frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     """The dtype that the weights are stored in, as far as the configuration says."""
     value = fields.config.get("dtype") or fields.config.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")

@@ -10,26 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.exact import Exactness, ProbeStore
+from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
 from ramify.attention.mla import MlaQuery, UpProjection
-from ramify.attention.sparse import IndexQuery
+from ramify.attention.sparse_index import IndexQuery
 from ramify.models.builder import GatedMlp, LayerBuilder, Norm
 from ramify.models.config import ModelConfig
-from ramify.models.latent import IndexConfig, MlaConfig
-from ramify.models.layers import Rotary, rotate
-from ramify.models.linear import PAD_ROWS, Linear
+from ramify.models.deepseek_config import IndexConfig, MlaConfig
 from ramify.models.moe import Experts
-from ramify.models.rows import sample_rows
+from ramify.models.ops.functional import RotaryTable, apply_rotary
+from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.torch_linear import Linear
 
 # attend(layer, query, latent [T, latent_dim], rope [T, rope_dim][, index key [T, dim]]) ->
 # [T, num_heads, value_dim]. The callee stores what follows the query and attends.
-Attend = Callable[..., Tensor]
-RANK_EPS = 1e-6  # of the norms between low-rank projections, whatever rms_norm_eps says
+Attention = Callable[..., Tensor]
+LATENT_NORM_EPS = 1e-6  # of the norms between low-rank projections, whatever rms_norm_eps says
 Rotate = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _Indexer:
     """Projections of the sparse index of one layer."""
 
     query: Linear
@@ -41,14 +41,14 @@ class _Index:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: Norm
-    q_down: Linear | None
+    q_a: Linear | None
     q_norm: Norm | None
-    q_up: Linear
-    kv_down: Linear
+    q_b: Linear
+    kv_a: Linear
     latent_norm: Norm
     up: UpProjection
-    index: _Index | None
-    output: Linear
+    indexer: _Indexer | None
+    o_proj: Linear
     mlp_norm: Norm
     mlp: GatedMlp | Experts
 
@@ -79,13 +79,13 @@ class DeepseekDecoder:
             weights, dtype=dtype, exact=exact, store=store, linear_strategy=linear_strategy
         )
         rope_dim = self._mla.rope_dim
-        self._rotary = Rotary(
+        self._rotary = RotaryTable(
             config.rope, head_dim=rope_dim, max_len=config.max_model_len, dtype=dtype
         )
-        self._rotate_query = self._choose_rotate(config.num_heads)
-        self._rotate_key = self._choose_rotate(1)
+        self._rotate_query = self._choose_rotary(config.num_heads)
+        self._rotate_key = self._choose_rotary(1)
         index = self._mla.index
-        self._rotate_index = self._choose_rotate(index.num_heads) if index else rotate
+        self._rotate_index = self._choose_rotary(index.num_heads) if index else apply_rotary
         self._embedding = weights["model.embed_tokens.weight"]
         self._layers: list[_Layer] = []
         for number in range(config.num_layers):
@@ -104,15 +104,15 @@ class DeepseekDecoder:
     @property
     def row_multiple(self) -> int:
         """See `DenseDecoder.row_multiple`."""
-        return PAD_ROWS if self.exact else 1
+        return FP32_ROW_MULTIPLE if self.exact else 1
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Hidden rows before the final norm; see `DenseDecoder.forward`."""
         hidden = F.embedding(token_ids, self._embedding)
-        cos, sin = self._rotary.at(positions)
+        cos, sin = self._rotary.cos_sin(positions)
         for number, layer in enumerate(self._layers):
             mixed = attend(number, *self._attention(layer, layer.attention_norm(hidden), cos, sin))
-            hidden = hidden + layer.output(mixed.flatten(1))
+            hidden = hidden + layer.o_proj(mixed.flatten(1))
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden
 
@@ -126,30 +126,30 @@ class DeepseekDecoder:
         """What attention asks, and what it stores of each token."""
         mla = self._mla
         residual = x
-        if layer.q_down is not None and layer.q_norm is not None:
-            residual = layer.q_norm(layer.q_down(x))
-        heads = layer.q_up(residual).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        if layer.q_a is not None and layer.q_norm is not None:
+            residual = layer.q_norm(layer.q_a(x))
+        heads = layer.q_b(residual).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         nope, rope = heads.split((mla.nope_dim, mla.rope_dim), -1)
-        latent, key = layer.kv_down(x).split((mla.latent_dim, mla.rope_dim), -1)
+        latent, key = layer.kv_a(x).split((mla.latent_dim, mla.rope_dim), -1)
         latent, key = layer.latent_norm(latent.contiguous()), key[:, None]
-        if mla.interleaved:
-            rope, key = paired(rope), paired(key)
+        if mla.rope_interleaved:
+            rope, key = deinterleave_rope(rope), deinterleave_rope(key)
         rope = self._rotate_query(rope.contiguous(), cos, sin)
         key = self._rotate_key(key.contiguous(), cos, sin)[:, 0]
-        if layer.index is None or mla.index is None:
+        if layer.indexer is None or mla.index is None:
             return MlaQuery(nope, rope, layer.up), latent, key
-        own = layer.index
+        own = layer.indexer
         index_q = own.query(residual).unflatten(-1, (-1, mla.index.head_dim))
-        index_q = self._turn_first(self._rotate_index, index_q, cos, sin)
+        index_q = self._rope_first_dims(self._rotate_index, index_q, cos, sin)
         index_key = own.key_norm(own.key(x))[:, None]
-        index_key = self._turn_first(self._rotate_key, index_key, cos, sin)[:, 0]
+        index_key = self._rope_first_dims(self._rotate_key, index_key, cos, sin)[:, 0]
         index = IndexQuery(index_q, own.weights(x.float()))
         return MlaQuery(nope, rope, layer.up, index), latent, key, index_key
 
-    def _turn_first(self, turn: Rotate, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rope_first_dims(self, rope: Rotate, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Only the first `rope_dim` of each head carry position."""
         dim = self._mla.rope_dim
-        return torch.cat((turn(heads[..., :dim].contiguous(), cos, sin), heads[..., dim:]), -1)
+        return torch.cat((rope(heads[..., :dim].contiguous(), cos, sin), heads[..., dim:]), -1)
 
     def _layer(self, number: int) -> _Layer:
         config, build, mla = self.config, self._build, self._mla
@@ -159,16 +159,18 @@ class DeepseekDecoder:
         sparse_mlp = config.moe is not None and number not in config.moe.dense_layers
         return _Layer(
             attention_norm=build.rms_norm(f"{prefix}input_layernorm.weight", config.rms_norm_eps),
-            q_down=build.linear(f"{attention}q_a_proj") if low_rank else None,
+            q_a=build.linear(f"{attention}q_a_proj") if low_rank else None,
             q_norm=(
-                build.rms_norm(f"{attention}q_a_layernorm.weight", RANK_EPS) if low_rank else None
+                build.rms_norm(f"{attention}q_a_layernorm.weight", LATENT_NORM_EPS)
+                if low_rank
+                else None
             ),
-            q_up=build.linear(f"{attention}{'q_b_proj' if low_rank else 'q_proj'}"),
-            kv_down=build.linear(f"{attention}kv_a_proj_with_mqa"),
-            latent_norm=build.rms_norm(f"{attention}kv_a_layernorm.weight", RANK_EPS),
+            q_b=build.linear(f"{attention}{'q_b_proj' if low_rank else 'q_proj'}"),
+            kv_a=build.linear(f"{attention}kv_a_proj_with_mqa"),
+            latent_norm=build.rms_norm(f"{attention}kv_a_layernorm.weight", LATENT_NORM_EPS),
             up=self._up_projection(f"{attention}kv_b_proj.weight"),
-            index=self._index(f"{attention}indexer.", mla.index) if mla.index else None,
-            output=build.linear(f"{attention}o_proj"),
+            indexer=self._indexer(f"{attention}indexer.", mla.index) if mla.index else None,
+            o_proj=build.linear(f"{attention}o_proj"),
             mlp_norm=build.rms_norm(
                 f"{prefix}post_attention_layernorm.weight", config.rms_norm_eps
             ),
@@ -184,21 +186,23 @@ class DeepseekDecoder:
         matrix = self._build.weight(name).unflatten(0, (num_heads, -1))
         keys, values = matrix.split((mla.nope_dim, mla.value_dim), 1)
         values = values.transpose(1, 2)
-        return UpProjection(keys, values, self._per_head(keys), self._per_head(values))
+        return UpProjection(
+            keys, values, self._per_head_matmul(keys), self._per_head_matmul(values)
+        )
 
-    def _per_head(self, matrices: Tensor) -> Callable[[Tensor], Tensor]:
+    def _per_head_matmul(self, matrices: Tensor) -> Callable[[Tensor], Tensor]:
         num_heads, width, _ = matrices.shape
         return self._build.rows(
-            "product per head",
-            partial(per_head, matrices=matrices),
+            "per-head matmul",
+            partial(per_head_matmul, matrices=matrices),
             tuple(matrices.shape),
             lambda: (sample_rows(num_heads, width, dtype=self.dtype),),
         )
 
-    def _index(self, prefix: str, index: IndexConfig) -> _Index:
+    def _indexer(self, prefix: str, index: IndexConfig) -> _Indexer:
         build, dim = self._build, index.head_dim
         weight, bias = build.weight(f"{prefix}k_norm.weight"), build.weight(f"{prefix}k_norm.bias")
-        return _Index(
+        return _Indexer(
             query=build.linear(f"{prefix}wq_b"),
             key=build.linear(f"{prefix}wk"),
             key_norm=build.rows(
@@ -210,19 +214,19 @@ class DeepseekDecoder:
             weights=build.linear(f"{prefix}weights_proj"),
         )
 
-    def _choose_rotate(self, num_heads: int) -> Rotate:
+    def _choose_rotary(self, num_heads: int) -> Rotate:
         shape = (num_heads, self._mla.rope_dim)
 
         def samples() -> tuple[Tensor, ...]:
             heads = sample_rows(*shape, dtype=self.dtype)
             positions = torch.arange(heads.shape[0]) % self.config.max_model_len
-            return (heads, *self._rotary.at(positions))
+            return (heads, *self._rotary.cos_sin(positions))
 
-        return self._build.rows("rotary", rotate, shape, samples)
+        return self._build.rows("rope", apply_rotary, shape, samples)
 
 
-def paired(x: Tensor) -> Tensor:
-    """[..., dim] whose rotary pairs are neighbours, as halves: what `rotate` expects.
+def deinterleave_rope(x: Tensor) -> Tensor:
+    """[..., dim] whose rotary pairs are neighbours, as halves: what `apply_rotary` expects.
 
     Queries and keys are rearranged alike, so that their products stay what they are.
     """
@@ -230,12 +234,12 @@ def paired(x: Tensor) -> Tensor:
     return halves
 
 
-def per_head(x: Tensor, matrices: Tensor) -> Tensor:
+def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     """x [T, heads, n] times a matrix per head [heads, n, m]: [T, heads, m].
 
-    Rows are filled up to a multiple of `PAD_ROWS`, as for `Linear`.
+    Rows are filled up to a multiple of `FP32_ROW_MULTIPLE`, as for `Linear`.
     """
-    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % PAD_ROWS)).transpose(0, 1).contiguous()
+    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % FP32_ROW_MULTIPLE)).transpose(0, 1).contiguous()
     return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
 
 

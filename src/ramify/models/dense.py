@@ -9,30 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.exact import Exactness, ProbeStore
-from ramify.attention.inline import Inline
+from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
 from ramify.models.builder import GatedMlp, LayerBuilder
-from ramify.models.chain import Chain, Links
 from ramify.models.config import ModelConfig
-from ramify.models.heads import Heads, HeadsBuilder, TurnedHeads
-from ramify.models.linear import PAD_ROWS, Apply, Linear
-from ramify.models.rows import spoil
+from ramify.models.heads import Heads, HeadsBuilder, RotaryHeads
+from ramify.models.ops.cpu_layer_attention import FusedAttentionArgs
+from ramify.models.ops.cpu_layers import FusedLayers, LayerOps
+from ramify.models.ops.probe import mark_nonfinite_rows
+from ramify.models.ops.torch_linear import Linear, RowFunction
 
 # attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
-# callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `inline`, an
-# `attention.inline.Inline` for this step, a short step may do so without calling it. If it has an
-# attribute `rows`, [R] int64 ascending, only these are wanted: the last layer may leave out the others
+# callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `fused_args`, an
+# `ops.cpu_layer_attention.FusedAttentionArgs` for this step, a short step may do so without calling it. If it has an
+# attribute `output_rows`, [R] int64 ascending, only these are wanted: the last layer may leave out the others
 # behind K/V, and give it only their queries.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One decoder layer; norms are in what they go before."""
 
-    qkv: Apply  # [T, hidden_size] -> queries, keys and values of each token, side by side
+    qkv: RowFunction  # [T, hidden_size] -> queries, keys and values of each token, side by side
     heads: Heads
-    output: Linear
+    o_proj: Linear
     mlp: GatedMlp
 
 
@@ -59,7 +59,7 @@ class DenseDecoder:
             weights: every name of `config.tensor_shapes()`, in `dtype`.
             exact: the bits of a row must not depend on the other rows.
             store: verdicts of earlier probes; None uses the file of this user.
-            linear_strategy: one of `layers.LINEAR_STRATEGIES` for every matrix instead of the
+            linear_strategy: one of `torch_linear.TORCH_LINEARS` for every matrix instead of the
                 probe's choice; tests put faults in with it.
             on_layer: called after each layer, for progress.
 
@@ -76,7 +76,7 @@ class DenseDecoder:
             self._layers.append(self._build_layer(f"model.layers.{layer}."))
             if on_layer is not None:
                 on_layer()
-        self._chain = self._chained()
+        self._fused_layers = self._fuse_layers()
         tied = config.tie_word_embeddings
         self._head = self._build.product(
             "model.embed_tokens" if tied else "lm_head",
@@ -91,9 +91,9 @@ class DenseDecoder:
     @property
     def row_multiple(self) -> int:
         """Whole multiples of so many rows are what a step should have for its bits to be exact."""
-        return 1 if self._heads.fused or not self.exact else PAD_ROWS
+        return 1 if self._heads.fused or not self.exact else FP32_ROW_MULTIPLE
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Hidden rows before the final norm; `logits` applies it.
 
         Args:
@@ -103,34 +103,34 @@ class DenseDecoder:
                 may be views.
 
         Returns:
-            [T, hidden_size] in the model's dtype. Rows that `attend.rows` does not name may be
+            [T, hidden_size] in the model's dtype. Rows that `attend.output_rows` does not name may be
             those before the last layer, or NaN where their K/V of that layer is not finite.
         """
         hidden = F.embedding(token_ids, self._embedding)
-        if self._chain is not None and len(hidden):
-            return self._chain.run(hidden, positions, attend)
+        if self._fused_layers is not None and len(hidden):
+            return self._fused_layers.run(hidden, positions, attend)
         angles = self._heads.angles(positions)
-        rows: Tensor | None = getattr(attend, "rows", None)
+        rows: Tensor | None = getattr(attend, "output_rows", None)
         for number, layer in enumerate(self._layers):
             q, k, v = layer.heads(layer.qkv(hidden), *angles)
             if rows is not None and number == len(self._layers) - 1:
                 some = hidden[rows]
                 self._finish(layer, some, attend(number, q[rows], k, v))
                 hidden[rows] = some
-                spoil(hidden, k, v)
+                mark_nonfinite_rows(hidden, k, v)
             else:
                 self._finish(layer, hidden, attend(number, q, k, v))
         return hidden
 
-    def _finish(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> None:
-        layer.output.add_to(hidden, mixed.flatten(1))
+    def _finish(self, layer: _Layer, hidden: Tensor, attn_out: Tensor) -> None:
+        layer.o_proj.add_to(hidden, attn_out.flatten(1))
         layer.mlp.add_to(hidden, hidden)
 
-    def takes_inline(self, inline: Inline) -> bool:
-        """Whether short steps use `attend.inline`; it is compiled for its kind now."""
-        if self._chain is None:
+    def warm_up(self, fused_args: FusedAttentionArgs) -> bool:
+        """Whether short steps use `attend.fused_args`; it is compiled for its kind now."""
+        if self._fused_layers is None:
             return False
-        self._chain.compile_inline(inline)
+        self._fused_layers.warm_up(fused_args)
         return True
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,20 +145,22 @@ class DenseDecoder:
                 norm=(f"{prefix}input_layernorm.weight", eps),
             ),
             heads=self._heads.of(attention),
-            output=self._build.linear(f"{attention}o_proj"),
+            o_proj=self._build.linear(f"{attention}o_proj"),
             mlp=self._build.mlp(
                 f"{prefix}mlp.", norm=(f"{prefix}post_attention_layernorm.weight", eps)
             ),
         )
 
-    def _chained(self) -> Chain | None:
+    def _fuse_layers(self) -> FusedLayers | None:
         """All layers in one chain, if each of their operations is a kernel of ours."""
-        found: list[Links] = []
+        found: list[LayerOps] = []
         for layer in self._layers:
-            turn = layer.heads.turn if isinstance(layer.heads, TurnedHeads) else None
+            turn = layer.heads.qk_norm_rope if isinstance(layer.heads, RotaryHeads) else None
             mlp = layer.mlp
-            links = Links.of(layer.qkv, turn, layer.output.panels, mlp.inner, mlp.down.panels)
+            links = LayerOps.of(
+                layer.qkv, turn, layer.o_proj.packed_linear, mlp.gate_up, mlp.down.packed_linear
+            )
             if links is None:
                 return None
             found.append(links)
-        return Chain(found, num_heads=self._heads.counts, head_dim=self.config.head_dim)
+        return FusedLayers(found, num_heads=self._heads.counts, head_dim=self.config.head_dim)

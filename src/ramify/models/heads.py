@@ -10,26 +10,30 @@ from torch import Tensor
 
 from ramify.models.builder import LayerBuilder, Norm
 from ramify.models.config import ModelConfig
-from ramify.models.layers import RMSNorm, Rotary, rotate
-from ramify.models.panels import Turn
-from ramify.models.rows import sample_rows
+from ramify.models.ops.cpu_linear import QKNormRope
+from ramify.models.ops.functional import RMSNorm, RotaryTable, apply_rotary
+from ramify.models.ops.probe import sample_rows
 
 # heads(rows [T, (num_heads + 2 * num_kv_heads) * head_dim], *angles) -> q, k, v [T, heads, head_dim]
 Heads = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedHeads:
+class RotaryHeads:
     """Heads that are normalised and turned in place, and are views of the rows."""
 
-    turn: Callable[[Tensor, Tensor], Tensor]  # a `Turn`, unless its rows depend on each other
+    qk_norm_rope: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # a `QKNormRope`, unless its rows depend on each other
     counts: tuple[int, int, int]  # heads of queries, of keys and of values
     head_dim: int  # of each
 
     def __call__(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, all heads side by side] and positions [T] int64 -> q, k, v."""
         q, k, v = (
-            self.turn(rows, positions).unflatten(-1, (-1, self.head_dim)).split(self.counts, 1)
+            self.qk_norm_rope(rows, positions)
+            .unflatten(-1, (-1, self.head_dim))
+            .split(self.counts, 1)
         )
         return q, k, v
 
@@ -39,7 +43,7 @@ class HeadsBuilder:
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         self._config, self._build = config, build
-        self._rotary = Rotary(
+        self._rotary = RotaryTable(
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=build.dtype
         )
         self.fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
@@ -48,19 +52,19 @@ class HeadsBuilder:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
         """What the heads of every layer need to know of positions [T] int64, once per step."""
-        return (positions,) if self.fused else self._rotary.at(positions)
+        return (positions,) if self.fused else self._rotary.cos_sin(positions)
 
     def of(self, prefix: str) -> Heads:
         """For the layer whose names begin with `prefix`; its rows may be turned in place."""
         norms = None
         if self._config.qk_norm:
             norms = tuple(self._build.weight(f"{prefix}{part}_norm.weight") for part in "qk")
-        return self._turned(norms) if self.fused else self._by_torch(norms)
+        return self._rotary_heads(norms) if self.fused else self._torch_heads(norms)
 
-    def _turned(self, norms: tuple[Tensor, ...] | None) -> Heads:
+    def _rotary_heads(self, norms: tuple[Tensor, ...] | None) -> Heads:
         config, (num_q, num_k, num_v) = self._config, self.counts
         eps = config.rms_norm_eps
-        turn = Turn(
+        turn = QKNormRope(
             self._rotary.cos,
             self._rotary.sin,
             num_q=num_q,
@@ -76,14 +80,14 @@ class HeadsBuilder:
             rows = sample_rows(width, dtype=self._build.dtype)
             return rows, torch.arange(len(rows)) % config.max_model_len
 
-        operation = "rotary" if norms is None else "rms_norm of heads, rotary"
+        operation = "rope" if norms is None else "qk_norm + rope"
         shape = (num_q + num_k, config.head_dim)
         chosen = self._build.rows(operation, on_copy, shape, samples)
         apply = turn if chosen is on_copy else chosen
-        return TurnedHeads(apply, self.counts, config.head_dim)
+        return RotaryHeads(apply, self.counts, config.head_dim)
 
-    def _by_torch(self, norms: tuple[Tensor, ...] | None) -> Heads:
-        chosen = self._choose_rotate()
+    def _torch_heads(self, norms: tuple[Tensor, ...] | None) -> Heads:
+        chosen = self._choose_rotary()
         named = []
         if norms is not None:
             named = [self._norm(*one) for one in zip(norms, self.counts[:2], strict=True)]
@@ -104,14 +108,14 @@ class HeadsBuilder:
             heads = sample_rows(sum(self.counts), shape[1], dtype=self._build.dtype)
             return (heads[:, :num_heads],)
 
-        return self._build.rows("rms_norm of heads", norm, shape, samples)
+        return self._build.rows("qk_norm", norm, shape, samples)
 
-    def _choose_rotate(self) -> Callable[..., Tensor]:
+    def _choose_rotary(self) -> Callable[..., Tensor]:
         shape = (self._config.num_heads, self._config.head_dim)
 
         def samples() -> tuple[Tensor, ...]:
             heads = sample_rows(*shape, dtype=self._build.dtype)
             positions = torch.arange(heads.shape[0]) % self._config.max_model_len
-            return (heads, *self._rotary.at(positions))
+            return (heads, *self._rotary.cos_sin(positions))
 
-        return self._build.rows("rotary", rotate, shape, samples)
+        return self._build.rows("rope", apply_rotary, shape, samples)

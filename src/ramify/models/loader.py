@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ramify.attention.exact import ProbeStore
+from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ramify.models.config import ModelConfig, token_ids
 from ramify.models.deepseek import DeepseekDecoder
@@ -133,7 +133,7 @@ def load_weights(
     weights: dict[str, Tensor] = {}
     spare_head: Tensor | None = None  # which older tools wrote beside an embedding that is the same
     files = _weight_files(path)
-    with _bar("reading weights", len(shapes), progress) as advance:
+    with _progress("reading weights", len(shapes), progress) as advance:
         for file, promised in files.items():
             try:
                 with safe_open(file, framework="pt", device="cpu") as shard:
@@ -148,10 +148,10 @@ def load_weights(
                             shape = tuple(shard.get_slice(name).get_shape())
                             _check_shape(file, name, shapes[name], shape)
                             wanted = torch.float32 if config.is_float32(name) else dtype
-                            weights[name] = _as(shard.get_tensor(name), wanted, file, name)
+                            weights[name] = _cast(shard.get_tensor(name), wanted, file, name)
                             advance()
                         elif name == HEAD and config.tie_word_embeddings:
-                            spare_head = _as(shard.get_tensor(name), dtype, file, name)
+                            spare_head = _cast(shard.get_tensor(name), dtype, file, name)
                         elif not _is_ignorable(name, config):
                             raise CheckpointError(
                                 f"{file} holds the tensor {name}, which {config.architecture} has "
@@ -226,7 +226,7 @@ def _check_shape(file: Path, name: str, expected: tuple[int, ...], found: tuple[
         )
 
 
-def _as(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
     """The tensor in `dtype`; the mapped one itself if it has that dtype already."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModelError(
@@ -267,7 +267,7 @@ def load_model(
     config = read_config(path)
     chosen = resolve_dtype(dtype, config)
     weights = load_weights(path, config, dtype=chosen, progress=progress)
-    with _bar("preparing layers", config.num_layers, progress) as advance:
+    with _progress("preparing layers", config.num_layers, progress) as advance:
         decoder = DenseDecoder if config.mla is None else DeepseekDecoder
         return decoder(
             config,
@@ -299,9 +299,9 @@ def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
 
 
 @contextmanager
-def _bar(description: str, total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+def _progress(description: str, total: int, enabled: bool) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr; yields what advances it by one. Silent unless on a terminal."""
-    if not wanted or not sys.stderr.isatty():
+    if not enabled or not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ramify.models.builder import GatedMlp, LayerBuilder
-from ramify.models.latent import MoeConfig
-from ramify.models.linear import Linear
-from ramify.models.rows import sample_rows
+from ramify.models.deepseek_config import MoeConfig
+from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.torch_linear import Linear
 
 
 def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:
@@ -38,7 +38,7 @@ def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:
         if config.scoring == "sigmoid":
             best = groups.topk(2, -1).values.sum(-1)
         closed = best.new_ones(best.shape, dtype=torch.bool)
-        closed.scatter_(-1, _largest(best, config.top_groups), False)
+        closed.scatter_(-1, _largest(best, config.topk_groups), False)
         choice = groups.masked_fill(closed[..., None], -torch.inf).flatten(-2)
     # ascending, so that the sum does not depend on the order of the scores
     experts = _largest(choice, config.top_k).sort(-1).values
@@ -68,9 +68,9 @@ class Experts:
         bias = None
         if config.scoring == "sigmoid":
             bias = build.weight(f"{prefix}gate.e_score_correction_bias")
-        shape = (config.num_experts, config.num_groups, config.top_groups, config.top_k)
+        shape = (config.num_experts, config.num_groups, config.topk_groups, config.top_k)
         routed = build.rows(
-            f"{config.scoring} routing",
+            f"{config.scoring} router",
             lambda logits: route(logits, bias, config),
             shape,
             lambda: (sample_rows(config.num_experts, dtype=torch.float32),),

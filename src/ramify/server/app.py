@@ -16,62 +16,70 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ramify import __version__
-from ramify.server.anthropic_answers import MessageAnswer
-from ramify.server.anthropic_requests import message_job, message_prompt
-from ramify.server.anthropic_types import CountRequest, MessageRequest
+from ramify.server.anthropic.messages_request import messages_to_generation, render_messages
+from ramify.server.anthropic.messages_response import MessageResponseBuilder
+from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.errors import ApiError, as_api_error
-from ramify.server.health import Readiness
-from ramify.server.http import (
+from ramify.server.http.wire import (
     DONE,
     PING_S,
-    Closing,
-    decode,
+    KeepAliveResponse,
+    decode_body,
     error_response,
-    event_stream,
     json_response,
     read_body,
     request_id,
-    sse,
+    sse_event,
+    sse_response,
 )
-from ramify.server.logs import log_refusal
-from ramify.server.metrics import Metrics
-from ramify.server.openai_answers import ChatAnswer, CompletionAnswer
-from ramify.server.openai_requests import chat_job, completion_jobs, encode_text
-from ramify.server.openai_types import (
+from ramify.server.openai.chat_request import (
+    chat_to_generation,
+    completion_to_generations,
+    encode_text,
+)
+from ramify.server.openai.chat_response import ChatResponseBuilder, CompletionResponseBuilder
+from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ramify.server.openapi import document
-from ramify.server.operate import Operations, PinRequest
-from ramify.server.paths import OPERATIONS
-from ramify.server.response_answers import ResponseAnswer
-from ramify.server.responses import ResponsesRequest, Turn, response_job
-from ramify.server.service import Generation, Job, Service
-from ramify.server.tenants import Caller, Keys, Quota
-from ramify.server.watch import Watch
+from ramify.server.openai.responses_request import (
+    ResponsesRequest,
+    StoredResponse,
+    response_to_generation,
+)
+from ramify.server.openai.responses_response import ResponsesResponseBuilder
+from ramify.server.openapi import openapi_document
+from ramify.server.operations.cache_admin import CacheAdmin, PinRequest
+from ramify.server.operations.health import Readiness
+from ramify.server.operations.load_monitor import LoadMonitor
+from ramify.server.operations.metrics import Metrics
+from ramify.server.operations.request_log import log_rejected
+from ramify.server.paths import ENDPOINTS
+from ramify.server.service import Generation, GenerationRequest, Service
+from ramify.server.tenants import ApiKeys, Caller, Quota
 
 T = TypeVar("T")
-Handler = Callable[["Call"], Awaitable[Response]]
+Handler = Callable[["RequestContext"], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RequestContext:
     """One HTTP request whose caller is known."""
 
     request: Request
-    who: Caller
+    caller: Caller
     headers: dict[str, str]  # that its response has
-    begun: list[Generation] = field(default_factory=list)  # that end with it
+    generations: list[Generation] = field(default_factory=list)  # that end with it
 
     async def body(self, kind: type[T]) -> T:
         """The body as a value of a type."""
-        return decode(await read_body(self.request), kind)
+        return decode_body(await read_body(self.request), kind)
 
     async def close(self) -> None:
         """End what was begun for it and is still live."""
-        for one in self.begun:
+        for one in self.generations:
             await one.close()
 
 
@@ -84,17 +92,19 @@ class Server:
     """
 
     def __init__(
-        self, service: Service, keys: Keys | None = None, *, local_admin: bool = True
+        self, service: Service, keys: ApiKeys | None = None, *, local_admin: bool = True
     ) -> None:
         self.service, self.keys = service, keys
-        self.everybody = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
+        self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
         self.metrics = Metrics(service.model)
-        self.operations = Operations(service, self.metrics)
-        service.listeners.append(self.metrics.note)
-        service.event_listeners.append(self.metrics.note_event)
+        self.cache_admin = CacheAdmin(service, self.metrics)
+        service.listeners.append(self.metrics.observe_request)
+        service.event_listeners.append(self.metrics.observe_tokens)
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
-        self._prompts = ThreadPoolExecutor(1, "ramify-prompts")  # rendering is not for the loop
+        self._prompt_thread = ThreadPoolExecutor(
+            1, "ramify-prompts"
+        )  # rendering is not for the loop
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
         """The ASGI application."""
@@ -140,7 +150,7 @@ class Server:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Ready from here on; what watches the server runs meanwhile."""
-        watch = asyncio.create_task(Watch(self.service, self.metrics).run())
+        watch = asyncio.create_task(LoadMonitor(self.service, self.metrics).run())
         self.health.is_ready = True
         try:
             yield
@@ -148,26 +158,26 @@ class Server:
             self.health.is_ready = False
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            self._prompts.shutdown(wait=False)
+            self._prompt_thread.shutdown(wait=False)
 
     def _route(self, path: str, handler: Handler, *methods: str, anthropic: bool = False) -> Route:
         async def endpoint(request: Request) -> Any:
             headers = {"x-request-id": request_id(request)}
-            call = Call(request, self.everybody, headers)
+            call = RequestContext(request, self.anonymous, headers)
             try:
-                call = replace(call, who=self.caller(request))
+                call = replace(call, caller=self.caller(request))
                 if path != "/metrics":
-                    self.health.require_open()
+                    self.health.reject_if_draining()
                 response = await handler(call)
             except Exception as error:  # noqa: BLE001 - every failure has an answer
                 await call.close()
                 response = error_response(error, anthropic=anthropic, headers=headers)
-                log_refusal(as_api_error(error), path, headers["x-request-id"])
+                log_rejected(as_api_error(error), path, headers["x-request-id"])
             except BaseException:
                 await call.close()
                 raise
-            self.metrics.answered(path, response.status_code)
-            return Closing(response, call.close, ping_s=self.ping_s)
+            self.metrics.count_response(path, response.status_code)
+            return KeepAliveResponse(response, call.close, ping_s=self.ping_s)
 
         return Route(path, endpoint, methods=list(methods))
 
@@ -178,7 +188,7 @@ class Server:
             ApiError: 401.
         """
         if self.keys is None:
-            return self.everybody
+            return self.anonymous
         given = request.headers.get("authorization", "")
         kind, _, key = given.partition(" ")
         if kind.lower() != "bearer":
@@ -197,60 +207,69 @@ class Server:
             error = ApiError(error.status_code, text)
         return error_response(error, anthropic=anthropic, headers=headers)
 
-    async def render(self, make: Callable[..., T], *args: Any) -> T:
+    async def in_prompt_thread(self, make: Callable[..., T], *args: Any) -> T:
         """Make a prompt, in the thread for that."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._prompts, make, *args)
+        return await loop.run_in_executor(self._prompt_thread, make, *args)
 
     # -- OpenAI --------------------------------------------------------------------------------
 
-    async def _chat(self, call: Call) -> Response:
-        request = await call.body(ChatRequest)
-        job: Job = await self.render(chat_job, request, self.service, call.who.tenant)
-        generation = await self._begin(call, job, prefix="chatcmpl-")
-        answer = ChatAnswer(self.service, request, generation)
+    async def _chat(self, context: RequestContext) -> Response:
+        request = await context.body(ChatRequest)
+        job: GenerationRequest = await self.in_prompt_thread(
+            chat_to_generation, request, self.service, context.caller.tenant
+        )
+        generation = await self._start(context, job, prefix="chatcmpl-")
+        answer = ChatResponseBuilder(self.service, request, generation)
         if request.stream:
-            return self._stream(call, answer.pieces(), [generation])
-        told = await self._finished(call, answer.whole())
-        return json_response(told, headers=call.headers | x_cache([generation]))
+            return self._stream(context, answer.chunks(), [generation])
+        told = await self._until_done_or_disconnect(context, answer.body())
+        return json_response(told, headers=context.headers | cache_header([generation]))
 
-    async def _completions(self, call: Call) -> Response:
-        request = await call.body(CompletionRequest)
-        jobs = await self.render(completion_jobs, request, self.service)
-        begun = self.service.begin_all(jobs, call.who, prefix="cmpl-")
-        generations = await self._finished(call, begun)
-        call.begun.extend(generations)
-        answer = CompletionAnswer(self.service, request, generations)
+    async def _completions(self, context: RequestContext) -> Response:
+        request = await context.body(CompletionRequest)
+        jobs = await self.in_prompt_thread(completion_to_generations, request, self.service)
+        begun = self.service.start_all(jobs, context.caller, prefix="cmpl-")
+        generations = await self._until_done_or_disconnect(context, begun)
+        context.generations.extend(generations)
+        answer = CompletionResponseBuilder(self.service, request, generations)
         if request.stream:
-            return self._stream(call, answer.pieces(), generations)
-        told = await self._finished(call, answer.whole())
-        return json_response(told, headers=call.headers | x_cache(generations))
+            return self._stream(context, answer.chunks(), generations)
+        told = await self._until_done_or_disconnect(context, answer.body())
+        return json_response(told, headers=context.headers | cache_header(generations))
 
     def _stream(
-        self, call: Call, pieces: AsyncIterator[dict[str, Any]], generations: list[Generation]
+        self,
+        context: RequestContext,
+        pieces: AsyncIterator[dict[str, Any]],
+        generations: list[Generation],
     ) -> Response:
         async def events() -> AsyncIterator[bytes]:
             async for piece in pieces:
-                yield sse(piece)
+                yield sse_event(piece)
             yield DONE
 
         def on_error(error: BaseException) -> bytes:
             assert isinstance(error, ApiError)
-            return sse(error.openai()) + DONE
+            return sse_event(error.openai()) + DONE
 
-        headers = call.headers | x_cache(generations)
-        return event_stream(events(), on_error=on_error, headers=headers)
+        headers = context.headers | cache_header(generations)
+        return sse_response(events(), on_error=on_error, headers=headers)
 
-    async def _begin(self, call: Call, job: Job, *, prefix: str) -> Generation:
-        """`Service.begin` for a request; what has begun ends with it."""
-        generation = await self._finished(call, self.service.begin(job, call.who, prefix=prefix))
-        call.begun.append(generation)
+    async def _start(
+        self, context: RequestContext, generation_request: GenerationRequest, *, prefix: str
+    ) -> Generation:
+        """`Service.start` for a request; what has begun ends with it."""
+        generation = await self._until_done_or_disconnect(
+            context, self.service.start(generation_request, context.caller, prefix=prefix)
+        )
+        context.generations.append(generation)
         return generation
 
-    async def _finished(self, call: Call, answer: Awaitable[T]) -> T:
+    async def _until_done_or_disconnect(self, context: RequestContext, answer: Awaitable[T]) -> T:
         """Wait for an answer; a client that goes away ends it."""
         waiting = asyncio.ensure_future(answer)
-        gone = asyncio.ensure_future(_gone(call.request))
+        gone = asyncio.ensure_future(_disconnected(context.request))
         try:
             await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
@@ -261,25 +280,29 @@ class Server:
                 task.cancel()
             await asyncio.gather(waiting, gone, return_exceptions=True)
 
-    async def _responses(self, call: Call) -> Response:
-        request = await call.body(ResponsesRequest)
+    async def _responses(self, context: RequestContext) -> Response:
+        request = await context.body(ResponsesRequest)
         before = None
         if request.previous_response_id is not None:
-            before = self._turn(call.who, request.previous_response_id, "previous_response_id")
-        owner = call.who.tenant
-        chat, job = await self.render(response_job, request, before, self.service, owner)
-        generation = await self._begin(call, job, prefix="resp_")
-        answer = ResponseAnswer(self.service, request, chat, generation)
+            before = self._stored_response(
+                context.caller, request.previous_response_id, "previous_response_id"
+            )
+        owner = context.caller.tenant
+        chat, job = await self.in_prompt_thread(
+            response_to_generation, request, before, self.service, owner
+        )
+        generation = await self._start(context, job, prefix="resp_")
+        answer = ResponsesResponseBuilder(self.service, request, chat, generation)
 
         def keep(body: Mapping[str, Any]) -> None:
-            turn = answer.turn(body)
+            turn = answer.stored_response(body)
             if turn is not None:
-                record = replace(job.record, response=turn)
-                self.service.records.put(call.who.tenant, generation.id, record)
+                record = replace(job.history_entry, response=turn)
+                self.service.history.put(context.caller.tenant, generation.id, record)
 
-        headers = call.headers | x_cache([generation])
+        headers = context.headers | cache_header([generation])
         if not request.stream:
-            told = await self._finished(call, answer.whole())
+            told = await self._until_done_or_disconnect(context, answer.body())
             keep(told)
             return json_response(told, headers=headers)
 
@@ -287,18 +310,18 @@ class Server:
             async for piece in answer.events():
                 if "response" in piece and piece["response"]["usage"] is not None:
                     keep(piece["response"])
-                yield sse(piece, piece["type"])
+                yield sse_event(piece, piece["type"])
 
         def on_error(error: BaseException) -> bytes:
             assert isinstance(error, ApiError)
             told = error.openai()["error"]
-            return sse({"type": "error", "sequence_number": 0} | told, "error")
+            return sse_event({"type": "error", "sequence_number": 0} | told, "error")
 
-        return event_stream(events(), on_error=on_error, headers=headers)
+        return sse_response(events(), on_error=on_error, headers=headers)
 
-    def _turn(self, who: Caller, name: str, param: str) -> Turn:
-        record = self.service.records.get(who.tenant, name)
-        if record is None or not isinstance(record.response, Turn):
+    def _stored_response(self, caller: Caller, name: str, param: str) -> StoredResponse:
+        record = self.service.history.get(caller.tenant, name)
+        if record is None or not isinstance(record.response, StoredResponse):
             raise ApiError(
                 404,
                 f"there is no response {name[:100]!r}; it has expired or was never stored",
@@ -306,55 +329,61 @@ class Server:
             )
         return record.response
 
-    async def _response(self, call: Call) -> Response:
-        name = call.request.path_params["name"]
-        turn = self._turn(call.who, name, "response_id")
-        return json_response(turn.body, headers=call.headers)
+    async def _response(self, context: RequestContext) -> Response:
+        name = context.request.path_params["name"]
+        turn = self._stored_response(context.caller, name, "response_id")
+        return json_response(turn.body, headers=context.headers)
 
-    async def _forget(self, call: Call) -> Response:
-        name = call.request.path_params["name"]
-        self._turn(call.who, name, "response_id")
-        self.service.records.forget(call.who.tenant, name)
+    async def _forget(self, context: RequestContext) -> Response:
+        name = context.request.path_params["name"]
+        self._stored_response(context.caller, name, "response_id")
+        self.service.history.forget(context.caller.tenant, name)
         told = {"id": name, "object": "response", "deleted": True}
-        return json_response(told, headers=call.headers)
+        return json_response(told, headers=context.headers)
 
     # -- Anthropic -----------------------------------------------------------------------------
 
-    async def _messages(self, call: Call) -> Response:
-        request = await call.body(MessageRequest)
-        job = await self.render(message_job, request, self.service, call.who.tenant)
-        generation = await self._begin(call, job, prefix="msg_")
-        answer = MessageAnswer(self.service, request, generation)
-        headers = call.headers | {"request-id": call.headers["x-request-id"]}
+    async def _messages(self, context: RequestContext) -> Response:
+        request = await context.body(MessageRequest)
+        job = await self.in_prompt_thread(
+            messages_to_generation, request, self.service, context.caller.tenant
+        )
+        generation = await self._start(context, job, prefix="msg_")
+        answer = MessageResponseBuilder(self.service, request, generation)
+        headers = context.headers | {"request-id": context.headers["x-request-id"]}
         if not request.stream:
-            told = await self._finished(call, answer.whole())
-            return json_response(told, headers=headers | x_cache([generation]))
+            told = await self._until_done_or_disconnect(context, answer.body())
+            return json_response(told, headers=headers | cache_header([generation]))
 
         async def events() -> AsyncIterator[bytes]:
             async for name, data in answer.events():
-                yield sse(data, name)
+                yield sse_event(data, name)
 
         def on_error(error: BaseException) -> bytes:
             assert isinstance(error, ApiError)
-            return sse(error.anthropic(headers["x-request-id"]), "error")
+            return sse_event(error.anthropic(headers["x-request-id"]), "error")
 
-        return event_stream(events(), on_error=on_error, headers=headers | x_cache([generation]))
+        return sse_response(
+            events(), on_error=on_error, headers=headers | cache_header([generation])
+        )
 
-    async def _count_tokens(self, call: Call) -> Response:
-        request = await call.body(CountRequest)
-        prompt, _ = await self.render(message_prompt, request, self.service, call.who.tenant)
-        return json_response({"input_tokens": len(prompt.ids)}, headers=call.headers)
+    async def _count_tokens(self, context: RequestContext) -> Response:
+        request = await context.body(CountRequest)
+        prompt, _ = await self.in_prompt_thread(
+            render_messages, request, self.service, context.caller.tenant
+        )
+        return json_response({"input_tokens": len(prompt.ids)}, headers=context.headers)
 
     # -- models and tokens ---------------------------------------------------------------------
 
-    async def _models(self, call: Call) -> Response:
+    async def _models(self, context: RequestContext) -> Response:
         told = [self._model_entry(name) for name in self.service.names]
-        return json_response({"object": "list", "data": told}, headers=call.headers)
+        return json_response({"object": "list", "data": told}, headers=context.headers)
 
-    async def _model(self, call: Call) -> Response:
-        name = call.request.path_params["name"]
-        self.service.require_model(name)
-        return json_response(self._model_entry(name), headers=call.headers)
+    async def _model(self, context: RequestContext) -> Response:
+        name = context.request.path_params["name"]
+        self.service.check_model(name)
+        return json_response(self._model_entry(name), headers=context.headers)
 
     def _model_entry(self, name: str) -> dict[str, Any]:
         return {
@@ -366,9 +395,9 @@ class Server:
             "max_model_len": self.service.max_model_len,
         }
 
-    async def _tokenize(self, call: Call) -> Response:
-        request = await call.body(TokenizeRequest)
-        self.service.require_model(request.model)
+    async def _tokenize(self, context: RequestContext) -> Response:
+        request = await context.body(TokenizeRequest)
+        self.service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "one of prompt and messages is needed", param="prompt")
 
@@ -378,9 +407,11 @@ class Server:
                 return encode_text(request.prompt, self.service, add_special_tokens=special)
             chat = ChatRequest(messages=request.messages or [], tools=request.tools)
             opens = request.add_generation_prompt
-            return chat_job(chat, self.service, call.who.tenant, opens=opens).prompt.ids
+            return chat_to_generation(
+                chat, self.service, context.caller.tenant, add_generation_prompt=opens
+            ).prompt.ids
 
-        found = (await self.render(ids)).tolist()
+        found = (await self.in_prompt_thread(ids)).tolist()
         told: dict[str, Any] = {
             "tokens": found,
             "count": len(found),
@@ -388,62 +419,62 @@ class Server:
         }
         if request.return_token_strs:
             told["token_strs"] = [self.service.tokenizer.token_text(token) for token in found]
-        return json_response(told, headers=call.headers)
+        return json_response(told, headers=context.headers)
 
-    async def _detokenize(self, call: Call) -> Response:
-        request = await call.body(DetokenizeRequest)
-        self.service.require_model(request.model)
+    async def _detokenize(self, context: RequestContext) -> Response:
+        request = await context.body(DetokenizeRequest)
+        self.service.check_model(request.model)
         tokenizer = self.service.tokenizer
         wrong = next((one for one in request.tokens if not 0 <= one < 2**31), None)
         if wrong is not None:
             raise ApiError(400, f"{wrong} is no token id", param="tokens")
-        text = await self.render(tokenizer.decode, request.tokens, False)
-        return json_response({"prompt": text}, headers=call.headers)
+        text = await self.in_prompt_thread(tokenizer.decode, request.tokens, False)
+        return json_response({"prompt": text}, headers=context.headers)
 
     # -- the cache -----------------------------------------------------------------------------
 
-    async def _cache(self, call: Call) -> Response:
-        if call.request.method == "DELETE":
-            return await self.operations.clear(call.who, call.request)
-        return await self.operations.stats(call.who)
+    async def _cache(self, context: RequestContext) -> Response:
+        if context.request.method == "DELETE":
+            return await self.cache_admin.clear(context.caller, context.request)
+        return await self.cache_admin.stats(context.caller)
 
-    async def _tree(self, call: Call) -> Response:
-        return await self.operations.tree(call.who, call.request)
+    async def _tree(self, context: RequestContext) -> Response:
+        return await self.cache_admin.tree(context.caller, context.request)
 
-    async def _pins(self, call: Call) -> Response:
-        if call.request.method == "POST":
-            return await self.operations.pin(call.who, await call.body(PinRequest))
-        return await self.operations.pins(call.who)
+    async def _pins(self, context: RequestContext) -> Response:
+        if context.request.method == "POST":
+            return await self.cache_admin.pin(context.caller, await context.body(PinRequest))
+        return await self.cache_admin.pins(context.caller)
 
-    async def _unpin(self, call: Call) -> Response:
-        return await self.operations.unpin(call.who, call.request)
+    async def _unpin(self, context: RequestContext) -> Response:
+        return await self.cache_admin.unpin(context.caller, context.request)
 
-    async def _explain(self, call: Call) -> Response:
-        body = await read_body(call.request)
-        is_anthropic = "anthropic-version" in call.request.headers
-        make, owner = self.operations.explained_prompt, call.who.tenant
-        prompt, salt = await self.render(make, body, is_anthropic, owner)
-        return await self.operations.explain(call.who, prompt, salt)
+    async def _explain(self, context: RequestContext) -> Response:
+        body = await read_body(context.request)
+        is_anthropic = "anthropic-version" in context.request.headers
+        make, owner = self.cache_admin.parse_any_request, context.caller.tenant
+        prompt, salt = await self.in_prompt_thread(make, body, is_anthropic, owner)
+        return await self.cache_admin.explain(context.caller, prompt, salt)
 
-    async def _reset(self, call: Call) -> Response:
-        return await self.operations.reset(call.who)
+    async def _reset(self, context: RequestContext) -> Response:
+        return await self.cache_admin.reset(context.caller)
 
-    async def _metrics(self, call: Call) -> Response:
-        return await self.operations.numbers(call.who)
+    async def _metrics(self, context: RequestContext) -> Response:
+        return await self.cache_admin.metrics(context.caller)
 
     # -- operations ----------------------------------------------------------------------------
 
     async def _livez(self, _: Request) -> Response:
-        return _health_response(self.health.death(), self.health)
+        return _health_response(self.health.liveness_failure(), self.health)
 
     async def _readyz(self, _: Request) -> Response:
-        return _health_response(self.health.closed_because(), self.health)
+        return _health_response(self.health.unready_reason(), self.health)
 
     async def _version(self, _: Request) -> Response:
         return json_response({"version": __version__})
 
     async def _openapi(self, _: Request) -> Response:
-        return json_response(document(OPERATIONS))
+        return json_response(openapi_document(ENDPOINTS))
 
 
 def _health_response(wrong: str | None, health: Readiness) -> Response:
@@ -453,16 +484,16 @@ def _health_response(wrong: str | None, health: Readiness) -> Response:
     return json_response(told, status=503, headers={"Retry-After": "1"})
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def x_cache(generations: list[Generation]) -> dict[str, str]:
+def cache_header(generations: list[Generation]) -> dict[str, str]:
     """`X-Cache`: how much of the prompts was there already."""
     uses = [one.cache for one in generations if one.cache is not None]
-    total = sum(len(one.job.prompt.ids) for one in generations)
+    total = sum(len(one.request.prompt.ids) for one in generations)
     cached = sum(one.cached for one in uses)
     word = "HIT" if cached else "MISS"
     reason = next((one.miss.reason for one in uses if one.miss is not None), None)

@@ -14,12 +14,12 @@ JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class Endpoint:
     """One method of one path."""
 
     path: str
     method: str
-    told: str
+    summary: str
     body: type | None = None
     streams: bool = False
     parameters: tuple[tuple[str, str], ...] = ()  # of the query: name and type
@@ -27,16 +27,16 @@ class Operation:
     is_open: bool = False  # needs no key
 
 
-def document(operations: Sequence[Operation]) -> dict[str, Any]:
+def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """OpenAPI 3.1 for these operations."""
-    kinds = list({one.body: None for one in operations if one.body is not None})
+    kinds = list({one.body: None for one in endpoints if one.body is not None})
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas["Error"] = {
         "type": "object",
         "properties": {"error": {}, "type": {"type": "string"}},
     }
     paths: dict[str, Any] = {}
-    for one in operations:
+    for one in endpoints:
         path = one.path.replace(":path}", "}")
         paths.setdefault(path, {})[one.method.lower()] = _operation(one, path)
     return {
@@ -55,7 +55,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     }
 
 
-def _operation(one: Operation, path: str) -> dict[str, Any]:
+def _operation(one: Endpoint, path: str) -> dict[str, Any]:
     answer: dict[str, Any] = {one.media: {"schema": {}}}
     if one.streams:
         answer["text/event-stream"] = {"schema": {}}
@@ -64,7 +64,7 @@ def _operation(one: Operation, path: str) -> dict[str, Any]:
         "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
     told: dict[str, Any] = {
-        "summary": one.told,
+        "summary": one.summary,
         "responses": {
             "200": {"description": "the answer", "content": answer},
             "default": error,

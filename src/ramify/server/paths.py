@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from ramify.server.anthropic_types import CountRequest, MessageRequest
-from ramify.server.openai_types import (
+from ramify.server.anthropic.protocol import CountRequest, MessageRequest
+from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ramify.server.openapi import Operation
-from ramify.server.operate import PinRequest
-from ramify.server.responses import ResponsesRequest
+from ramify.server.openai.responses_request import ResponsesRequest
+from ramify.server.openapi import Endpoint
+from ramify.server.operations.cache_admin import PinRequest
 
 _TEXT = "text/plain"
 
-OPERATIONS: tuple[Operation, ...] = (
-    Operation("/v1/chat/completions", "POST", "Answer a conversation.", ChatRequest, streams=True),
-    Operation("/v1/completions", "POST", "Go on with texts.", CompletionRequest, streams=True),
-    Operation("/v1/responses", "POST", "Answer, and keep it.", ResponsesRequest, streams=True),
-    Operation("/v1/responses/{name}", "GET", "An answer that was kept."),
-    Operation("/v1/responses/{name}", "DELETE", "Forget an answer."),
-    Operation("/v1/messages", "POST", "Answer, as Anthropic does.", MessageRequest, streams=True),
-    Operation("/v1/messages/count_tokens", "POST", "Count the tokens of it.", CountRequest),
-    Operation("/v1/models", "GET", "The model that is served."),
-    Operation("/v1/models/{name:path}", "GET", "One model."),
-    Operation("/tokenize", "POST", "Text to token ids.", TokenizeRequest),
-    Operation("/detokenize", "POST", "Token ids to text.", DetokenizeRequest),
-    Operation("/v1/cache", "GET", "Statistics of the cache; for admins."),
-    Operation(
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint("/v1/chat/completions", "POST", "Answer a conversation.", ChatRequest, streams=True),
+    Endpoint("/v1/completions", "POST", "Go on with texts.", CompletionRequest, streams=True),
+    Endpoint("/v1/responses", "POST", "Answer, and keep it.", ResponsesRequest, streams=True),
+    Endpoint("/v1/responses/{name}", "GET", "An answer that was kept."),
+    Endpoint("/v1/responses/{name}", "DELETE", "Forget an answer."),
+    Endpoint("/v1/messages", "POST", "Answer, as Anthropic does.", MessageRequest, streams=True),
+    Endpoint("/v1/messages/count_tokens", "POST", "Count the tokens of it.", CountRequest),
+    Endpoint("/v1/models", "GET", "The model that is served."),
+    Endpoint("/v1/models/{name:path}", "GET", "One model."),
+    Endpoint("/tokenize", "POST", "Text to token ids.", TokenizeRequest),
+    Endpoint("/detokenize", "POST", "Token ids to text.", DetokenizeRequest),
+    Endpoint("/v1/cache", "GET", "Statistics of the cache; for admins."),
+    Endpoint(
         "/v1/cache",
         "DELETE",
         "Evict: everything, or what all parameters given say; for admins.",
@@ -39,27 +39,27 @@ OPERATIONS: tuple[Operation, ...] = (
             ("older_than", "number"),
         ),
     ),
-    Operation(
+    Endpoint(
         "/v1/cache/tree",
         "GET",
         "What is cached; for admins.",
         parameters=(("max_nodes", "integer"),),
     ),
-    Operation("/v1/cache/pins", "GET", "What is kept from eviction; for admins."),
-    Operation("/v1/cache/pins", "POST", "Keep a prefix; for admins.", PinRequest),
-    Operation("/v1/cache/pins/{name}", "DELETE", "Keep it no longer; for admins."),
-    Operation(
+    Endpoint("/v1/cache/pins", "GET", "What is kept from eviction; for admins."),
+    Endpoint("/v1/cache/pins", "POST", "Keep a prefix; for admins.", PinRequest),
+    Endpoint("/v1/cache/pins/{name}", "DELETE", "Keep it no longer; for admins."),
+    Endpoint(
         "/v1/cache/explain",
         "POST",
         "What a request of any path above would find in the cache; runs nothing.",
         dict,
     ),
-    Operation("/reset_prefix_cache", "POST", "Evict everything; for admins."),
-    Operation("/metrics", "GET", "Numbers for Prometheus; for admins.", media=_TEXT),
-    Operation("/livez", "GET", "Whether the process lives.", is_open=True),
-    Operation("/readyz", "GET", "Whether requests are served.", is_open=True),
-    Operation("/health", "GET", "As /readyz.", is_open=True),
-    Operation("/ping", "GET", "As /readyz.", is_open=True),
-    Operation("/version", "GET", "The server's version.", is_open=True),
-    Operation("/openapi.json", "GET", "This document.", is_open=True),
+    Endpoint("/reset_prefix_cache", "POST", "Evict everything; for admins."),
+    Endpoint("/metrics", "GET", "Numbers for Prometheus; for admins.", media=_TEXT),
+    Endpoint("/livez", "GET", "Whether the process lives.", is_open=True),
+    Endpoint("/readyz", "GET", "Whether requests are served.", is_open=True),
+    Endpoint("/health", "GET", "As /readyz.", is_open=True),
+    Endpoint("/ping", "GET", "As /readyz.", is_open=True),
+    Endpoint("/version", "GET", "The server's version.", is_open=True),
+    Endpoint("/openapi.json", "GET", "This document.", is_open=True),
 )

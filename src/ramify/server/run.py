@@ -19,11 +19,11 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
-from ramify.server.listener import Listener
-from ramify.server.logs import JsonFormatter, LineFile, Recorder, log_request
-from ramify.server.protocol import PatientProtocol
+from ramify.server.http.timeout_protocol import TimeoutProtocol
+from ramify.server.http.uvicorn_server import DrainingServer
+from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
 from ramify.server.service import Service
-from ramify.server.tenants import Keys
+from ramify.server.tenants import ApiKeys
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ServeOptions:
     log_json: bool = False
     drain_s: float = 30.0
 
-    def keys(self) -> Keys | None:
+    def keys(self) -> ApiKeys | None:
         """Who may call; None is everybody.
 
         Raises:
@@ -69,9 +69,9 @@ class ServeOptions:
                 raise ConfigError(
                     "both --api-key-file and --api-key are given; put all in the file"
                 )
-            return Keys.load(self.key_file)
+            return ApiKeys.load(self.key_file)
         if self.api_keys or self.admin_key:
-            return Keys.of(*self.api_keys, admin=self.admin_key)
+            return ApiKeys.of(*self.api_keys, admin=self.admin_key)
         if not is_local(self.host) and not self.insecure:
             raise ConfigError(
                 f"--host {self.host} lets everybody call this server; give --api-key or "
@@ -104,7 +104,7 @@ def serve(options: ServeOptions) -> int:
         return 130
 
 
-async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int:
+async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> int:
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
     names = options.served_names or (Path(options.model).name or options.model,)
@@ -115,13 +115,13 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         aliases=names[1:],
         max_model_len=llm.config.max_model_len,
         page_size=llm.config.page_size,
-        prefix_cache=llm.config.asked.cache.prefix_cache,
+        prefix_cache=llm.config.requested.cache.prefix_cache,
     )
     service.listeners.append(log_request)
     if options.record is not None:
         record = LineFile(options.record).write
         service.listeners.append(
-            Recorder(record, page_size=service.page_size, with_tokens=options.record_tokens)
+            TraceWriter(record, page_size=service.page_size, with_tokens=options.record_tokens)
         )
     server = Server(service, keys, local_admin=is_local(options.host))
 
@@ -143,18 +143,18 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        http=PatientProtocol,
+        http=TimeoutProtocol,
         ws="none",
     )
-    listener = Listener(
+    listener = DrainingServer(
         config,
         server.health,
-        on_listening=lambda url: start_table(url, service, llm, keys),
+        on_listening=lambda url: startup_banner(url, service, llm, keys),
         abort=llm.aclose,
         drain_s=options.drain_s,
     )
     try:
-        await _warm_up(llm)
+        await _compile_kernels(llm)
         if options.public is not None:
             shared = await llm.cache.share(options.public)
             logger.info("public: %s", shared)
@@ -169,7 +169,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: Keys | None) -> int
     return 0 if listener.started else 1
 
 
-async def _warm_up(llm: AsyncLLM) -> None:
+async def _compile_kernels(llm: AsyncLLM) -> None:
     """The first steps compile kernels; nobody is to wait for that who was told that we are ready."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     output = await llm.generate([0] * WARM_UP_TOKENS, params)
@@ -178,19 +178,19 @@ async def _warm_up(llm: AsyncLLM) -> None:
     await llm.cache.clear()
 
 
-def start_table(url: str, service: Service, llm: AsyncLLM, keys: Keys | None) -> str:
+def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | None) -> str:
     """What is served, how large, and how to call it."""
     config = llm.config
     longest = config.max_model_len
     rows = {
         "model": f"{service.model} ({str(llm.engine.decoder.dtype).removeprefix('torch.')})",
-        "attention": f"{llm.engine.attention.name}, "
-        + ("exact" if config.asked.attention.exact else "not exact"),
+        "attention": f"{llm.engine.backend_choice.name}, "
+        + ("exact" if config.requested.attention.exact else "not exact"),
         "K/V cache": f"{config.num_pages:,} pages x {config.page_size} = "
         f"{config.kv_cache_tokens:,} tokens, {config.kv_cache_bytes / 2**20:,.0f} MiB",
         "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / longest:.1f} of "
         f"{longest:,} tokens",
-        "prefix cache": config.asked.cache.policy if service.prefix_cache else "off",
+        "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",
         "keys": "none" if keys is None else "needed",
         "URL": url,
     }

@@ -14,17 +14,17 @@ from typing import Any, Protocol, TypeVar
 
 from ramify import __version__
 from ramify.cache.explain import Explanation
+from ramify.cache.inspection import count_pages
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.survey import count_pages
-from ramify.cache.trim import drop_beyond
-from ramify.cache.values import Node
-from ramify.engine.cache_view import AsyncCacheView
+from ramify.cache.trim import evict_suffix
+from ramify.cache.types import Node
+from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.intake import checked_ids
-from ramify.engine.loop import Health
-from ramify.engine.places import owner_of, whose
-from ramify.engine.tokenizer import Tokenizer
+from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
+from ramify.engine.scheduling.validation import validate_token_ids
+from ramify.engine.serving.engine_thread import Health
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.params import (
     CacheReport,
@@ -32,12 +32,12 @@ from ramify.params import (
     RequestOutput,
     SamplingParams,
 )
+from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError
-from ramify.server.explain import Miss, miss_of
-from ramify.server.prompts import THINK, Prompt, PromptMaker
-from ramify.server.records import Record, RecordStore
-from ramify.server.tenants import Caller, Meter
-from ramify.server.tools import format_of
+from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
+from ramify.server.request_history import HistoryEntry, RequestHistory
+from ramify.server.tenants import Caller, QuotaMeter
+from ramify.server.tool_calls import detect_format
 
 logger = logging.getLogger(__name__)
 
@@ -77,28 +77,28 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationRequest:
     """A request in the engine's words, made by the translation of an API."""
 
-    prompt: Prompt
+    prompt: RenderedPrompt
     params: SamplingParams
-    record: Record
+    history_entry: HistoryEntry
     salt: str = ""
     priority: int = 0
-    answer: bool = True  # False: compute the prompt and keep it, say nothing (prewarm)
+    is_prewarm: bool = False  # True: compute the prompt and keep it, say nothing
     max_shared: int | None = None  # tokens that are kept for others; None: all
     is_chat: bool = False  # its answer may come back as a message
 
 
 @dataclass(frozen=True, slots=True)
-class CacheUse:
+class CacheUsage:
     """`usage.ramify_cache`: where the tokens of a prompt came from; they add up to its length."""
 
     read: int
     shared: int  # computed by another request at the same time
     computed: int
     written: int  # of the computed ones: kept for others, whole pages
-    miss: Miss | None
+    miss: CacheMiss | None
 
     @property
     def cached(self) -> int:
@@ -124,31 +124,31 @@ class Generation:
     """
 
     id: str
-    job: Job
-    who: Caller
+    request: GenerationRequest
+    caller: Caller
     created: int
     events: AsyncIterator[StepOutput]
-    first: StepOutput | None
-    miss: Miss | None
+    first_output: StepOutput | None
+    miss: CacheMiss | None
     page_size: int
-    keeps: bool = True  # the prefix cache is on
-    cache: CacheUse | None = None
+    publishes: bool = True  # the prefix cache is on
+    cache: CacheUsage | None = None
     output: RequestOutput | None = None
     on_end: list[Callable[[Generation], None]] = field(default_factory=list)
-    settle: Callable[[Generation], Awaitable[None]] | None = None  # after its end
+    after_end: Callable[[Generation], Awaitable[None]] | None = None  # after its end
     on_event: list[Callable[[Generation, StepOutput], None]] = field(default_factory=list)
     num_output: int = 0  # tokens so far, of all answers
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        if self.first is not None:
-            self._note(self.first)
+        if self.first_output is not None:
+            self._note(self.first_output)
 
     async def __aiter__(self) -> AsyncIterator[StepOutput]:
         """Events up to the end of the last answer."""
         try:
-            if self.first is not None:
-                yield self.first
+            if self.first_output is not None:
+                yield self.first_output
             async for event in self.events:
                 yield self._note(event)
         finally:
@@ -165,12 +165,12 @@ class Generation:
             finally:
                 for call in self.on_end:
                     call(self)
-            if self.settle is not None and self.output is not None:
-                await self.settle(self)
+            if self.after_end is not None and self.output is not None:
+                await self.after_end(self)
 
     def page_hashes(self) -> list[int]:
         """Chained hashes of the prompt's whole pages, 64 bits of each."""
-        key = CacheKey(self.job.prompt.ids, self.who.tenant.encode("utf-8", "surrogatepass"))
+        key = CacheKey(self.request.prompt.ids, self.caller.tenant.encode("utf-8", "surrogatepass"))
         hashes = key.page_hashes(self.page_size)
         return [int.from_bytes(one[:8], "big") for one in hashes]
 
@@ -181,7 +181,7 @@ class Generation:
             if index is None or reasons[index] is FinishReason.ERROR:
                 raise self.output.error
 
-    async def whole(self) -> RequestOutput:
+    async def wait(self) -> RequestOutput:
         """Wait for the end."""
         async for _ in self:
             pass
@@ -192,19 +192,19 @@ class Generation:
         self.num_output += len(event.new_token_ids)
         if event.output is not None:
             self.output = event.output
-            self.cache = self._use(event.output.cache)
+            self.cache = self._cache_usage(event.output.cache)
         elif self.cache is None and event.cache is not None:
-            self.cache = self._use(event.cache)
+            self.cache = self._cache_usage(event.cache)
         for call in self.on_event:
             call(self, event)
         return event
 
-    def _use(self, report: CacheReport) -> CacheUse:
-        most, kept = len(self.job.prompt.ids), self.job.max_shared
+    def _cache_usage(self, report: CacheReport) -> CacheUsage:
+        most, kept = len(self.request.prompt.ids), self.request.max_shared
         most = most if kept is None else min(most, kept)
-        whole = most // self.page_size * self.page_size if self.keeps else 0
+        whole = most // self.page_size * self.page_size if self.publishes else 0
         cached = report.read_tokens + report.shared_tokens
-        return CacheUse(
+        return CacheUsage(
             read=report.read_tokens,
             shared=report.shared_tokens,
             computed=report.computed_tokens,
@@ -240,17 +240,17 @@ class Service:
             page_size,
             prefix_cache,
         )
-        self.prompts = PromptMaker(tokenizer)
-        self.records = RecordStore()
-        self.meter = Meter()
+        self.prompt_renderer = PromptRenderer(tokenizer)
+        self.history = RequestHistory()
+        self.quotas = QuotaMeter()
         self.started_s = int(time.time())
-        self.special_ids = tokenizer.special_ids
+        self.special_token_ids = tokenizer.special_token_ids
         self.chat_template = tokenizer.chat_template or ""
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # logs, metrics
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
 
-    def require_model(self, name: str | None) -> str:
+    def check_model(self, name: str | None) -> str:
         """The name by which the model was asked for.
 
         Raises:
@@ -267,7 +267,7 @@ class Service:
             )
         return name
 
-    def require_short(self, num_bytes: int, param: str) -> None:
+    def check_prompt_bytes(self, num_bytes: int, param: str) -> None:
         """Refuse what is longer than any prompt before it is rendered and tokenised.
 
         Raises:
@@ -283,34 +283,36 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def look_up(self, prompt: Prompt, who: Caller, salt: str = "") -> tuple[int, Miss | None]:
+    async def explain(
+        self, prompt: RenderedPrompt, caller: Caller, salt: str = ""
+    ) -> tuple[int, CacheMiss | None]:
         """How many tokens of a prompt are there now, and why no more; runs nothing."""
-        found = await self.engine.run(lambda core: self._explanation(core, prompt, who, salt))
-        return 0 if found is None else found.hit_tokens, self._miss(found, prompt)
+        found = await self.engine.run(lambda core: self._explanation(core, prompt, caller, salt))
+        return 0 if found is None else found.hit_tokens, self._cache_miss(found, prompt)
 
     def _explanation(
-        self, core: EngineCore, prompt: Prompt, who: Caller, salt: str
+        self, core: EngineCore, prompt: RenderedPrompt, caller: Caller, salt: str
     ) -> Explanation | None:
-        ids = checked_ids(prompt.ids, core.vocab_size)
+        ids = validate_token_ids(prompt.ids, core.vocab_size)
         if not self.prefix_cache:
             return None
 
         def own(namespace: bytes) -> bool:
-            return owner_of(namespace)[0] == who.tenant
+            return owner_of_namespace(namespace)[0] == caller.tenant
 
-        return core.cache.explain(core.places.key(ids, who.tenant, salt), may_tell=own)
+        return core.cache.explain(core.namespaces.key(ids, caller.tenant, salt), may_tell=own)
 
-    def _miss(self, found: Explanation | None, prompt: Prompt) -> Miss | None:
+    def _cache_miss(self, found: Explanation | None, prompt: RenderedPrompt) -> CacheMiss | None:
         if found is None:
-            return Miss("disabled", 0)
-        return miss_of(found, prompt, self._decode)
+            return CacheMiss("disabled", 0)
+        return explain_miss(found, prompt, self._decode)
 
     @property
     def cache(self) -> AsyncCacheView:
         """See `AsyncLLM.cache`."""
         return self.engine.cache
 
-    async def begin(self, job: Job, who: Caller, *, prefix: str) -> Generation:
+    async def start(self, request: GenerationRequest, caller: Caller, *, prefix: str) -> Generation:
         """Hand a request to the engine and wait until it has begun, or was refused.
 
         Args:
@@ -319,66 +321,70 @@ class Service:
         Raises:
             ApiError, RequestError: it is refused; nothing of it is left.
         """
-        num_tokens = len(job.prompt.ids)
-        self.meter.enter(who, num_tokens)
+        num_tokens = len(request.prompt.ids)
+        self.quotas.acquire(caller, num_tokens)
         generation = None
         try:
 
             def prepare(core: EngineCore) -> Explanation | None:  # all at once: each call waits
                 core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
-                found = self._explanation(core, job.prompt, who, job.salt)
-                self._make_room(core, job, who, 0 if found is None else found.hit_tokens)
+                found = self._explanation(core, request.prompt, caller, request.salt)
+                self._enforce_cache_share(
+                    core, request, caller, 0 if found is None else found.hit_tokens
+                )
                 return found
 
-            miss = self._miss(await self.engine.run(prepare), job.prompt)
+            miss = self._cache_miss(await self.engine.run(prepare), request.prompt)
             events = self.engine.stream(
-                job.prompt.ids,
-                job.params,
-                priority=job.priority,
-                tenant=who.tenant,
-                salt=job.salt,
-                max_shared=job.max_shared,
+                request.prompt.ids,
+                request.params,
+                priority=request.priority,
+                tenant=caller.tenant,
+                salt=request.salt,
+                max_shared=request.max_shared,
             )
             first = await anext(aiter(events), None)
             generation = Generation(
                 id=prefix + secrets.token_hex(16),
-                job=job,
-                who=who,
+                request=request,
+                caller=caller,
                 created=int(time.time()),
                 events=events,
-                first=first,
+                first_output=first,
                 miss=miss,
                 page_size=self.page_size,
-                keeps=self.prefix_cache,
+                publishes=self.prefix_cache,
                 on_end=[self._ended],
                 on_event=self.event_listeners,
-                settle=self._drop_thinking,
+                after_end=self._evict_reasoning,
             )
             try:
-                await self._pin(job, who)
+                await self._pin_breakpoints(request, caller)
             except BaseException:
                 await generation.close()
                 raise
             return generation
         finally:
             if generation is None:
-                self.meter.leave(who, num_tokens, 0)
+                self.quotas.release(caller, num_tokens, 0)
 
-    async def begin_all(self, jobs: Sequence[Job], who: Caller, *, prefix: str) -> list[Generation]:
-        """`begin` for several at once: all of them, or the first error and none.
+    async def start_all(
+        self, requests: Sequence[GenerationRequest], caller: Caller, *, prefix: str
+    ) -> list[Generation]:
+        """`start` for several at once: all of them, or the first error and none.
 
         Raises:
-            ApiError: 400, there are more than may wait at once; else as `begin`.
+            ApiError: 400, there are more than may wait at once; else as `start`.
         """
-        limit = await self.engine.run(lambda core: core.max_waiting) if len(jobs) > 1 else None
-        if limit is not None and len(jobs) > limit:
+        limit = await self.engine.run(lambda core: core.max_waiting) if len(requests) > 1 else None
+        if limit is not None and len(requests) > limit:
             raise ApiError(
                 400,
-                f"{len(jobs)} prompts in one request; the limit is {limit}, as many as may wait "
+                f"{len(requests)} prompts in one request; the limit is {limit}, as many as may wait "
                 "here at once. Send several requests",
                 param="prompt",
             )
-        tasks = [asyncio.ensure_future(self.begin(job, who, prefix=prefix)) for job in jobs]
+        tasks = [asyncio.ensure_future(self.start(job, caller, prefix=prefix)) for job in requests]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -390,58 +396,62 @@ class Service:
             raise
 
     def _ended(self, generation: Generation) -> None:
-        output, who, use = generation.output, generation.who, generation.cache
+        output, who, use = generation.output, generation.caller, generation.cache
         computed = generation.num_output  # of a client that went away: what it had by then
         if output is not None:
             computed = output.usage.completion_tokens
         computed += 0 if use is None else use.computed
-        self.meter.leave(who, len(generation.job.prompt.ids), computed)
-        self.records.put(who.tenant, generation.id, generation.job.record)
+        self.quotas.release(who, len(generation.request.prompt.ids), computed)
+        self.history.put(who.tenant, generation.id, generation.request.history_entry)
         for listener in self.listeners:
             listener(generation)
 
-    async def _drop_thinking(self, generation: Generation) -> None:
+    async def _evict_reasoning(self, generation: Generation) -> None:
         """Evict an answer that the conversation goes on without, as the template leaves it out.
 
         Tools' results come before the next message of the user: until then templates keep it.
         """
-        output, job = generation.output, generation.job
+        output, job = generation.output, generation.request
         if output is None or not job.is_chat or not self.prefix_cache or job.max_shared is not None:
             return
-        mark = format_of(self.chat_template).begin or "{"
+        mark = detect_format(self.chat_template).begin or "{"
         thoughts = []
         for one in output.completions:
-            thought, found, said = one.text.rpartition(THINK[1])
-            is_thought = bool(found) and thought.lstrip().startswith(THINK[0])
-            if is_thought and not (job.record.tools and mark in said):
+            thought, found, said = one.text.rpartition(REASONING_TAGS[1])
+            is_thought = bool(found) and thought.lstrip().startswith(REASONING_TAGS[0])
+            if is_thought and not (job.history_entry.tools and mark in said):
                 thoughts.append(one)
-        if not thoughts or not await asyncio.to_thread(self.prompts.drops_thinking):
+        if not thoughts or not await asyncio.to_thread(
+            self.prompt_renderer.template_drops_reasoning
+        ):
             return
 
         def drop(core: EngineCore) -> None:
             for one in thoughts:
-                key = core.places.key(
-                    job.prompt.ids, generation.who.tenant, job.salt, answer=one.token_ids
+                key = core.namespaces.key(
+                    job.prompt.ids, generation.caller.tenant, job.salt, answer=one.token_ids
                 )
-                drop_beyond(core.cache, key, job.prompt.stable_len)
+                evict_suffix(core.cache, key, job.prompt.num_stable_tokens)
 
         await self.engine.run(drop)
 
-    def _make_room(self, core: EngineCore, job: Job, who: Caller, num_found: int) -> None:
+    def _enforce_cache_share(
+        self, core: EngineCore, request: GenerationRequest, caller: Caller, num_found: int
+    ) -> None:
         """Before a tenant that has more than its share takes others' pages, its own oldest go."""
-        share = who.quota.max_cached_share
+        share = caller.quota.max_cached_share
         if share is None:
             return
         stats, size = core.cache.stats(), self.page_size
-        need = -(-len(job.prompt.ids) // size) - num_found // size - stats.free_pages
+        need = -(-len(request.prompt.ids) // size) - num_found // size - stats.free_pages
         if need <= 0:
             return
-        atoms = core.places.key(job.prompt.ids, who.tenant, job.salt).atoms
+        atoms = core.namespaces.key(request.prompt.ids, caller.tenant, request.salt).atoms
         width = size * ATOM_BYTES
         leaves: list[tuple[int, int]] = []
 
         def is_own(node: Node) -> bool:
-            return whose(node)[0] == who.tenant
+            return owner_of_node(node)[0] == caller.tenant
 
         def is_spare(node: Node) -> bool:  # what this prompt begins with is about to be read
             return is_own(node) and not atoms.startswith(node.atoms[:width], node.start * width)
@@ -460,22 +470,24 @@ class Service:
         oldest, _ = leaves[min(at, len(leaves) - 1)]
         core.cache.evict_if(lambda one: one.last_access <= oldest and is_spare(one), goal)
 
-    async def _pin(self, job: Job, who: Caller) -> None:
+    async def _pin_breakpoints(self, request: GenerationRequest, caller: Caller) -> None:
         """Keep what a request asked to keep; what is over the budget is only logged."""
 
         def keep(core: EngineCore) -> None:
-            known = {pin.key for pin in core.cache.pins(who.tenant)}  # a hit has refreshed them
-            for one in job.prompt.breakpoints:
+            known = {pin.key for pin in core.cache.pins(caller.tenant)}  # a hit has refreshed them
+            for one in request.prompt.breakpoints:
                 whole = one.num_tokens // self.page_size * self.page_size
-                key = core.places.key(job.prompt.ids, who.tenant, job.salt).prefix(whole)
+                key = core.namespaces.key(request.prompt.ids, caller.tenant, request.salt).prefix(
+                    whole
+                )
                 if not whole or key in known:
                     continue
                 try:
-                    core.cache.pin(key, who.tenant, one.ttl_s)
+                    core.cache.pin(key, caller.tenant, one.ttl_s)
                 except PinError as error:
                     logger.info("a prefix of %d tokens is not kept: %s", whole, error)
 
-        if job.prompt.breakpoints and self.prefix_cache:
+        if request.prompt.breakpoints and self.prefix_cache:
             await self.engine.run(keep)
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -42,7 +42,7 @@ class Caller:
     quota: Quota = field(default_factory=Quota)
 
 
-class Keys:
+class ApiKeys:
     """The keys of a server.
 
     The file is JSON: `{"keys": [{"hash": "sha256:…", "tenant": "ann", "admin": false, "quota":
@@ -58,7 +58,7 @@ class Keys:
         }
 
     @classmethod
-    def load(cls, path: Path) -> Keys:
+    def load(cls, path: Path) -> ApiKeys:
         """The keys of a file."""
         try:
             found = json.loads(path.read_text("utf-8"))
@@ -72,7 +72,7 @@ class Keys:
         return cls(dict(entries))
 
     @classmethod
-    def of(cls, *keys: str, admin: str | None = None) -> Keys:
+    def of(cls, *keys: str, admin: str | None = None) -> ApiKeys:
         """Keys as they are: each a tenant of its own."""
         entries = {hash_key(key): Caller(_tenant_of(hash_key(key))) for key in keys}
         if admin is not None:
@@ -121,14 +121,14 @@ def _tenant_of(name: str) -> str:
 
 
 @dataclass(slots=True)
-class _Use:
+class _TenantUsage:
     live: int = 0
     waiting_tokens: int = 0
     allowance: float = 0.0  # tokens left of this minute's
     since_s: float = 0.0
 
 
-class Meter:
+class QuotaMeter:
     """Counts what tenants use, and refuses what is beyond their quotas.
 
     Args:
@@ -137,15 +137,15 @@ class Meter:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._uses: dict[str, _Use] = {}
+        self._usage: dict[str, _TenantUsage] = {}
 
-    def enter(self, who: Caller, num_tokens: int) -> None:
-        """A request with a prompt of so many tokens begins; `leave` must follow.
+    def acquire(self, caller: Caller, num_tokens: int) -> None:
+        """A request with a prompt of so many tokens begins; `release` must follow.
 
         Raises:
             ApiError: 429, the quota is used up; nothing was counted.
         """
-        quota, use = who.quota, self._use(who)
+        quota, use = caller.quota, self._usage_of(caller)
         if quota.max_requests is not None and use.live >= quota.max_requests:
             raise ApiError(
                 429,
@@ -175,21 +175,21 @@ class Meter:
         use.live += 1
         use.waiting_tokens += num_tokens
 
-    def leave(self, who: Caller, num_tokens: int, num_computed: int) -> None:
+    def release(self, caller: Caller, num_tokens: int, num_computed: int) -> None:
         """It has ended and took so many computed tokens."""
-        use = self._use(who)
+        use = self._usage_of(caller)
         use.live -= 1
         use.waiting_tokens -= num_tokens
         use.allowance -= num_computed
-        if not use.live and who.quota.tokens_per_minute is None:
-            del self._uses[who.tenant]
+        if not use.live and caller.quota.tokens_per_minute is None:
+            del self._usage[caller.tenant]
 
-    def _use(self, who: Caller) -> _Use:
-        rate = who.quota.tokens_per_minute
+    def _usage_of(self, caller: Caller) -> _TenantUsage:
+        rate = caller.quota.tokens_per_minute
         now = self._clock()
-        use = self._uses.get(who.tenant)
+        use = self._usage.get(caller.tenant)
         if use is None:
-            use = self._uses[who.tenant] = _Use(allowance=float(rate or 0), since_s=now)
+            use = self._usage[caller.tenant] = _TenantUsage(allowance=float(rate or 0), since_s=now)
         if rate is not None:
             use.allowance = min(float(rate), use.allowance + (now - use.since_s) / 60 * rate)
             use.since_s = now

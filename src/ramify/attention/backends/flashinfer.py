@@ -1,0 +1,107 @@
+"""FlashInfer's paged kernels: an optional extra, imported when a backend is made. Not exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import AttentionSpec, reason_not_plain_mha, unprobed_exactness
+from ramify.attention.batch import AttentionBatch
+from ramify.attention.exactness import Exactness
+
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
+HEAD_DIMS = (64, 128, 256)  # of the kernels that it compiles or downloads
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPlan:
+    """A step that the wrappers, one for each window, have planned; the next one replaces it."""
+
+    num_tokens: int
+
+
+class FlashInferBackend:
+    """One wrapper for each window over one workspace: decode rows are chunks of one token."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        self.spec, self.device = spec, device
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[int | None, Any] = {
+            window: wrapper(workspace, kv_layout="NHD") for window in dict.fromkeys(spec.windows)
+        }
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
+        """CUDA with the extra, half precision, plain K/V, no exactness."""
+        if device.type != "cuda":
+            return f"device {device.type}: FlashInfer needs CUDA"
+        if find_spec("flashinfer") is None:
+            return "flashinfer is not installed: pip install flashinfer-python"
+        if not torch.cuda.is_available():
+            return "device cuda: this torch finds no CUDA device"
+        if spec.exact:
+            return "exact=True: its bits depend on how keys are split among programs"
+        if spec.dtype not in (torch.bfloat16, torch.float16) or spec.plane_dtype != spec.dtype:
+            return f"dtype={spec.dtype} with K/V in {spec.plane_dtype}: both must be the same half"
+        if spec.head_dim not in HEAD_DIMS:
+            return f"head_dim={spec.head_dim}: one of {', '.join(map(str, HEAD_DIMS))}"
+        return reason_not_plain_mha(spec)
+
+    def exactness(self) -> list[Exactness]:
+        """None."""
+        return unprobed_exactness(self.spec, "batched", "exact=False")
+
+    def plan(self, batch: AttentionBatch) -> FlashInferPlan:
+        """Hands each wrapper the pages of every request; host arrays, so nothing is read back."""
+        if batch.num_tokens == 0:
+            return FlashInferPlan(0)
+        spec, page_size = self.spec, batch.page_size
+        num_pages = -(-batch.seq_lens_kv // page_size)
+        indptr = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
+        used = np.arange(batch.block_table.shape[1]) < num_pages[:, None]
+        pages = torch.from_numpy(batch.block_table[used]).pin_memory()
+        last = (batch.seq_lens_kv - (num_pages - 1) * page_size).astype(np.int32)
+        indices = pages.to(self.device, non_blocking=True)
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                torch.from_numpy(batch.cu_seqlens_q.copy()),
+                torch.from_numpy(indptr),
+                indices,
+                torch.from_numpy(last),
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                page_size,
+                causal=True,
+                sm_scale=spec.scale,
+                window_left=-1 if window is None else window - 1,
+                logits_soft_cap=spec.soft_cap,
+                q_data_type=spec.dtype,
+                kv_data_type=spec.plane_dtype,
+            )
+        return FlashInferPlan(batch.num_tokens)
+
+    def run(
+        self,
+        plan: FlashInferPlan,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.run`."""
+        assert selected is None
+        out = torch.zeros_like(q)
+        if plan.num_tokens:
+            wrapper = self._wrappers[self.spec.windows[layer]]
+            out[: plan.num_tokens] = wrapper.run(q[: plan.num_tokens], (planes["k"], planes["v"]))
+        return out

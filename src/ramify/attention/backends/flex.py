@@ -1,0 +1,151 @@
+"""torch's flex_attention over gathered K/V: all requests in one call, told apart by the mask."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import AttentionSpec, unprobed_exactness
+from ramify.attention.batch import AttentionBatch
+from ramify.attention.exactness import Exactness
+from ramify.attention.gather import gather_kv_f32
+
+
+@dataclass(frozen=True, slots=True)
+class FlexPlan:
+    """Slots of all keys of all requests, one after the other, and a mask for each window."""
+
+    num_tokens: int
+    slots: Tensor  # [total_kv] int64
+    masks: dict[int | None, Any]  # BlockMask
+
+
+class FlexBackend:
+    """Compiled on a GPU, on first use; plain on CPU, where it is slow."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        from torch.nn.attention import flex_attention
+
+        self.spec, self.device = spec, device
+        self._attention: Callable[..., Any] = flex_attention.flex_attention
+        if device.type == "cuda":
+            self._attention = torch.compile(flex_attention.flex_attention, dynamic=True)
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
+        """No exactness; any K/V that can be gathered."""
+        if spec.exact:
+            return "exact=True: its bits depend on who shares the batch"
+        if device.type not in {"cpu", "cuda"}:
+            return f"device {device.type}: written for CUDA and CPU"
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "device cuda: this torch finds no CUDA device"
+        if spec.sparse:
+            return "sparse: it reads every key"
+        if spec.layout != "nhd":
+            return f"layout={spec.layout}"
+        return None
+
+    def exactness(self) -> list[Exactness]:
+        """None."""
+        return unprobed_exactness(self.spec, "batched", "exact=False")
+
+    def plan(self, batch: AttentionBatch) -> FlexPlan:
+        """Slots, and block masks from the request and position of every row and key."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        lens = np.diff(batch.cu_seqlens_q)
+        seqs = np.arange(batch.num_seqs)
+        kv_lens = batch.seq_lens_kv.astype(np.int64)
+        begin = np.repeat(np.cumsum(kv_lens) - kv_lens, kv_lens)
+        q_seq, q_at, k_seq, k_at = (
+            torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+            for array in (
+                np.repeat(seqs, lens),
+                batch.positions,
+                np.repeat(seqs, kv_lens),
+                np.arange(len(begin)) - begin,
+            )
+        )
+        slots = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
+        masks: dict[int | None, Any] = {}
+        for window in set(self.spec.windows) if batch.num_tokens else ():
+            masks[window] = create_block_mask(
+                _mask_mod(window, q_seq, q_at, k_seq, k_at),
+                None,
+                None,
+                batch.num_tokens,
+                batch.total_kv,
+                device=str(self.device),
+            )
+        flat = (
+            torch.from_numpy(np.concatenate(slots)) if slots else torch.zeros(0, dtype=torch.int64)
+        )
+        return FlexPlan(batch.num_tokens, flat.to(self.device), masks)
+
+    def run(
+        self,
+        plan: FlexPlan,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.run`."""
+        assert selected is None
+        spec = self.spec
+        out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
+        if plan.num_tokens == 0:
+            return out
+        keys, values = (
+            dense.to(q.dtype).transpose(0, 1)[None] for dense in gather_kv_f32(planes, plan.slots)
+        )
+        with warnings.catch_warnings():
+            if self.device.type == "cpu":  # uncompiled, and meant to be
+                warnings.simplefilter("ignore", UserWarning)
+            mixed = self._attend(plan, layer, q, keys, values)
+        out[: plan.num_tokens] = mixed[0].transpose(0, 1)
+        return out
+
+    def _attend(
+        self, plan: FlexPlan, layer: int, q: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[1, num_heads, T, value_dim]."""
+        spec = self.spec
+        mixed: Tensor = self._attention(
+            q[: plan.num_tokens].transpose(0, 1)[None],
+            keys,
+            values,
+            score_mod=None if spec.soft_cap is None else _capped(spec.soft_cap),
+            block_mask=plan.masks[spec.windows[layer]],
+            scale=spec.scale,
+            enable_gqa=spec.gqa_group_size > 1,
+        )
+        return mixed
+
+
+def _mask_mod(
+    window: int | None, q_seq: Tensor, q_at: Tensor, k_seq: Tensor, k_at: Tensor
+) -> Callable[..., Tensor]:
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        behind = q_at[query] - k_at[key]
+        seen = (q_seq[query] == k_seq[key]) & (behind >= 0)
+        return seen if window is None else seen & (behind < window)
+
+    return visible
+
+
+def _capped(cap: float) -> Callable[..., Tensor]:
+    def score_mod(
+        score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
+    ) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod

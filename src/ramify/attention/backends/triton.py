@@ -1,0 +1,299 @@
+"""Own Triton kernels: paged, split, grouped, latent and sparse attention on a GPU.
+
+With `exact=True` every launch uses tiles of one shape and no fused multiply-add, so that the bits
+of a row are those of `paged_attention`' unit of arithmetic, however rows share programs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ramify.attention.backend import AttentionSpec, unprobed_exactness
+from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
+from ramify.attention.batch import AttentionBatch
+from ramify.attention.exactness import Exactness
+from ramify.attention.staging_buffers import StagingBuffers, next_power_of_two
+
+MAX_HEAD_DIM = 256
+MAX_LATENT = 512
+FLOAT8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+PLANE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, *FLOAT8)
+WAVES = 4  # programs per multiprocessor below which keys are split
+
+
+@dataclass(frozen=True, slots=True)
+class TileShapes:
+    """Shapes of the kernel's tiles: query rows × keys, and keys of a split.
+
+    The defaults come from register and shared memory arithmetic; nobody has measured them yet.
+    """
+
+    decode_rows: int  # for decode and drafts
+    prefill_rows: int  # for chunks
+    block_keys: int
+    split_keys: int
+    decode_warps: int
+    prefill_warps: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> TileShapes:
+        """One shape when exact: another would be another instruction, and other bits."""
+        wide = max(spec.v_head_dim, spec.head_dim) > 128
+        if spec.kind == "mla":
+            return cls(16, 16 if spec.exact else 32, 32, 512, 8, 8)
+        if _compute_dtype(spec) == torch.float32:
+            return cls(16, 16, 32, 512, 8, 8)
+        if spec.exact:
+            return cls(64, 64, 32 if wide else 64, 512, 8, 8)
+        return cls(16, 64 if wide else 128, 32 if wide else 64, 512, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonPlan:
+    """A step on the device. The next `plan` of the same backend overwrites what it points to.
+
+    A CUDA graph of `run` serves every later step with the same `signature`: replay it after `plan`.
+    """
+
+    arrays: dict[str, Tensor]
+    prefill_programs: int  # of each kind, rounded up: those without an item do nothing
+    decode_programs: int
+    merge_programs: int
+    partial_acc: Tensor
+    partial_ml: Tensor
+    signature: tuple[int, ...]
+
+
+class TritonBackend:
+    """Cuts a step into items on the host, uploads them at once, launches at most three kernels.
+
+    Args:
+        spec, device: see `AttentionBackend`.
+        tiles: shapes to use instead of the defaults.
+        saturating_programs: fill the device; fewer and keys are split.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        *,
+        tiles: TileShapes | None = None,
+        saturating_programs: int | None = None,
+    ) -> None:
+        self.spec, self.device = spec, device
+        self._interpreted = device.type == "cpu"
+        self.tiles = tiles or TileShapes.of(spec)
+        short, long = self.tiles.decode_rows, self.tiles.prefill_rows
+        head_tiles = -(-spec.gqa_group_size // min(spec.gqa_group_size, short))
+        if saturating_programs is None:
+            on_gpu = device.type == "cuda"
+            sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+            saturating_programs = WAVES * sms
+        short_tokens = max(1, short // spec.gqa_group_size)
+        self._partition_config = PartitionConfig(
+            split=self.tiles.split_keys,
+            decode_tokens=short_tokens,
+            prefill_tokens=max(1, long // spec.gqa_group_size),
+            decode_limit=short_tokens if short == long else 4 * short_tokens,
+            programs_per_item=spec.num_kv_heads * head_tiles,
+            saturating_programs=saturating_programs,
+            per_token=spec.sparse,
+        )
+        self._arrays = StagingBuffers(device)
+        self._scratch_generation = 0
+        self._partial_acc = torch.empty(0, device=device)
+        self._partial_ml = torch.empty(0, device=device)
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
+        """CUDA with Triton, or anything with Triton's interpreter; K/V page after page."""
+        interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "yes", "on"}
+        if device.type != "cuda" and not (device.type == "cpu" and interpreted):
+            return f"device {device.type}: Triton kernels need CUDA (or TRITON_INTERPRET=1 on CPU)"
+        if find_spec("triton") is None:
+            return "triton is not installed: install it, or a CUDA build of torch"
+        widest, limit = spec.head_dim, MAX_HEAD_DIM
+        if spec.kind == "mla":
+            widest, limit = spec.v_head_dim, MAX_LATENT
+        if max(widest, spec.v_head_dim) > limit:
+            return f"head_dim={widest}: more than {limit} do not fit a tile"
+        if spec.layout != "nhd":
+            return f"layout={spec.layout}: it reads pages of [page_size, heads, dim]"
+        if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"dtype={spec.dtype}"
+        if spec.plane_dtype not in PLANE_DTYPES:
+            return f"kv_dtype={spec.plane_dtype}"
+        if device.type != "cuda":
+            return None
+        if not torch.cuda.is_available():
+            return "device cuda: this torch finds no CUDA device"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"compute capability {capability}: at least (8, 0)"
+        if spec.plane_dtype == torch.float8_e4m3fn and capability < (8, 9):
+            return f"kv_dtype={spec.plane_dtype} needs compute capability (8, 9), not {capability}"
+        return None
+
+    def exactness(self) -> list[Exactness]:
+        """By construction; the GPU tier of the tests compares bits."""
+        if not self.spec.exact:
+            return unprobed_exactness(self.spec, "batched", "exact=False")
+        tile = f"{self.tiles.prefill_rows} rows × {self.tiles.block_keys} keys"
+        return unprobed_exactness(
+            self.spec, "fixed tiles", f"{tile}, splits of {self.tiles.split_keys} keys"
+        )
+
+    # -- once per step -----------------------------------------------------------------------
+
+    def plan(self, batch: AttentionBatch) -> TritonPlan:
+        """Items and metadata on the device. See `TritonPlan` for how long they hold."""
+        found = partition_step(batch, self._partition_config)
+        arrays = self._arrays.upload(
+            {
+                "prefill_items": found.prefill_items,
+                "decode_items": found.decode_items,
+                "split_tokens": found.split_tokens + 1,  # 0 is none
+                "tokens": found.tokens,
+                "positions": batch.positions,
+                "split_offsets": found.split_offsets,
+                "block_table": batch.block_table,
+            }
+        )
+        self._reserve(found)
+        kinds = (found.prefill_items, found.decode_items, found.split_tokens)
+        long, short, merge = (next_power_of_two(len(items)) if len(items) else 0 for items in kinds)
+        generations = (self._arrays.generation, self._scratch_generation)
+        return TritonPlan(
+            arrays,
+            long,
+            short,
+            merge,
+            self._partial_acc,
+            self._partial_ml,
+            (long, short, merge, *generations),
+        )
+
+    def _reserve(self, found: GpuPartition) -> None:
+        rows = found.num_partials * self.spec.num_heads
+        if rows > len(self._partial_ml):
+            rows = next_power_of_two(found.num_partials) * self.spec.num_heads
+            self._partial_acc = torch.empty(rows, self.spec.v_head_dim, device=self.device)
+            self._partial_ml = torch.empty(rows, 2, device=self.device)
+            self._scratch_generation += 1
+
+    # -- once per layer ----------------------------------------------------------------------
+
+    def run(
+        self,
+        plan: TritonPlan,
+        layer: int,
+        q: Tensor,
+        planes: Mapping[str, Tensor],
+        *,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.run`. On the stream `plan` was called on."""
+        from ramify.kernels.triton.paged_attention import merge_split_kv
+
+        spec, window = self.spec, self.spec.windows[layer] or 0
+        out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
+        # another shape of tile, or fused multiply-adds chosen anew in another kernel: other bits
+        options: dict[str, Any] = {"enable_fp_fusion": not spec.exact}
+        q = q.contiguous()
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if plan.prefill_programs:
+                shape = (self.tiles.prefill_rows, self.tiles.prefill_warps)
+                self._attend(
+                    plan, "prefill_items", shape, (window, q, planes, selected, out), options
+                )
+            if plan.decode_programs:
+                shape = (self.tiles.decode_rows, self.tiles.decode_warps)
+                self._attend(
+                    plan, "decode_items", shape, (window, q, planes, selected, out), options
+                )
+            if plan.merge_programs:
+                arrays = plan.arrays
+                merge_split_kv[plan.merge_programs, spec.num_heads](
+                    plan.partial_acc, plan.partial_ml, out, arrays["split_tokens"],
+                    arrays["positions"], arrays["split_offsets"],
+                    HEADS=spec.num_heads, DIM_V=spec.v_head_dim, BLOCK_DV=_padded_dim(spec.v_head_dim),
+                    WINDOW=window, SPLIT=self.tiles.split_keys, num_warps=4, **options,
+                )  # fmt: skip
+        return out
+
+    def _attend(
+        self,
+        plan: TritonPlan,
+        which: str,
+        shape: tuple[int, int],
+        inputs: tuple[int, Tensor, Mapping[str, Tensor], Tensor | None, Tensor],
+        options: dict[str, Any],
+    ) -> None:
+        from ramify.kernels.triton.paged_attention import paged_attention
+
+        rows, warps = shape
+        window, q, planes, selected, out = inputs
+        spec, tiles, arrays = self.spec, self.tiles, plan.arrays
+        latent = spec.kind == "mla"
+        names = ("latent", "latent", "rope") if latent else ("k", "v", "k")
+        (k, k_scale), (v, v_scale), (rope, rope_scale) = (
+            (planes[name], planes.get(f"{name}_scale")) for name in names
+        )
+        assert all(plane.is_contiguous() for plane in (k, v, rope))
+        assert spec.sparse == (selected is not None)
+        chosen = arrays["tokens"] if selected is None else selected.contiguous()
+        dim_k = spec.v_head_dim if latent else spec.head_dim
+        dim_rope = spec.head_dim - spec.v_head_dim if latent else 0
+        heads_tile = min(spec.gqa_group_size, rows)
+        programs = plan.prefill_programs if which == "prefill_items" else plan.decode_programs
+        table = arrays["block_table"]
+        paged_attention[programs, spec.num_kv_heads * -(-spec.gqa_group_size // heads_tile)](
+            q, _as_uint8(k), _as_uint8(v), _as_uint8(rope),
+            q if k_scale is None else k_scale,
+            q if v_scale is None else v_scale,
+            q if rope_scale is None else rope_scale,
+            out, plan.partial_acc, plan.partial_ml,
+            arrays[which], arrays["tokens"], arrays["positions"], arrays["split_offsets"],
+            table, chosen, table.shape[1], chosen.shape[-1], spec.scale,
+            GROUP=spec.gqa_group_size, KV_HEADS=spec.num_kv_heads, HEADS_TILE=heads_tile,
+            DIM_K=dim_k, DIM_ROPE=dim_rope, DIM_V=spec.v_head_dim,
+            BLOCK_DK=_padded_dim(dim_k), BLOCK_DROPE=_padded_dim(dim_rope), BLOCK_DV=_padded_dim(spec.v_head_dim),
+            PAGE=spec.page_size, WINDOW=window, SOFT_CAP=spec.soft_cap or 0.0,
+            K_FP8=FLOAT8.get(k.dtype, 0), V_FP8=FLOAT8.get(v.dtype, 0),
+            ROPE_FP8=FLOAT8.get(rope.dtype, 0), **self._dtypes(),
+            K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
+            ROPE_SCALED=latent and rope_scale is not None,
+            LATENT=latent, SPARSE=spec.sparse,
+            BLOCK_M=rows, BLOCK_N=tiles.block_keys,
+            SPLIT_BLOCKS=tiles.split_keys // tiles.block_keys, MERGE_PER_SPLIT=spec.exact,
+            num_warps=warps, num_stages=2, **options,
+        )  # fmt: skip
+
+    def _dtypes(self) -> dict[str, Any]:
+        from ramify.kernels.triton.paged_attention import TYPES
+
+        rounded = TYPES[str(_compute_dtype(self.spec)).removeprefix("torch.")]
+        return {"TYPE": rounded, "INTERPRETED": self._interpreted}
+
+
+def _compute_dtype(spec: AttentionSpec) -> torch.dtype:
+    """What products multiply: float32 where either side has it."""
+    return torch.float32 if spec.plane_dtype == torch.float32 else spec.dtype
+
+
+def _padded_dim(dim: int) -> int:
+    """Lanes for a dimension: a power of two, and at least what a matrix instruction takes."""
+    return max(16, next_power_of_two(dim))
+
+
+def _as_uint8(plane: Tensor) -> Tensor:
+    return plane.view(torch.uint8) if plane.dtype in FLOAT8 else plane

@@ -1,0 +1,92 @@
+"""Small arrays of a step on a device: one upload, and addresses that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NUM_STAGES = 2  # one is written while the other may still be on its way to the device
+
+
+def next_power_of_two(count: int) -> int:
+    """`count` rounded up to a power of two: capacities grow seldom."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+class StagingBuffers:
+    """Named int32 arrays in one device buffer that is updated in place.
+
+    An array's address changes only when one of them outgrows its capacity; `generation` counts that,
+    and a CUDA graph captured in an earlier generation must not be replayed. The host side is
+    pinned, and staged twice with an event each: a copy still on its way is never overwritten.
+    Nothing is read back from the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generation = 0
+        self._capacity: dict[str, tuple[int, int]] = {}
+        self._offsets: dict[str, int] = {}
+        self._step = 0
+
+    def upload(self, arrays: Mapping[str, NDArray[np.int32]]) -> dict[str, Tensor]:
+        """The arrays on the device, each [capacity, width] of at least its own shape.
+
+        Rows beyond an array's own are zeros, but for the last one's, where nobody looks.
+
+        Args:
+            arrays: [n] or [n, width]; the same names in the same order at every step.
+        """
+        tables = {name: a if a.ndim == 2 else a[:, None] for name, a in arrays.items()}
+        needed = {
+            name: (next_power_of_two(len(t)), next_power_of_two(t.shape[1]))
+            for name, t in tables.items()
+        }
+        before = {name: self._capacity.get(name, (0, 0)) for name in needed}
+        grown = {
+            name: (max(rows, before[name][0]), max(width, before[name][1]))
+            for name, (rows, width) in needed.items()
+        }
+        if grown != self._capacity:
+            self._allocate(grown)
+        stage = self._step % NUM_STAGES
+        self._step += 1
+        if self.device.type == "cuda" and self._step > NUM_STAGES:
+            self._events[stage].synchronize()
+        host, end = self._host[stage], 0
+        last = next(reversed(tables))
+        for name, table in tables.items():
+            rows, width = self._capacity[name]
+            view = host[self._offsets[name] :][: rows * width].reshape(rows, width)
+            view[: len(table), : table.shape[1]] = table
+            end = self._offsets[name] + len(table) * width
+            if name != last:
+                view[len(table) :] = 0
+        self._buffer[:end].copy_(self._staged[stage][:end], non_blocking=True)
+        if self.device.type == "cuda":
+            self._events[stage].record()
+        return {name: self._view(name) for name in tables}
+
+    def _view(self, name: str) -> Tensor:
+        rows, width = self._capacity[name]
+        return self._buffer[self._offsets[name] :][: rows * width].view(rows, width)
+
+    def _allocate(self, grown: dict[str, tuple[int, int]]) -> None:
+        self._capacity = grown
+        total = 0
+        for name, (rows, width) in grown.items():
+            self._offsets[name] = total
+            total += -(-rows * width // 32) * 32  # 128 bytes: whole cache lines
+        on_gpu = self.device.type == "cuda"
+        self._buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
+        self._staged = [
+            torch.zeros(total, dtype=torch.int32, pin_memory=on_gpu) for _ in range(NUM_STAGES)
+        ]
+        self._host = [staged.numpy() for staged in self._staged]
+        self._events = [torch.cuda.Event() for _ in range(NUM_STAGES)] if on_gpu else []
+        self._step = 0
+        self.generation += 1

@@ -1,0 +1,128 @@
+"""Counts what happens in a cache: hit rates over its life and lately, evictions, ages."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final
+
+from ramify.cache.ghosts import REASONS
+from ramify.cache.types import NUM_BUCKETS, PER_SECOND, Histogram
+
+log = logging.getLogger(__name__)
+
+RECENT_LOOKUPS: Final = 512  # lookups; the recent hit rate is over the last one to two of them
+MISS: Final = NUM_BUCKETS  # the gap of a lookup that found nothing
+_MAX_BITS: Final = sys.float_info.max_exp + 8  # of the longest time, in 256ths of a second
+
+
+class CacheCounters:
+    """The counters of one cache.
+
+    Args:
+        log_every: lookups from one log line to the next; 0 for none.
+    """
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every = log_every
+        self.lookups = self.tokens = self.hit_tokens = self.ideal_tokens = 0
+        self.evictions = [0] * len(REASONS)  # pages, by reason
+        self._residency = [0] * (_MAX_BITS + 1)  # pages, by bits of the time
+        self._idle = [0] * (_MAX_BITS + 1)
+        self._reuse_gap = [0] * (NUM_BUCKETS + 1)  # and a place for misses
+        # where generations began: lookups ever, lookups that count, tokens, hit tokens
+        self._window_starts = [(0, 0, 0, 0)] * 3
+        self._num_cancelled = 0
+        self._next_window = RECENT_LOOKUPS
+        self._logged = (0, 0, 0)
+        self.next_log = log_every or sys.maxsize  # lookups at which a line is due
+
+    def lookup(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
+        """Count a lookup; `gap` is the `log2_bucket` of seconds since the last use, or MISS."""
+        if self.lookups >= self._next_window:
+            self._window_starts = [
+                *self._window_starts[1:],
+                (self.lookups + self._num_cancelled, *self._totals()),
+            ]
+            self._next_window = self.lookups + RECENT_LOOKUPS
+        self.lookups += 1
+        self.tokens += tokens
+        self.hit_tokens += hit_tokens
+        self.ideal_tokens += ideal_tokens
+        self._reuse_gap[gap] += 1
+
+    def cancel(
+        self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int, number: int
+    ) -> None:
+        """Take the `number`-th lookup off, which led to nothing."""
+        self._num_cancelled += 1
+        self._window_starts = [
+            (ever, lookups - 1, all_tokens - tokens, hits - hit_tokens) if number <= ever else mark
+            for mark in self._window_starts
+            for ever, lookups, all_tokens, hits in (mark,)
+        ]
+        self.lookups -= 1
+        self.tokens -= tokens
+        self.hit_tokens -= hit_tokens
+        self.ideal_tokens -= ideal_tokens
+        self._reuse_gap[gap] -= 1
+
+    def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
+        """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
+        self.evictions[reason] += num_pages
+        self._residency[int(age_s * PER_SECOND).bit_length()] += num_pages
+        self._idle[int(idle_s * PER_SECOND).bit_length()] += num_pages
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Tokens asked for and found in the last one to two generations of lookups."""
+        begun = (
+            self.lookups > self._window_starts[2][1]
+        )  # else the lookup that began it was cancelled
+        _, _, tokens, hits = self._window_starts[1 if begun else 0]
+        return max(0, self.tokens - tokens), max(0, self.hit_tokens - hits)
+
+    @property
+    def histograms(self) -> tuple[Histogram, Histogram, Histogram]:
+        """Age at eviction and idle time at eviction, by page; gap before a hit, by lookup."""
+        return (
+            Histogram(_bucketed(self._residency)),
+            Histogram(_bucketed(self._idle)),
+            Histogram(tuple(self._reuse_gap[:NUM_BUCKETS])),
+        )
+
+    def write_log(self, used: int, cached: int, free: int) -> None:
+        """One line about the lookups since the last one, and about the pages now."""
+        lookups, tokens, hits = (
+            now - last for now, last in zip(self._totals(), self._logged, strict=True)
+        )
+        self._logged = self._totals()
+        self.next_log = self.lookups + self.log_every
+        log.info(
+            "prefix cache: %d lookups, %d of %d tokens found (%.1f %%; %.1f %% since the start, "
+            "%.1f %% in an infinite cache); pages %d in use, %d cached, %d free; %d evicted so far",
+            lookups,
+            hits,
+            tokens,
+            100 * hits / max(1, tokens),
+            100 * self.hit_tokens / max(1, self.tokens),
+            100 * self.ideal_tokens / max(1, self.tokens),
+            used,
+            cached,
+            free,
+            sum(self.evictions),
+        )
+
+    def _totals(self) -> tuple[int, int, int]:
+        return self.lookups, self.tokens, self.hit_tokens
+
+
+def _bucketed(by_bits: list[int]) -> tuple[int, ...]:
+    last = NUM_BUCKETS - 1
+    return (*by_bits[:last], sum(by_bits[last:]))
+
+
+def log2_bucket(seconds: float) -> int:
+    """The bucket of an age."""
+    found = int(seconds * PER_SECOND).bit_length()
+    return found if found < NUM_BUCKETS else NUM_BUCKETS - 1

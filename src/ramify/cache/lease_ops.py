@@ -1,0 +1,123 @@
+"""What every request does with the cache: look up, publish, let go. Compiled where that is possible."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ramify.cache.key import atoms_of
+from ramify.cache.leases import Lease, LeaseRegistry
+from ramify.cache.node_store import NodeStore
+from ramify.cache.packed import ATOM_BYTES
+from ramify.cache.pages import ID_BYTES, Pages, pack_pages
+from ramify.cache.pins import PinTable
+from ramify.cache.types import validate_int
+from ramify.errors import LeaseError
+
+NEVER_S: Final = float("inf")
+
+
+class LeaseOps:
+    """Leases over the pages of a store, some of which are pins.
+
+    What callers of `PrefixCache` hand over comes here as it is (`Any`), and is looked at before
+    anything changes.
+    """
+
+    def __init__(self, store: NodeStore, registry: LeaseRegistry, max_pinned: int) -> None:
+        self._store, self._registry = store, registry
+        self._tree, self._page_size = store.tree, store.tree.page_size
+        self.pins = PinTable(store.tree, max_pinned, store.clock, self.cancel_pin)
+
+    def matchable_bytes(self, key: Any) -> int:
+        """Bytes of a key that may be found: at least one token is always computed."""
+        page_bytes = self._tree.page_bytes
+        return max(0, len(atoms_of(key)) - 1) // page_bytes * page_bytes
+
+    def acquire(self, key: Any, pending: bool) -> Lease:
+        """Pin the longest usable prefix of a key that is there, and count the lookup.
+
+        Args:
+            pending: whether announced pages count.
+        """
+        lease = self.pin_prefix(key, self.matchable_bytes(key), pending, count_lookup=True)
+        if self.pins.next_expiry_s < NEVER_S:
+            self.pins.refresh(self._tree.path(lease.node))
+        return lease
+
+    def pin_prefix(
+        self, key: Any, end: int, pending: bool = False, count_lookup: bool = False
+    ) -> Lease:
+        """Pin the longest prefix of a key that is there, up to byte `end` of its atoms."""
+        tree, store = self._tree, self._store
+        atoms: bytes = key.atoms
+        root = tree.roots.get(key.namespace, 0)
+        if not root:
+            root, path = tree.add_root(key.namespace), list[int]()
+        else:
+            path, part, covered = tree.find(root, atoms, end, pending=pending)
+            if part:
+                path.append(store.split(part, covered))
+        store.pin_path(root, path)
+        node, packed, num_pending = root, b"", 0
+        if path:
+            node, packed = path[-1], tree.path_pages(path)
+            if tree.leader[node]:
+                num_pending = sum([tree.resident[at] for at in path if tree.leader[at]])
+        found = len(packed) // ID_BYTES * self._page_size
+        if not count_lookup:
+            return self._registry.open(key, found, packed, node, num_pending)
+        counts = store.count_lookup(path, node, atoms, found, end)
+        return self._registry.open(key, found, packed, node, num_pending, counts)
+
+    def publish(self, lease: Any, key: Any, private: Any) -> Lease:
+        """See `PrefixCache.publish`."""
+        self._registry.require(lease)
+        packed, store = self._registry.pack_extension(lease, key, private), self._store
+        if self._tree.leader[lease.node]:
+            if self._registry.is_blocked(lease):
+                raise LeaseError(
+                    f"lease {lease.id} depends on pages that are not computed yet; "
+                    "publish their leader first"
+                )
+            store.ledger.require_private(packed)
+            store.mark_ready(self._registry.pending_nodes(lease))
+        lease.node, pages = store.insert(lease.node, key, lease.num_tokens * ATOM_BYTES, packed)
+        end = lease.num_tokens + len(pages) // ID_BYTES * self._page_size
+        return self._registry.replace(lease, key, end, lease.packed_pages + pages)
+
+    def release(self, lease: Any, private: Any) -> None:
+        """See `PrefixCache.release`."""
+        self._registry.require(lease, withdrawn=True)
+        packed = pack_pages(private)
+        if self._tree.leader[lease.node] and (announced := self._registry.pending_nodes(lease)):
+            self._store.ledger.require_private(packed)
+            pins = self._tree.ref_count[announced[0]]
+            if pins > 1:
+                raise LeaseError(
+                    f"{pins - 1} other leases depend on pages that lease {lease.id} announced and "
+                    "did not compute; withdraw it first"
+                )
+            self._store.drop_pending(self._registry.withdraw(announced[0], [lease]))
+        if packed:
+            self._store.ledger.give_back(packed)
+        self._registry.close(lease)
+        self._store.release_used(
+            lease.node, lease.lookup_counts[1] // self._page_size, lease.lookup_counts[4]
+        )
+
+    def reserve(self, num_pages: Any) -> Pages:
+        """See `PrefixCache.reserve`."""
+        is_count = type(num_pages) is int and num_pages >= 0  # as a rule: it need not be checked
+        count: int = num_pages if is_count else validate_int("num_pages", num_pages)
+        store = self._store
+        missing = count - store.ledger.num_free
+        if missing > 0:
+            if self.pins.next_expiry_s < NEVER_S:
+                self.pins.expire()
+            store.evict_for(count, missing)
+        return Pages(store.ledger.take(count))
+
+    def cancel_pin(self, lease: Lease) -> None:
+        """End a lease that was not used."""
+        self._registry.close(lease)
+        self._store.unpin(lease.node)

@@ -1,0 +1,256 @@
+"""`ramify chat`: a conversation in the terminal, with an engine of its own or any OpenAI URL."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+from ramify.errors import ConfigError, RamifyError
+from ramify.params import SamplingParams
+
+HELP = "/exit ends, /clear begins anew, Ctrl-C stops an answer, Ctrl-D ends"
+TIMEOUT_S = 600.0
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnUsage:
+    """What a turn took; None where a server does not say."""
+
+    prompt: int | None = None
+    cached: int | None = None
+    output: int | None = None
+
+    def line(self, total_s: float) -> str:
+        """For the end of a turn."""
+        if self.prompt is None:
+            return f"[{total_s:.1f} s]"
+        if self.cached is None:
+            return f"[prompt {self.prompt}, output {self.output}, {total_s:.1f} s]"
+        computed = self.prompt - self.cached
+        return (
+            f"[prompt {self.prompt}: {self.cached} cached, {computed} computed; "
+            f"output {self.output}, {total_s:.1f} s]"
+        )
+
+
+class Backend(Protocol):
+    """Who answers."""
+
+    name: str
+
+    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
+        """Pieces of text, and at the end what it took. Closing it ends the request."""
+        ...
+
+
+class ChatError(RamifyError):
+    """This turn was not answered; the conversation goes on."""
+
+
+class RemoteBackend:
+    """A server with OpenAI's API.
+
+    Args:
+        url: with or without `/v1`.
+        model: None takes the first that the server lists.
+    """
+
+    def __init__(
+        self, url: str, *, key: str | None, model: str | None, options: Mapping[str, Any]
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url} must begin with http:// or https://")
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._options = dict(options)
+        self.name = model or self._first_model()
+
+    def _first_model(self) -> str:
+        try:
+            with self._open("/models", None) as answer:
+                return str(json.load(answer)["data"][0]["id"])
+        except (ChatError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{self._base} lists no model: {error}") from error
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, self._headers)  # noqa: S310
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310 - http only
+        except urllib.error.HTTPError as error:
+            raise ChatError(f"{error.code}: {_message_of(error.read())}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(str(error)) from error
+
+    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
+        """See `Backend`."""
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        use = TurnUsage()
+        with self._open("/chat/completions", body | self._options) as answer:
+            for event in _events(answer):
+                if event.get("error"):
+                    raise ChatError(str(event["error"].get("message", event["error"])))
+                use = _usage_of(event.get("usage")) or use
+                for choice in event.get("choices") or ():
+                    text = (choice.get("delta") or {}).get("content")
+                    if text:
+                        yield text
+        yield use
+
+
+def _events(answer: Any) -> Iterator[dict[str, Any]]:
+    try:
+        for line in answer:
+            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                yield json.loads(line[5:])
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ChatError(f"the answer broke off: {error}") from error
+
+
+def _usage_of(told: Mapping[str, Any] | None) -> TurnUsage | None:
+    if not told:
+        return None
+    details = told.get("prompt_tokens_details") or {}
+    return TurnUsage(
+        told.get("prompt_tokens"), details.get("cached_tokens"), told.get("completion_tokens")
+    )
+
+
+def _message_of(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:200].decode("utf-8", "replace")
+
+
+class LocalBackend:
+    """An engine of its own, stepped here."""
+
+    def __init__(self, model: str, params: SamplingParams, options: Mapping[str, Any]) -> None:
+        from ramify.engine.llm import LLM
+
+        self.name = model
+        self._llm = LLM(model, progress=sys.stderr.isatty(), **options)
+        if self._llm.tokenizer is None or not self._llm.tokenizer.has_chat_template:
+            raise ConfigError(f"{model} has no chat template, which a conversation needs")
+        self._params = params
+
+    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
+        """See `Backend`."""
+        llm = self._llm
+        assert llm.tokenizer is not None
+        request_id = llm.add_request(llm.tokenizer.encode_chat(messages), self._params)
+        output = None
+        try:
+            while output is None:
+                for event in llm.step():
+                    output = event.output or output
+                    if event.text:
+                        yield event.text
+        finally:
+            if output is None:
+                llm.abort(request_id)
+            llm.take_output(request_id)
+        if output.error is not None:
+            raise ChatError(str(output.error))
+        used = output.usage
+        yield TurnUsage(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+
+
+class Chat:
+    """The conversation.
+
+    Args:
+        lines: what is typed, one line a turn.
+        out: for the answers; what is not an answer goes to `notes`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        lines: Callable[[], str | None],
+        out: TextIO,
+        notes: TextIO,
+        system: str | None = None,
+    ) -> None:
+        self._backend, self._lines, self._out, self._notes = backend, lines, out, notes
+        self._begin: list[Message] = [] if system is None else [_message("system", system)]
+        self.messages = list(self._begin)
+
+    def run(self) -> None:
+        """Until /exit or the end of the input."""
+        self._note(f"{self._backend.name}: {HELP}")
+        while True:
+            try:
+                line = self._lines()
+            except KeyboardInterrupt:
+                self._note("")
+                continue
+            if line is None or line.strip() == "/exit":
+                return
+            if line.strip() == "/clear":
+                self.messages = list(self._begin)
+                self._note("cleared")
+            elif line.strip().startswith("/"):
+                self._note(HELP)
+            elif line.strip():
+                self._turn(line.strip())
+
+    def _turn(self, text: str) -> None:
+        """One question and its answer; what was said up to a Ctrl-C stays in the conversation."""
+        asked = [*self.messages, _message("user", text)]
+        start, pieces, use = time.monotonic(), [], TurnUsage()
+        answer = self._backend.answer(asked)
+        try:
+            for piece in answer:
+                if isinstance(piece, TurnUsage):
+                    use = piece
+                    continue
+                pieces.append(piece)
+                self._out.write(piece)
+                self._out.flush()
+        except KeyboardInterrupt:
+            self._note("\n(stopped)")
+        except RamifyError as error:
+            self._note(f"error: {error}")
+            return
+        finally:
+            close = getattr(answer, "close", None)
+            if close is not None:
+                close()
+        self._out.write("\n")
+        self._out.flush()
+        self.messages = [*asked, _message("assistant", "".join(pieces))]
+        self._note(use.line(time.monotonic() - start))
+
+    def _note(self, text: str) -> None:
+        self._notes.write(text + "\n")
+        self._notes.flush()
+
+
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def read_line() -> str | None:
+    """The next line of stdin, with a prompt if somebody types; None at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

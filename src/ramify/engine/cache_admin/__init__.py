@@ -1,0 +1,1 @@
+"""Cache administration: `llm.cache`, warm-up."""

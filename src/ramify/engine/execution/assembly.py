@@ -1,0 +1,192 @@
+"""A checkpoint becomes an engine: weights, attention, page pool, and the core above them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ramify.attention.backend import AttentionBackend, AttentionSpec, BackendChoice, select_backend
+from ramify.attention.exactness import Exactness
+from ramify.attention.mla import MlaAttention
+from ramify.cache.key import namespace_of
+from ramify.config import EngineConfig, ResolvedConfig, resolve
+from ramify.engine.core import EngineCore
+from ramify.engine.execution.acceptance import rejection_sample
+from ramify.engine.execution.host_memory import free_memory
+from ramify.engine.execution.local_executor import LocalExecutor
+from ramify.engine.execution.runner import ModelRunner
+from ramify.engine.execution.sampler import sample_from_cdf
+from ramify.engine.logits.grammar import GrammarCompiler
+from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.errors import CheckpointError, ConfigError, ModelError
+from ramify.kv.pool import KVPool
+from ramify.models.config import ModelConfig
+from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
+from ramify.models.loader import (
+    Decoder,
+    find_checkpoint,
+    load_model,
+    read_config,
+    resolve_dtype,
+)
+
+
+class LocalEngine:
+    """Everything that was made of a checkpoint. `core` is what serves requests.
+
+    Args:
+        requested: what the user wants; `requested.model.model` names the checkpoint.
+        progress: bars on stderr while weights load, if it is a terminal.
+
+    Raises:
+        ConfigError, ModelError: see `LLM`.
+    """
+
+    def __init__(self, requested: EngineConfig, *, progress: bool = False) -> None:
+        self.path = find_checkpoint(requested.model.model)
+        self.model_config: ModelConfig = read_config(self.path)
+        config, exact = self.model_config, requested.attention.exact
+        dtype = resolve_dtype(requested.model.dtype, config)
+        self.kv_dtype = kv_dtype = resolve_kv_dtype(requested.cache.kv_dtype, dtype)
+        layout = kv_layout(config)
+        self.config: ResolvedConfig = resolve(
+            requested,
+            model_max_len=config.max_model_len,
+            token_bytes=layout.token_bytes(kv_dtype),
+            free_memory=free_memory(),
+        )
+        self.attention_spec: AttentionSpec = attention_spec(
+            config,
+            page_size=self.config.page_size,
+            dtype=dtype,
+            exact=exact,
+            kv_dtype=kv_dtype,
+        )
+        self.backend_choice: BackendChoice = select_backend(
+            requested.attention.attention_backend, self.attention_spec, torch.device("cpu")
+        )
+        self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
+        weights = load_model(self.path, dtype=requested.model.dtype, exact=exact, progress=progress)
+        self.decoder: Decoder = weights
+        pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
+        self.attention: AttentionBackend | MlaAttention = build_attention(
+            config, self.attention_spec, self.backend_choice.backend
+        )
+        self.runner = ModelRunner(
+            weights, pool, self.attention, **({} if exact else {"row_multiple": 1})
+        )
+        tokenizer = self.tokenizer
+        eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
+        decoder: Callable[[], Detokenizer] | None = None
+        self.grammar_compiler: GrammarCompiler | None = None
+        if tokenizer is not None:
+            decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
+            self.grammar_compiler = GrammarCompiler(
+                tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
+            )
+        self.weights_epoch = 0  # of the weights
+        by_rejection = requested.speculative.speculative_sampling == "rejection"
+        self.core = EngineCore(
+            self.config,
+            LocalExecutor(self.runner, rejection_sample if by_rejection else sample_from_cdf),
+            vocab_size=config.vocab_size,
+            eos_token_ids=eos_token_ids,
+            namespace=self._namespace(self.path, self.weights_epoch),
+            detokenizer_factory=decoder,
+            grammar_compiler=self.grammar_compiler.compile if self.grammar_compiler else None,
+        )
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the weights in the dtype that they compute in."""
+        shapes = self.model_config.tensor_shapes().values()
+        return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
+
+    def exactness(self) -> list[Exactness]:
+        """How each operation of the model and its attention is computed, and why."""
+        return [*self.decoder.exactness(), *self.attention.exactness()]
+
+    # -- other weights -----------------------------------------------------------------------
+
+    def load_weights(self, model: str | Path, *, progress: bool = False) -> WeightSwap:
+        """Weights that can take the place of today's; nothing of the engine changes.
+
+        Any thread may call it while another one drives the core.
+
+        Raises:
+            ModelError: there is no such checkpoint, it is damaged, or of another architecture,
+                size or vocabulary.
+            ConfigError: old and new weights do not fit into memory together. (The old ones go
+                when the new ones are there, so that nothing is lost when loading fails.)
+        """
+        path = find_checkpoint(model)
+        found = read_config(path)
+        if found != self.model_config:
+            names = [
+                name
+                for name in ModelConfig.__dataclass_fields__
+                if getattr(found, name) != getattr(self.model_config, name)
+            ]
+            name = names[0]
+            raise ModelError(
+                f"{path} is another model than {self.path}: {name} is {getattr(found, name)!r} and "
+                f"not {getattr(self.model_config, name)!r}; weights can only be replaced by "
+                "those of the same model, so start another engine for it"
+            )
+        free = free_memory()
+        if free and self.num_weight_bytes > free:
+            raise ConfigError(
+                f"the new weights need {self.num_weight_bytes:,} bytes beside the old ones but "
+                f"only {free:,} are free; restart with the new checkpoint instead"
+            )
+        asked = self.config.requested
+        decoder = load_model(
+            path, dtype=asked.model.dtype, exact=asked.attention.exact, progress=progress
+        )
+        return WeightSwap(self, path, decoder)
+
+    def install_weights(self, path: Path, decoder: Decoder) -> bytes:
+        """Compute with other weights from now on; returns their namespace. See `WeightSwap`."""
+        namespace = self._namespace(path, self.weights_epoch + 1)
+        self.path, self.decoder, self.runner.model = path, decoder, decoder
+        self.weights_epoch += 1
+        return namespace
+
+    def _namespace(self, path: Path, epoch: int) -> bytes:
+        exact = int(self.config.requested.attention.exact)
+        model = _fingerprint(path)
+        later = {"epoch": epoch} if epoch else {}
+        return namespace_of(model=model, kv_dtype=str(self.kv_dtype), exact=exact, **later)
+
+
+class WeightSwap:
+    """New weights, ready: calling it in the thread of the core puts them in, between two steps."""
+
+    def __init__(self, engine: LocalEngine, path: Path, decoder: Decoder) -> None:
+        self._engine, self._path, self._decoder = engine, path, decoder
+
+    def __call__(self) -> bytes:
+        """Replace the weights; returns the namespace of their K/V."""
+        return self._engine.install_weights(self._path, self._decoder)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer | None:
+    if not (path / "tokenizer.json").is_file():
+        return None  # token ids in, token ids out
+    return Tokenizer.load(path)
+
+
+def _fingerprint(path: Path) -> str:
+    """What tells these weights from others: names, sizes and times of the checkpoint's files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
+        try:
+            facts = file.stat()
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        digest.update(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

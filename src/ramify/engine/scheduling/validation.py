@@ -1,0 +1,89 @@
+"""What a request must be like to be queued at all."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ramify.config import ResolvedConfig
+from ramify.errors import (
+    EmptyPromptError,
+    InvalidParamsError,
+    PromptTooLongError,
+    RequestTooLargeError,
+    TokenOutOfRangeError,
+)
+from ramify.params import SamplingParams
+
+
+def validate_token_ids(token_ids: Sequence[int], vocab_size: int) -> array[int]:
+    """The ids as 32-bit integers.
+
+    Raises:
+        RequestError: there are none, or one that is no integer in [0, vocab_size).
+    """
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+        raise InvalidParamsError("prompt", token_ids, "text or a sequence of token ids")
+    ids = list(token_ids)
+    if not ids:
+        raise EmptyPromptError
+    for kind in set(map(type, ids)):  # few, however long the prompt is
+        if kind is bool or not issubclass(kind, int | np.integer):
+            place = next(place for place, token in enumerate(ids) if type(token) is kind)
+            raise InvalidParamsError(f"prompt[{place}]", ids[place], "an integer token id")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        position = next(place for place, one in enumerate(ids) if not 0 <= one < vocab_size)
+        raise TokenOutOfRangeError(int(ids[position]), position, vocab_size)
+    return array("i", ids)
+
+
+def resolve_max_len(num_prompt: int, params: SamplingParams, config: ResolvedConfig) -> int:
+    """Tokens, prompt included, at which a request ends at the latest.
+
+    Raises:
+        RequestError: the prompt fills the context, or the request would not fit in an empty pool.
+    """
+    limit = config.max_model_len
+    if num_prompt >= limit:
+        raise PromptTooLongError(num_prompt, limit)
+    page_size, num_pages = config.page_size, config.num_pages
+    if params.max_tokens is None:  # as long as context and pool allow
+        asked = min(limit, max(num_prompt, num_pages * page_size) + 1)
+    else:
+        asked = min(limit, num_prompt + params.max_tokens)
+    pages = -(-(asked - 1) // page_size)  # the last token's K/V is never needed
+    if pages > num_pages:
+        raise RequestTooLargeError(num_prompt, asked - num_prompt, num_pages, page_size)
+    return asked
+
+
+def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse options about tokens that the model does not have.
+
+    Raises:
+        InvalidParamsError: a token id is not below `vocab_size`.
+    """
+    allowed = f"of token ids in 0..{vocab_size - 1}, those of this model"
+    for name, ids in (
+        ("logit_bias", params.biases),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidParamsError(name, max(ids), allowed)
+
+
+def validate_request_options(
+    priority: object, tenant: object, salt: object, max_shared: object
+) -> None:
+    """Raise InvalidParamsError for an option of a request that has another type or range."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidParamsError("priority", priority, "an integer")
+    if max_shared is not None and (
+        isinstance(max_shared, bool) or not isinstance(max_shared, int) or max_shared < 0
+    ):
+        raise InvalidParamsError("max_shared", max_shared, "None or a number of tokens >= 0")
+    for name, value in (("tenant", tenant), ("salt", salt)):
+        if not isinstance(value, str):
+            raise InvalidParamsError(name, value, "a text")

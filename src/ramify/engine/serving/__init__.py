@@ -1,0 +1,1 @@
+"""The engine thread and the streams it feeds."""

@@ -1,0 +1,1 @@
+"""Conversations whose tokens are kept."""

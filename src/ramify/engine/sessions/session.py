@@ -1,0 +1,396 @@
+"""Sessions: prompts that grow turn by turn, branch and go back, and are computed once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from ramify.cache.pins import Pin
+from ramify.engine.core import StepOutput
+from ramify.engine.serving.streams import Stream
+from ramify.engine.sessions.transcript import Savepoint, Transcript
+from ramify.engine.text.prompt_inputs import Message, Prompt
+from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
+from ramify.params import FinishReason, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from ramify.engine.async_llm import AsyncLLM
+    from ramify.engine.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What holds for every turn of a session and its forks."""
+
+    priority: int = 0
+    tenant: str = ""
+    salt: str = ""
+    pin: bool = False
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Before the first answer, not after it."""
+        ttl_s: Any = self.ttl_s
+        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+        if ttl_s is not None and not (is_number and ttl_s > 0):
+            raise InvalidParamsError("ttl_s", ttl_s, "None or more than 0 seconds")
+
+
+class _SessionCore:
+    """What sessions of both kinds of engine have in common: what was said, and the pin."""
+
+    def __init__(self, transcript: Transcript, options: SessionOptions) -> None:
+        self.transcript, self.options = transcript, options
+        self.pinned: Pin | None = None
+        self.pin_refused: str | None = None
+        self.is_busy = False
+        self.num_closed = 0  # times: an answer that was begun before is not pinned
+
+    def begin(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
+        chosen: Any = SamplingParams() if params is None else params
+        if not isinstance(chosen, SamplingParams):
+            raise InvalidParamsError("params", params, "SamplingParams or None")
+        if chosen.n != 1:
+            raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
+        self.require_idle("generate")
+        return self.transcript.prompt_ids(), chosen
+
+    def require_idle(self, call: str) -> None:
+        """Raise InvalidParamsError while an answer is made: it follows what was said before it."""
+        if self.is_busy:
+            allowed = "left until the answer that is being made is there: await it, or fork"
+            raise InvalidParamsError(call, "called", allowed)
+
+    def end(self, output: RequestOutput) -> bool:
+        """Add an answer, unless it failed; whether it is to be pinned."""
+        if output.error is not None or output.finish_reason is FinishReason.ABORT:
+            return False
+        self.transcript.add_answer(output)
+        return self.options.pin
+
+
+class Session:
+    """A growing prompt over an `LLM`; made by `LLM.session`.
+
+    A plain session is a sequence of token ids: text that is appended is tokenised by itself, what
+    was generated stays as the ids that it was generated as. A conversation is a list of messages
+    for the chat template; see `Transcript` for what of it is tokenised again, and when.
+
+    K/V is found in the cache, where all earlier turns are unless they were evicted: a turn computes
+    the new tokens, and what is left of the last page before them. Forks share it in the same way;
+    nothing is copied. With `pin`, the newest turn is kept from eviction as far as the cache's
+    budget for pins allows.
+    """
+
+    def __init__(self, llm: LLM, transcript: Transcript, options: SessionOptions) -> None:
+        self._llm, self._core = llm, _SessionCore(transcript, options)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids so far; of a conversation up to the last answer."""
+        return tuple(self._core.transcript.token_ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of a conversation, answers included."""
+        return self._core.transcript.messages
+
+    @property
+    def pin_refused(self) -> str | None:
+        """Why the last turn could not be pinned, if it was to be."""
+        return self._core.pin_refused
+
+    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
+        """Say something more.
+
+        Args:
+            more: a text or token ids; in a conversation a message, several, or the text of a
+                user's message.
+        """
+        self._core.transcript.append(more)
+
+    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+        """Answer, and remember the answer: the next turn goes on after it.
+
+        One that failed (`output.error`) is not remembered.
+
+        Raises:
+            RequestError: it can never be served; the session is as before.
+        """
+        turns, options = self._core, self._core.options
+        ids, chosen = turns.begin(params)
+        [output] = self._llm.generate(
+            [ids],
+            chosen,
+            priority=options.priority,
+            tenant=options.tenant,
+            salt=options.salt,
+            progress=False,
+        )
+        before = turns.transcript.mark()
+        if turns.end(output):
+            try:
+                self._pin()
+            except BaseException:  # an interrupt: as if it had not been answered
+                turns.transcript.rollback(before)
+                raise
+        return output
+
+    def mark(self) -> Savepoint:
+        """Where the session is now, for `rollback`."""
+        return self._core.transcript.mark()
+
+    def rollback(self, to: Savepoint | int) -> None:
+        """Go back to a mark, or forget the last `to` tokens; in a conversation, messages.
+
+        Raises:
+            InvalidParamsError: there is no such point.
+        """
+        self._core.transcript.rollback(to)
+
+    def fork(self, count: int = 2) -> list[Session]:
+        """Sessions that go on from here, each for itself; this one stays as it is."""
+        turns = self._core
+        return [
+            Session(self._llm, turns.transcript.copy(), turns.options)
+            for _ in range(_validate_count(count))
+        ]
+
+    def close(self) -> None:
+        """End the pin, if there is one. What was computed stays cached as anything else."""
+        turns = self._core
+        if turns.pinned is not None:
+            pin, turns.pinned = turns.pinned, None
+            _unpin(self._llm, pin)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pin(self) -> None:
+        turns, options = self._core, self._core.options
+        turns.pin_refused, before = None, turns.pinned
+        try:
+            turns.pinned = self._llm.cache.pin(
+                turns.transcript.token_ids,
+                owner="session",
+                ttl_s=options.ttl_s,
+                tenant=options.tenant,
+                salt=options.salt,
+            )
+        except PinError as error:
+            turns.pin_refused = str(error)
+            return
+        if before is not None:
+            _unpin(self._llm, before)
+
+
+class AsyncSession:
+    """The same over an `AsyncLLM`: see `Session`; answers are awaited or streamed."""
+
+    def __init__(self, llm: AsyncLLM, transcript: Transcript, options: SessionOptions) -> None:
+        self._llm, self._core = llm, _SessionCore(transcript, options)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """See `Session.token_ids`."""
+        return tuple(self._core.transcript.token_ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """See `Session.messages`."""
+        return self._core.transcript.messages
+
+    @property
+    def pin_refused(self) -> str | None:
+        """See `Session.pin_refused`."""
+        return self._core.pin_refused
+
+    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
+        """See `Session.append`; not while an answer is made.
+
+        Raises:
+            InvalidParamsError: an answer is being made, or `more` is malformed.
+        """
+        self._core.require_idle("append")
+        self._core.transcript.append(more)
+
+    async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+        """See `Session.generate`; an answer that was aborted or cancelled is not remembered."""
+        found: RequestOutput | None = None
+        async for event in self.stream(params):
+            found = event.output
+        assert found is not None
+        return found
+
+    def stream(self, params: SamplingParams | None = None) -> SessionStream:
+        """The increments of the answer, which is remembered when the last one was taken."""
+        return SessionStream(self, params)
+
+    def mark(self) -> Savepoint:
+        """See `Session.mark`."""
+        return self._core.transcript.mark()
+
+    def rollback(self, to: Savepoint | int) -> None:
+        """See `Session.rollback`; not while an answer is made."""
+        self._core.require_idle("rollback")
+        self._core.transcript.rollback(to)
+
+    def fork(self, count: int = 2) -> list[AsyncSession]:
+        """See `Session.fork`."""
+        turns = self._core
+        return [
+            AsyncSession(self._llm, turns.transcript.copy(), turns.options)
+            for _ in range(_validate_count(count))
+        ]
+
+    async def aclose(self) -> None:
+        """See `Session.close`; an answer that is being made will not be pinned."""
+        turns = self._core
+        turns.num_closed += 1
+        if turns.pinned is not None:
+            pin, turns.pinned = turns.pinned, None
+            await self._unpin(pin)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _pin(self, num_closed: int) -> None:
+        turns, options = self._core, self._core.options
+        turns.pin_refused, before = None, turns.pinned
+        try:
+            pin = await self._llm.cache.pin(
+                turns.transcript.token_ids,
+                owner="session",
+                ttl_s=options.ttl_s,
+                tenant=options.tenant,
+                salt=options.salt,
+            )
+        except (PinError, EngineStoppedError) as error:  # the answer is there all the same
+            turns.pin_refused = str(error)
+            return
+        if num_closed != turns.num_closed:
+            before = pin
+        else:
+            turns.pinned = pin
+        if before is not None:
+            await self._unpin(before)
+
+    async def _unpin(self, pin: Pin) -> None:
+        async def end() -> None:
+            with suppress(PinError, EngineStoppedError):  # its time was over, or the cache's
+                await self._llm.cache.unpin(pin)
+
+        await asyncio.shield(end())  # if the caller is cancelled, nobody else knows of the pin
+
+
+class SessionStream:
+    """The increments of a session's answer: `async for event in session.stream()`.
+
+    As with `Stream`, whoever leaves (`break`, `aclose`, a cancelled task, or no reference left)
+    ends the request, and the session is as before. It is taken up at the first `await`.
+    """
+
+    def __init__(self, session: AsyncSession, params: SamplingParams | None) -> None:
+        self._session, self._params = session, params
+        self._stream: Stream | None = None
+        self._num_closed, self._is_over = 0, False
+
+    def __aiter__(self) -> SessionStream:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            if self._stream is None:
+                self._stream = self._begin()
+            event = await anext(self._stream)
+            if event.output is not None:
+                await self._end(event.output)
+        except BaseException:
+            self._leave()
+            raise
+        return event
+
+    async def aclose(self) -> None:
+        """End the answer now, if it has not ended."""
+        self._leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _begin(self) -> Stream:
+        turns, options = self._session._core, self._session._core.options  # noqa: SLF001
+        ids, chosen = turns.begin(self._params)
+        stream = self._session._llm.stream(  # noqa: SLF001
+            ids, chosen, priority=options.priority, tenant=options.tenant, salt=options.salt
+        )
+        turns.is_busy, self._num_closed = True, turns.num_closed
+        return stream
+
+    async def _end(self, output: RequestOutput) -> None:
+        turns = self._session._core  # noqa: SLF001
+        before = turns.transcript.mark()
+        self._is_over = True  # there is nothing to leave any more
+        try:
+            if turns.end(output):
+                await self._session._pin(self._num_closed)  # noqa: SLF001
+        except BaseException:  # cancelled: nobody gets the answer
+            turns.transcript.rollback(before)
+            raise
+        finally:
+            turns.is_busy = False
+
+    def _leave(self) -> None:
+        if self._stream is not None and not self._is_over:
+            self._session._core.is_busy = False  # noqa: SLF001
+            self._stream.leave()
+        self._is_over = True
+
+
+def _unpin(llm: LLM, pin: Pin) -> None:
+    with suppress(PinError):  # its time was over
+        llm.cache.unpin(pin)
+
+
+def _validate_count(count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidParamsError("count", count, "an integer >= 1")
+    return count
+
+
+def open_transcript(
+    llm: LLM | AsyncLLM,
+    begin: Prompt,
+    messages: Sequence[Message] | None,
+    system: str | None,
+    template_options: dict[str, object],
+) -> Transcript:
+    """What a new session begins with: see `LLM.session`."""
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *(messages or ())]
+    for name, value in template_options.items():
+        if messages is None:
+            raise InvalidParamsError(name, value, "left out without messages")
+        if name == "add_generation_prompt":
+            raise InvalidParamsError(name, value, "left out: a turn is an answer")
+    if messages is not None and (not isinstance(begin, str) or begin):
+        raise InvalidParamsError("begin", begin, "left out: a conversation begins with messages")
+    return Transcript(
+        llm.tokenizer, begin=begin, messages=messages, template_options=template_options
+    )

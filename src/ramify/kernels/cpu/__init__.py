@@ -1,0 +1,1 @@
+"""CPU kernels that Numba and LLVM compile."""

@@ -1,0 +1,115 @@
+"""Rows of any width between the dtype of a model and float32, as LLVM IR; how is fixed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu.simd import (
+    F32,
+    HAS_BF16_DOT,
+    ITEM_BYTES,
+    LANES,
+    bf16_to_f32,
+    broadcast,
+    constant,
+    f32_to_bf16,
+    i32,
+    i64,
+    load_as_f32,
+    offset,
+    store,
+    vector_type,
+)
+
+_int, _float = types.int64, types.float32
+
+
+def for_each_vector(builder: Any, width: Any, body: Callable[[Any, int], None]) -> None:
+    """`body(index, lanes)` over whole vectors of a row, then over single elements."""
+    whole = builder.udiv(width, i64(LANES))
+    with cgutils.for_range(builder, whole) as loop:
+        body(builder.mul(loop.index, i64(LANES)), LANES)
+    done = builder.mul(whole, i64(LANES))
+    with cgutils.for_range(builder, builder.sub(width, done)) as loop:
+        body(builder.add(done, loop.index), 1)
+
+
+def round_to(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector with the values that `kind` can hold."""
+    if kind == F32:
+        return x
+    return bf16_to_f32(builder, f32_to_kind(builder, x, kind))
+
+
+def f32_to_kind(builder: Any, x: Any, kind: int) -> Any:
+    """A float32 vector in the dtype of `kind`, to the nearest, ties to even.
+
+    Where an instruction does it, subnormals of whole vectors become zeros.
+    """
+    if kind == F32:
+        return x
+    lanes = x.type.count
+    if HAS_BF16_DOT and lanes == LANES:
+        return f32_to_bf16(builder, x)
+
+    def c(value: int) -> Any:
+        return constant(value, lanes, i32)
+
+    bits = builder.bitcast(x, vector_type(lanes, i32))
+    odd = builder.and_(builder.lshr(bits, c(16)), c(1))
+    nearest = builder.add(builder.add(bits, c(0x7FFF)), odd)
+    nearest = builder.select(builder.fcmp_unordered("uno", x, x), c(0x7FC00000), nearest)
+    return builder.trunc(builder.lshr(nearest, c(16)), vector_type(lanes, ir.IntType(16)))
+
+
+def _convert(
+    builder: Any,
+    row: tuple[Any, int],
+    into: tuple[Any, int],
+    width: Any,
+    change: Callable[[Any, Any], Any],
+    scalar: Any,
+) -> None:
+    """into = change(row, scalar) in float32; of both, the address and what is stored there."""
+    (source, stored), (target, made) = row, into
+
+    def body(index: Any, lanes: int) -> None:
+        x = load_as_f32(builder, offset(builder, source, index, ITEM_BYTES[stored]), stored, lanes)
+        x = change(x, broadcast(builder, scalar, lanes))
+        store(
+            builder, f32_to_kind(builder, x, made), offset(builder, target, index, ITEM_BYTES[made])
+        )
+
+    for_each_vector(builder, width, body)
+
+
+@intrinsic(prefer_literal=True)
+def scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) -> Any:
+    """into = source * scale in float32; `kind`, a literal, is the source's dtype."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, width, scale, _ = args
+        row, to = (source, kind.literal_value), (into, F32)
+        _convert(builder, row, to, width, builder.fmul, scale)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _float, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def divide_f32(_: Any, source: Any, divisor: Any, into: Any, width: Any, kind: Any) -> Any:
+    """into = source / divisor, of float32, rounded to `kind`, a literal."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, divisor, into, width, _ = args
+        row, to = (source, F32), (into, kind.literal_value)
+        _convert(builder, row, to, width, builder.fdiv, divisor)
+        return context.get_dummy_value()
+
+    return types.void(_int, _float, _int, _int, kind), code

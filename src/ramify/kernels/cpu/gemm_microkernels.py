@@ -1,0 +1,312 @@
+"""Tiles of matrix products as LLVM IR: `simd` for `packed_gemm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
+from ramify.kernels.cpu.simd import (
+    BF16,
+    CACHE_LINE,
+    F32,
+    ITEM_BYTES,
+    LANES,
+    bf16_dot,
+    broadcast,
+    constant,
+    emit_prefetch,
+    f32,
+    fma,
+    i32,
+    i64,
+    llvm_intrinsic,
+    load,
+    load_as_f32,
+    split_bf16_words,
+    store,
+    transpose_8x8,
+    vector_type,
+)
+from ramify.kernels.cpu.vector_math import exp_bf16, exp_f32
+
+# two bfloat16 of a row in a 32-bit word, as the dot products of `simd.HAS_BF16_DOT` want them
+BF16_VNNI = len(ITEM_BYTES)
+
+NR = 2 * LANES
+# Rows of a tile. The largest has as many accumulators as hide the latency of an FMA and fit into
+# the registers beside a line of weights and one element of a row.
+MR_TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
+PANELS_PER_TILE = (
+    4,
+    2,
+    1,
+    1,
+    1,
+)  # panels that a tile of so few rows computes at once, for the same reason
+K_UNROLL = 4  # inner elements between two looks at what is fetched meanwhile
+_int = types.int64
+
+
+def _load_b_row(builder: Any, address: Any, kind: int) -> list[Any]:
+    """One line of a panel as two float32 vectors."""
+    if kind != BF16:
+        return [
+            load(builder, builder.add(address, i64(4 * LANES * v)), vector_type(LANES))
+            for v in (0, 1)
+        ]
+    return split_bf16_words(builder, load(builder, address, vector_type(LANES, i32)))
+
+
+def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any], kind: int) -> None:
+    """sums[r, v] += column[r] * vectors[v], for all rows; `column` is the address of the first."""
+    add, at = bf16_dot if kind == BF16_VNNI else fma, iter(sums)
+    for r in range(len(sums) // len(vectors)):
+        x = load(builder, builder.add(column, i64(4 * r)), f32)
+        wide = broadcast(builder, x, LANES)
+        for vector, one in zip(vectors, at, strict=False):
+            builder.store(add(builder, wide, vector, builder.load(one)), one)
+
+
+def _prefetch_lines(builder: Any, prefetch_at: Any, prefetch_stride: Any, count: int) -> None:
+    """Begin to fetch `count` lines, or a single one where the next call is so near."""
+    emit_prefetch(builder, prefetch_at, 2)
+    with builder.if_then(builder.icmp_signed(">", prefetch_stride, i64(CACHE_LINE))):
+        for line in range(1, count):
+            emit_prefetch(builder, builder.add(prefetch_at, i64(CACHE_LINE * line)), 2)
+
+
+def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
+    line_bytes = NR * (2 if kind == BF16 else 4)
+
+    @intrinsic
+    def tile(
+        _: Any, a: Any, b: Any, b_stride: Any, prefetch_at: Any, prefetch_stride: Any, c: Any, c_stride: Any, depth: Any
+    ) -> Any:  # fmt: skip
+        """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
+
+        Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
+        [num_rows, PANEL], both float32; in pairs a has words, and k counts them. Meanwhile what lies
+        at `prefetch_at` is fetched, every `K_UNROLL` elements as much as they read, or a line where `prefetch_stride`
+        is no larger, and `prefetch_stride` bytes further. Several panels are read as fast as they come from
+        memory without.
+        """
+
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth = args
+            sums = [
+                cgutils.alloca_once(builder, vector_type(LANES))
+                for _ in range(2 * num_rows * num_panels)
+            ]
+            for one in sums:
+                builder.store(constant(0.0, LANES), one)
+            starts = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
+
+            def add(k: Any) -> None:
+                step = builder.mul(k, i64(line_bytes))
+                lines = [_load_b_row(builder, builder.add(start, step), kind) for start in starts]
+                column = builder.add(a, builder.mul(k, i64(4 * num_rows)))
+                halves = [half for line in lines for half in line]
+                _accumulate(builder, sums, column, halves, kind)
+
+            rounds = builder.udiv(depth, i64(K_UNROLL))
+            with cgutils.for_range(builder, rounds) as loop:
+                if num_panels == 1:
+                    place = builder.add(prefetch_at, builder.mul(loop.index, prefetch_stride))
+                    _prefetch_lines(
+                        builder, place, prefetch_stride, K_UNROLL * line_bytes // CACHE_LINE
+                    )
+                first = builder.mul(loop.index, i64(K_UNROLL))
+                for k in range(K_UNROLL):
+                    add(builder.add(first, i64(k)))
+            done = builder.mul(rounds, i64(K_UNROLL))
+            with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
+                add(builder.add(done, loop.index))
+            at = iter(sums)
+            for r in range(num_rows):
+                for p in range(num_panels):
+                    into = builder.add(c, builder.mul(c_stride, i64(p)))
+                    for v in range(2):
+                        place = builder.add(into, i64(4 * LANES * (2 * r + v)))
+                        before = load(builder, place, vector_type(LANES))
+                        store(builder, builder.fadd(before, builder.load(next(at))), place)
+            return context.get_dummy_value()
+
+        return types.void(*[_int] * 8), code
+
+    return tile
+
+
+f32_tile_0, f32_tile_1, f32_tile_2, f32_tile_3, f32_tile_4 = (
+    _make_tile(rows, 1, F32) for rows in MR_TILES
+)
+bf16_tile_0, bf16_tile_1, bf16_tile_2, bf16_tile_3, bf16_tile_4 = (
+    _make_tile(rows, 1, BF16) for rows in MR_TILES
+)
+vnni_tile_0, vnni_tile_1, vnni_tile_2, vnni_tile_3, vnni_tile_4 = (
+    _make_tile(rows, 1, BF16_VNNI) for rows in MR_TILES
+)
+f32_multi_panel_0, f32_multi_panel_1 = (
+    _make_tile(MR_TILES[i], PANELS_PER_TILE[i], F32) for i in range(2)
+)
+bf16_multi_panel_0, bf16_multi_panel_1 = (
+    _make_tile(MR_TILES[i], PANELS_PER_TILE[i], BF16) for i in range(2)
+)
+vnni_multi_panel_0, vnni_multi_panel_1 = (
+    _make_tile(MR_TILES[i], PANELS_PER_TILE[i], BF16_VNNI) for i in range(2)
+)
+
+
+@intrinsic(prefer_literal=True)
+def pack_a_rows(
+    _: Any, source: Any, stride: Any, count: Any, into: Any, tile: Any, steps: Any, kind: Any
+) -> Any:
+    """into[k, r] = source[r, k] in float32, for k < 8 * steps and r < 8.
+
+    Args:
+        stride: bytes from row to row.
+        count: rows there are; the last one stands for those missing to eight.
+        tile: floats from one k to the next. Where it is less than eight, each k overwrites what
+            the one before wrote beyond it; behind the last one there must be room.
+        kind: a literal, F32 or BF16.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, stride, count, into, tile, steps, _ = args
+        stored, last = kind.literal_value, builder.sub(count, i64(1))
+        starts = []
+        for r in range(8):
+            row = builder.select(builder.icmp_signed("<", i64(r), last), i64(r), last)
+            starts.append(builder.add(source, builder.mul(stride, row)))
+        with cgutils.for_range(builder, steps) as loop:
+            step = builder.mul(loop.index, i64(8 * ITEM_BYTES[stored]))
+            rows = [load_as_f32(builder, builder.add(start, step), stored) for start in starts]
+            at = builder.add(into, builder.mul(loop.index, builder.mul(tile, i64(32))))
+            for k, column in enumerate(transpose_8x8(builder, rows)):
+                store(builder, column, builder.add(at, builder.mul(tile, i64(4 * k))))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, _int, _int, kind), code
+
+
+@intrinsic
+def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
+    """`num_rows` lines of PANEL floats: copies of the one at `line`, or zeros if that is 0."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        into, line, num_rows = args
+        places = [cgutils.alloca_once_value(builder, constant(0.0, LANES)) for _ in range(2)]
+        with builder.if_then(builder.icmp_signed("!=", line, i64(0))):
+            for v, place in enumerate(places):
+                builder.store(
+                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES)), place
+                )
+        values = [builder.load(place) for place in places]
+        with cgutils.for_range(builder, num_rows) as loop:
+            for v, value in enumerate(values):
+                at = builder.add(into, builder.mul(loop.index, i64(4 * NR)))
+                store(builder, value, builder.add(at, i64(4 * LANES * v)))
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), code
+
+
+@intrinsic
+def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        into, source = (builder.inttoptr(one, pointer) for one in args[:2])
+        cgutils.raw_memcpy(builder, into, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int), code
+
+
+@intrinsic(prefer_literal=True)
+def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
+    """PANEL sums as elements of `kind`, a literal."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, _ = args
+        stored = kind.literal_value
+        for x, at in zip(
+            _load_accumulators(builder, source),
+            _output_addresses(builder, into, stored),
+            strict=True,
+        ):
+            store(builder, f32_to_kind(builder, x, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
+    """PANEL sums, rounded to `kind`, are added to the elements at `into`."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        source, into, _ = args
+        stored = kind.literal_value
+        for x, at in zip(
+            _load_accumulators(builder, source),
+            _output_addresses(builder, into, stored),
+            strict=True,
+        ):
+            before = load_as_f32(builder, at, stored, LANES)
+            total = builder.fadd(before, round_to(builder, x, stored))
+            store(builder, f32_to_kind(builder, total, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
+    """silu(gate) * up of PANEL sums each, rounded to `kind` after each of the three."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        gate, up, into, _ = args
+        stored = kind.literal_value
+        both = zip(
+            _load_accumulators(builder, gate),
+            _load_accumulators(builder, up),
+            _output_addresses(builder, into, stored),
+            strict=True,
+        )
+        for g, u, at in both:
+            active = silu(builder, round_to(builder, g, stored), stored)
+            product = builder.fmul(active, round_to(builder, u, stored))
+            store(builder, f32_to_kind(builder, product, stored), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, kind), code
+
+
+def _load_accumulators(builder: Any, source: Any) -> list[Any]:
+    """A line of PANEL sums."""
+    return [
+        load(builder, builder.add(source, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
+    ]
+
+
+def _output_addresses(builder: Any, into: Any, kind: int) -> list[Any]:
+    return [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
+
+
+def silu(builder: Any, x: Any, kind: int) -> Any:
+    """x / (1 + exp(-x)) of a float32 vector, rounded to `kind`; by exp of what is not positive."""
+    exp, zero, one = (
+        exp_f32 if kind == F32 else exp_bf16,
+        constant(0.0, LANES),
+        constant(1.0, LANES),
+    )
+    e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", x)))
+    negative = builder.fcmp_ordered("<", x, zero)
+    over = builder.select(negative, builder.fmul(x, e), x)
+    return round_to(builder, builder.fdiv(over, builder.fadd(one, e)), kind)

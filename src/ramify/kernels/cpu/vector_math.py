@@ -1,0 +1,222 @@
+"""Exponentials as LLVM IR, and the softmax made of them, as `simd` is written.
+
+Like all of `simd`, a fixed sequence of operations per element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu.simd import (
+    HAS_BF16_DOT,
+    LANES,
+    TILE_N,
+    bf16_dot,
+    broadcast,
+    constant,
+    i32,
+    i64,
+    llvm_intrinsic,
+    load,
+    maximum,
+    offset,
+    reduce_lanes,
+    store,
+    vector_type,
+)
+
+# exp(r) - 1 - r over r², highest power first, |r| <= ln 2 / 2 (Cephes mathematical library, expf)
+_EXP_TERMS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; the first has few bits
+_LOG2_E = 1.4426950408889634
+_EXP_UNDERFLOW = -87.0  # below it exp is 0 here; float32 would go on to 1e-38
+
+# 2^r, highest power first, 0 <= r < 1: within 2^-18, and 1 at 0 (the largest relative error made
+# least by Lawson's reweighted least squares)
+_EXP2_BF16_TERMS = (1.3426685531e-2, 5.2242472201e-2, 2.4128020570e-1, 6.9304484478e-1, 1.0)
+_MIN_NORMAL_EXPONENT = -126.0  # the power of two of float32's least normal number
+_ROUND_DOWN, _ROUND_CURRENT = 1, 4  # how `vreduceps` rounds; the rounding that is set
+
+_int, _float = types.int64, types.float32
+
+
+def exp_f32(builder: Any, x: Any) -> Any:
+    """exp(x) for x <= 0 to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_UNDERFLOW`, NaN of NaN."""
+    lanes = x.type.count
+
+    def c(value: float) -> Any:
+        return constant(value, lanes)
+
+    low = builder.fcmp_ordered("<", x, c(_EXP_UNDERFLOW))
+    x = builder.select(low, c(_EXP_UNDERFLOW), x)
+    n = llvm_intrinsic(builder, "rint", builder.fmul(x, c(_LOG2_E)))
+    r = llvm_intrinsic(builder, "fma", n, c(-_LN2_HIGH), x)
+    r = llvm_intrinsic(builder, "fma", n, c(-_LN2_LOW), r)
+    p = _polynomial(builder, r, _EXP_TERMS)
+    y = builder.fadd(llvm_intrinsic(builder, "fma", builder.fmul(p, r), r, r), c(1.0))
+    if HAS_BF16_DOT and lanes == LANES:
+        return _avx512_masked(builder, "scalef", y, n, mask=builder.not_(low))
+    power = builder.add(builder.fptosi(n, vector_type(lanes, i32)), constant(127, lanes, i32))
+    bits = builder.shl(power, constant(23, lanes, i32))
+    return builder.select(low, c(0.0), builder.fmul(y, builder.bitcast(bits, x.type)))
+
+
+def exp_bf16(builder: Any, x: Any, *, normal: bool = True) -> Any:
+    """exp(x) for x <= 0 for what becomes a bfloat16: to 2^-17, or where `HAS_BF16_DOT` is not, as `exp_f32`.
+
+    Exactly 1 at 0 and NaN of NaN.
+
+    Args:
+        normal: what would be subnormal is 0; if not, it is subnormal, or 0 where a thread flushes
+            them, as what comes next must do.
+    """
+    if not HAS_BF16_DOT or x.type.count != LANES:
+        return exp_f32(builder, x)
+    t = builder.fmul(x, constant(_LOG2_E, LANES))
+    p = _polynomial(
+        builder, _avx512_masked(builder, "reduce", t, i32(_ROUND_DOWN)), _EXP2_BF16_TERMS
+    )
+    # by 2 to the power of the next integer below t
+    mask = (
+        builder.fcmp_unordered(">=", t, constant(_MIN_NORMAL_EXPONENT, LANES)) if normal else None
+    )
+    return _avx512_masked(builder, "scalef", p, t, mask=mask)
+
+
+def _polynomial(builder: Any, x: Any, terms: tuple[float, ...]) -> Any:
+    lanes = x.type.count
+    p = constant(terms[0], lanes)
+    for term in terms[1:]:
+        p = llvm_intrinsic(builder, "fma", p, x, constant(term, lanes))
+    return p
+
+
+def _avx512_masked(builder: Any, name: str, *args: Any, mask: Any = None) -> Any:
+    """An instruction of AVX-512 for the lanes of a mask, or for all; the others become 0."""
+    vec, bits = vector_type(LANES), ir.IntType(LANES)
+    kinds = [*(one.type for one in args), vec, bits, i32]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vec, kinds), f"llvm.x86.avx512.mask.{name}.ps.{32 * LANES}"
+    )
+    lanes = bits(-1) if mask is None else builder.bitcast(mask, bits)
+    return builder.call(function, [*args, constant(0.0, LANES), lanes, i32(_ROUND_CURRENT)])
+
+
+@intrinsic
+def row_max(_: Any, row: Any, count: Any) -> Any:
+    """Of `count` floats, a multiple of LANES: lane by lane, ascending, then across lanes."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count = args
+        top = cgutils.alloca_once_value(builder, constant(float("-inf"), LANES))
+        with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
+            x = load(builder, offset(builder, row, loop.index, 4 * LANES), vector_type(LANES))
+            builder.store(maximum(builder, builder.load(top), x), top)
+        return reduce_lanes(builder, builder.load(top), lambda a, b: maximum(builder, a, b))
+
+    return _float(_int, _int), code
+
+
+@intrinsic
+def exp_minus_max(_: Any, row: Any, count: Any, row_max: Any) -> Any:
+    """In place exp(x - row_max) of `count` floats, a multiple of LANES; the sum of the results.
+
+    It is taken lane by lane, ascending, then across lanes: further floats that are -inf do not
+    change it.
+    """
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count, row_max = args
+        vec, steps = vector_type(LANES), builder.udiv(count, i64(LANES))
+        wide = broadcast(builder, row_max, LANES)
+        total = cgutils.alloca_once_value(builder, constant(0.0, LANES))
+        with cgutils.for_range(builder, steps) as loop:
+            at = offset(builder, row, loop.index, 4 * LANES)
+            y = exp_f32(builder, builder.fsub(load(builder, at, vec), wide))
+            store(builder, y, at)
+            builder.store(builder.fadd(builder.load(total), y), total)
+        return reduce_lanes(builder, builder.load(total), builder.fadd)
+
+    return _float(_int, _int, _float), code
+
+
+@intrinsic
+def exp_minus_max_vnni(_: Any, row: Any, count: Any, row_max: Any) -> Any:
+    """`exp_minus_max` for pairs: the results are bfloat16, from the row's beginning on.
+
+    `count` is a multiple of TILE_COLUMNS. The sum is that of the rounded results, a lane of it that
+    of two lanes side by side; subnormals are 0.
+    """
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, count, row_max = args
+        vec, steps = vector_type(LANES), builder.udiv(count, i64(TILE_N))
+        wide = broadcast(builder, row_max, LANES)
+        ones = constant(0x3F803F80, LANES, i32)
+        total = cgutils.alloca_once_value(builder, constant(0.0, LANES))
+        with cgutils.for_range(builder, steps) as loop:
+            at = offset(builder, row, loop.index, 8 * LANES)
+            both = []
+            for v in range(2):
+                x = load(builder, builder.add(at, i64(4 * LANES * v)), vec)
+                both.append(exp_bf16(builder, builder.fsub(x, wide), normal=False))
+            weights = _pack_two_bf16(builder, both)
+            store(builder, weights, offset(builder, row, loop.index, 4 * LANES))
+            builder.store(bf16_dot(builder, ones, weights, builder.load(total)), total)
+        return reduce_lanes(builder, builder.load(total), builder.fadd)
+
+    return _float(_int, _int, _float), code
+
+
+def _pack_two_bf16(builder: Any, both: list[Any]) -> Any:
+    """Two float32 vectors as one of bfloat16, to the nearest, ties to even; subnormals to zero."""
+    kind = vector_type(2 * LANES, ir.IntType(16))
+    if not HAS_BF16_DOT:  # compiled all the same, never called
+        return ir.Constant(kind, ir.Undefined)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(kind, [vector_type(LANES)] * 2),
+        "llvm.x86.avx512bf16.cvtne2ps2bf16.512",
+    )
+    return builder.call(function, both[::-1])
+
+
+@intrinsic
+def exp_scalar(_: Any, x: Any) -> Any:
+    """exp(x) of one x <= 0, with the bits that `exp_minus_max` gives."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.extract_element(exp_f32(builder, broadcast(builder, args[0], 4)), i32(0))
+
+    return _float(_float), code
+
+
+@intrinsic
+def tanh_soft_cap(_: Any, row: Any, cap: Any, count: Any) -> Any:
+    """In place cap * tanh(x / cap) of `count` floats, a multiple of LANES."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        row, cap, count = args
+        wide, one = broadcast(builder, cap, LANES), constant(1.0, LANES)
+        with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
+            at = offset(builder, row, loop.index, 4 * LANES)
+            x = builder.fdiv(load(builder, at, vector_type(LANES)), wide)
+            twice = builder.fmul(llvm_intrinsic(builder, "fabs", x), constant(-2.0, LANES))
+            e = exp_f32(builder, twice)
+            t = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
+            store(builder, builder.fmul(llvm_intrinsic(builder, "copysign", t, x), wide), at)
+        return context.get_dummy_value()
+
+    return types.void(_int, _float, _int), code

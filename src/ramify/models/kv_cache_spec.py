@@ -1,0 +1,83 @@
+"""What a model asks of the K/V pool and of attention."""
+
+from __future__ import annotations
+
+import torch
+
+from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.mla import MlaAttention
+from ramify.attention.sparse_index import SparseIndex
+from ramify.kv.pool import KVLayout
+from ramify.models.config import ModelConfig
+
+
+def kv_layout(config: ModelConfig) -> KVLayout:
+    """The planes that a token of this model fills."""
+    mla = config.mla
+    if mla is None:
+        return KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
+    layout = KVLayout.mla(config.num_layers, mla.latent_dim, mla.rope_dim)
+    return layout if mla.index is None else layout.with_index_key(mla.index.head_dim)
+
+
+def resolve_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What K/V is stored in, for a `kv_dtype` as `ramify.config` has it and the model's dtype."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_dtype, dtype)
+
+
+def attention_spec(
+    config: ModelConfig,
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    exact: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> AttentionSpec:
+    """What a backend must be able to do for this model."""
+    windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
+    mla = config.mla
+    if mla is None:
+        return AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            windows=windows,
+            scale=config.head_dim**-0.5,
+            exact=exact,
+            kv_dtype=kv_dtype,
+        )
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=1,
+        head_dim=mla.latent_dim + mla.rope_dim,
+        value_dim=mla.latent_dim,
+        page_size=page_size,
+        dtype=dtype,
+        windows=windows,
+        scale=mla.scale,
+        exact=exact,
+        kv_dtype=kv_dtype,
+        kind="mla",
+        sparse=mla.index is not None,
+    )
+
+
+def build_attention(
+    config: ModelConfig, spec: AttentionSpec, backend: AttentionBackend
+) -> AttentionBackend | MlaAttention:
+    """What `attend` of this model's decoder runs on."""
+    mla = config.mla
+    if mla is None:
+        return backend
+    index = None
+    if mla.index is not None:
+        index = SparseIndex(
+            top_k=mla.index.top_k,
+            num_heads=mla.index.num_heads,
+            head_dim=mla.index.head_dim,
+            device=torch.device("cpu"),
+            exact=spec.exact,
+        )
+    return MlaAttention(backend, spec, nope_dim=mla.nope_dim, value_dim=mla.value_dim, index=index)

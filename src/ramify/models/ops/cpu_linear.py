@@ -1,0 +1,381 @@
+"""Linear layers on CPU by `packed_gemm`: rows are independent by construction."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ramify.attention.backends.cpu import aligned_zeros, set_num_threads
+from ramify.errors import ConfigError
+from ramify.kv import huge_pages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ROW_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `simd` numbers them
+OP_GEMM, OP_NORM_ROPE = range(2)  # as `op_list` numbers them
+OP_X, OP_X_STRIDE, OP_OUT = 2, 3, 10  # places among the numbers of `packed_gemm.packed_gemm`
+OP_ROWS, OP_OUT_OF_RANGE = 1, 12  # and of `norm_rope.norm_rope`
+# So that a worker that is interrupted does not hold up the others. With several blocks of rows a
+# worker goes on in the block that it has packed, so that more tasks cost nothing.
+GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
+MAX_CACHED_OPS = 64  # numbers of rows, of one product
+ROPE_ROWS_PER_TASK = 4  # of a task, at least: a row takes a microsecond or so
+
+_NO_POSITIONS = np.zeros(0, np.int64)
+
+
+def packed_gemm_supports(weight: Tensor) -> str | None:
+    """None if the kernels can take this weight, else the reason."""
+    if weight.device.type != "cpu":
+        return f"device {weight.device.type}: written for CPU"
+    if weight.dtype not in ROW_KINDS:
+        return f"{weight.dtype}: written for {' and '.join(map(str, ROW_KINDS))}"
+    if importlib.util.find_spec("numba") is None:
+        return "Numba is not installed: pip install 'ramify[cpu]'"
+    return None
+
+
+def pack_weight(weight: Tensor, into: Tensor) -> None:
+    """[out_width, in_width] as the kernels want it, into zeros [panels, in_width, NR].
+
+    There and nowhere else: what is made on the way stays with the process, as large as the weights.
+    """
+    from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
+    from ramify.kernels.cpu.simd import LANES
+
+    whole, width = len(weight) // NR, weight.shape[1]
+    rest = weight[whole * NR :]
+    parts = [(into[:whole], weight[: whole * NR])]
+    if len(rest):
+        parts.append((into[whole:], F.pad(rest, (0, 0, 0, NR - len(rest)))))
+    for place, part in parts:
+        count = len(place)
+        if _weight_kind(weight) == BF16_VNNI:
+            pairs = part.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
+            place.view(count, width // 2, NR, 2).copy_(pairs)
+        elif weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
+            pairs = part.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
+            place.view(count, width, LANES, 2).copy_(pairs)
+        else:
+            place.copy_(part.reshape(count, NR, width).permute(0, 2, 1))
+
+
+def _weight_kind(weight: Tensor) -> int:
+    """What `packed_gemm` take this weight and its rows for."""
+    from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI
+    from ramify.kernels.cpu.simd import HAS_BF16_DOT
+
+    in_pairs = HAS_BF16_DOT and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return BF16_VNNI if in_pairs else ROW_KINDS[weight.dtype]
+
+
+def pack_bias(bias: Tensor) -> Tensor:
+    """[out_width] of any float dtype as [panels, NR] float32."""
+    from ramify.kernels.cpu.gemm_microkernels import NR
+
+    return F.pad(bias.float(), (0, -len(bias) % NR)).view(-1, NR)
+
+
+class PackedLinear:
+    """x @ weight.T + bias, accumulated in float32; the weight is copied.
+
+    Where the processor multiplies bfloat16 by itself, subnormal numbers of that dtype are zeros.
+
+    Args:
+        weight: [out_width, in_width], float32 or bfloat16; if gated, the rows of gate, then those of
+            up, equally many.
+        bias: [out_width].
+        norm: weights [in_width] and eps of an RMS norm of x that goes before.
+        gated: the result is silu(gate) * up, of half the width.
+
+    Whatever is fused is rounded to the weight's dtype where separate operations would round.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+    ) -> None:
+        from ramify.kernels.cpu import op_list, packed_gemm
+        from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
+
+        self._kernels, self._run_ops = packed_gemm, op_list.run_ops
+        self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
+        self._in_width, self._dtype = weight.shape[1], weight.dtype
+        self._kind = _weight_kind(weight)
+        # of a row, in elements of that kind
+        self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
+        self._mode = packed_gemm.SILU_MUL if gated else packed_gemm.STORE
+        parts = weight.chunk(2) if gated else (weight,)
+        # panels of gate and up take turns
+        num_panels = -(-len(parts[0]) // NR)
+        room = huge_pages.zeros((num_panels, len(parts), self._in_width, NR), weight.dtype)
+        for place, part in enumerate(parts):
+            pack_weight(part, room[:, place])
+        self._weight, self._num_panel_groups = room.flatten(0, 1), num_panels  # gate and up are one
+        self._bias = None
+        if bias is not None:
+            biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
+            self._bias = torch.stack(biases, 1).flatten()
+        self._norm = None if norm is None else norm[0].contiguous()
+        self.eps = 0.0 if norm is None else float(norm[1])  # of the norm, if there is one
+        self._eps_of_norm = np.array([self.eps])
+        # by rows, workers and whether it is added: what a kernel is told, but for addresses
+        self._ops_by_rows: dict[tuple[int, int, bool], tuple[NDArray[np.int64], int]] = {}
+        self._fixed = (
+            0 if self._norm is None else self._norm.data_ptr(),
+            self._weight.data_ptr(),
+            len(self._weight),
+            0 if self._bias is None else self._bias.data_ptr(),
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of x and of the result."""
+        return self._in_width, self.out_width
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Dtype and widths."""
+        return self._dtype, *self.widths
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of the result."""
+        return self.out_width * self._dtype.itemsize
+
+    def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
+        """What `op_list.run_ops` is told about so many rows, one behind the other.
+
+        Addresses of x and of the result are still to be put at `OP_X` and `OP_OUT`.
+        """
+        size, mode = self._dtype.itemsize, self._kernels.ADD_RESIDUAL if add else self._mode
+        return (
+            self._kind, mode, 0, self._in_width * size, num_rows, self._width,
+            *self._fixed, 0, self.row_bytes, self.out_width,
+            *_gemm_partition(num_rows, self._num_panel_groups, num_workers), OP_GEMM,
+        )  # fmt: skip
+
+    def scratch_floats(self, num_rows: int, num_workers: int) -> int:
+        """Floats that each worker needs; see `thread_scratch`."""
+        block_rows = _gemm_partition(num_rows, self._num_panel_groups, num_workers)[0]
+        return self._kernels.gemm_scratch_floats(block_rows, self._width)
+
+    def check(self, x: Tensor) -> None:
+        """Raises ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
+        fits = x.dim() == 2 and x.shape[1] == self._in_width
+        if not fits or x.dtype != self._dtype or not x.is_cpu:
+            raise ConfigError(
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {self._dtype} "
+                f"[rows, {self._in_width}] on cpu"
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
+
+        Rows of x may be far apart; if their elements are, x is copied first.
+
+        Raises:
+            ConfigError: x has another width, dtype or device.
+        """
+        out = torch.empty((x.shape[0], self.out_width), dtype=self._dtype)
+        self._run(x, out)
+        return out
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the result to sums [rows, out_width], contiguous, in place; returns them.
+
+        Raises:
+            ConfigError: shapes or dtypes disagree, or the layer is gated.
+        """
+        if self._mode == self._kernels.SILU_MUL:
+            raise ConfigError("a gated product is made anew, not added to something")
+        if sums.shape != (x.shape[0], self.out_width) or sums.dtype != self._dtype:
+            raise ConfigError(
+                f"sums are {sums.dtype} {tuple(sums.shape)}; they must be {self._dtype} "
+                f"{(x.shape[0], self.out_width)}"
+            )
+        if not sums.is_contiguous():
+            raise ConfigError(f"sums have strides {sums.stride()}; they must be contiguous")
+        self._run(x, sums, add=True)
+        return sums
+
+    def _run(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
+        self.check(x)
+        num_rows = x.shape[0]
+        if num_rows == 0 or self.out_width == 0:
+            return
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_workers = torch.get_num_threads()
+        cached = self._ops_by_rows.get((num_rows, num_workers, add))
+        if cached is None:
+            found = self.op(num_rows, num_workers, add=add)
+            cached = np.array([found], np.int64), self.scratch_floats(num_rows, num_workers)
+            if len(self._ops_by_rows) >= MAX_CACHED_OPS:
+                self._ops_by_rows.clear()
+            self._ops_by_rows[num_rows, num_workers, add] = cached
+        numbers, floats = cached[0].copy(), cached[1]
+        numbers[0, OP_X], numbers[0, OP_OUT] = x.data_ptr(), out.data_ptr()
+        numbers[0, OP_X_STRIDE] = x.stride(0) * self._dtype.itemsize
+        set_num_threads(num_workers)
+        scratch = thread_scratch(num_workers, floats, 1)
+        self._run_ops(numbers, self._eps_of_norm, _NO_POSITIONS, num_workers, *scratch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gemm_partition(num_rows: int, num_panel_groups: int, num_workers: int) -> tuple[int, int, int]:
+    """How a product is cut into tasks: the last three numbers of `packed_gemm.packed_gemm`.
+
+    As few tiles as there can be, and of those the smallest that will do.
+    """
+    from ramify.kernels.cpu.gemm_microkernels import MR_TILES
+    from ramify.kernels.cpu.packed_gemm import MC
+
+    num_blocks = -(-num_rows // MC)
+    per_block = -(-num_rows // num_blocks)
+    per_tile = -(-per_block // -(-per_block // MR_TILES[-1]))
+    tile = next(place for place, rows in enumerate(MR_TILES) if rows >= per_tile)
+    block_rows = -(-per_block // MR_TILES[tile]) * MR_TILES[tile]
+    tasks = num_workers * (
+        GEMM_TASKS_PER_WORKER if num_blocks == 1 else GEMM_TASKS_PER_WORKER_BLOCKED
+    )
+    num_n_splits = min(-(-tasks // num_blocks), num_panel_groups)
+    return block_rows, tile, num_n_splits
+
+
+class QKNormRope:
+    """Norms of heads and rotary positions, in place, in one pass over the rows of q, k and v.
+
+    Args:
+        cos, sin: [positions, head_dim / 2] in the model's dtype, float32 or bfloat16.
+        num_q, num_k: heads of a row that are turned: queries first, then keys.
+        norms: weights [head_dim] for queries and for keys, and their eps; None: not normalised.
+    """
+
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_q: int,
+        num_k: int,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+    ) -> None:
+        from ramify.kernels.cpu import op_list
+
+        self._run_ops = op_list.run_ops
+        self._tables = cos.contiguous(), sin.contiguous()
+        self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
+        self.eps = 0.0 if norms is None else float(norms[2])  # of the norms, if there are any
+        self._shape = num_q, num_k, 2 * cos.shape[1]
+        weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
+        self._fixed = (
+            *self._shape,
+            *weights,
+            *(table.data_ptr() for table in self._tables),
+            len(cos),
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Dtype, positions, heads of queries and of keys, elements of each."""
+        return self._tables[0].dtype, len(self._tables[0]), *self._shape
+
+    def op(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
+        """What `op_list.run_ops` is told; the address of the rows is still to be put at `OP_ROWS`."""
+        num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
+        return (
+            ROW_KINDS[self._tables[0].dtype],
+            0,
+            row_bytes,
+            *self._fixed,
+            num_tasks,
+            0,
+            0,
+            0,
+            0,
+            OP_NORM_ROPE,
+        )
+
+    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
+
+        Returns rows.
+
+        Raises:
+            ConfigError: shapes or dtypes disagree.
+            IndexError: a position is outside the tables; its row is as it was.
+        """
+        num_q, num_k, head_dim = self._shape
+        fits = rows.dim() == 2 and rows.shape[1] >= (num_q + num_k) * head_dim
+        if not fits or rows.dtype != self._tables[0].dtype or rows.stride(1) != 1:
+            raise ConfigError(
+                f"rows are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}; they must "
+                f"be {self._tables[0].dtype} [tokens, at least {(num_q + num_k) * head_dim}]"
+            )
+        self.check_positions(positions, len(rows))
+        num_workers = torch.get_num_threads()
+        row_bytes = rows.stride(0) * rows.element_size()
+        numbers = np.array([self.op(len(rows), row_bytes, num_workers)], np.int64)
+        numbers[0, OP_ROWS] = rows.data_ptr()
+        set_num_threads(num_workers)
+        where, scratch = positions.contiguous().numpy(), thread_scratch(num_workers, 0, 1)
+        self._run_ops(numbers, np.array([self.eps]), where, num_workers, *scratch)
+        self.raise_if_out_of_range(numbers[0])
+        return rows
+
+    def check_positions(self, positions: Tensor, num_rows: int) -> None:
+        """Raises ConfigError unless they are [num_rows] int64."""
+        if positions.shape != (num_rows,) or positions.dtype != torch.int64:
+            raise ConfigError(
+                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
+                f"[{num_rows}]"
+            )
+
+    def check_position_range(self, positions: Tensor) -> None:
+        """Raises IndexError if one of them, at least one, is outside the tables."""
+        found = positions.numpy()  # torch takes longer over so few
+        if found.min() < 0 or found.max() >= len(self._tables[0]):
+            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+
+    def raise_if_out_of_range(self, op: NDArray[np.int64]) -> None:
+        """Raises IndexError where the kernel met a position outside the tables."""
+        if op[OP_OUT_OF_RANGE]:
+            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
+
+
+def thread_scratch(
+    num_workers: int, floats: int, operations: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The last arguments of `op_list.run_ops`.
+
+    They are this thread's own, kept between calls: a fresh allocation costs more than a small
+    product.
+    """
+    kept = _scratch.floats
+    if kept.shape[0] < num_workers or kept.shape[1] < floats:
+        kept = _scratch.floats = aligned_zeros(num_workers, floats)
+    if len(_scratch.counters) < operations:
+        _scratch.counters = np.zeros((operations, 2), np.int64)
+    return kept, _scratch.counters
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.counters: NDArray[np.int64] = np.zeros((1, 2), np.int64)
+        self.floats: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+
+
+_scratch = _Scratch()

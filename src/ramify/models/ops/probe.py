@@ -1,0 +1,80 @@
+"""Operations on rows: each in a way whose rows do not depend on each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ramify.attention.exactness import (
+    EXTRA_ROWS,
+    PROBE_ROW_COUNTS,
+    Exactness,
+    ProbeStore,
+    batch_variant_row_counts,
+    row_by_row,
+)
+
+
+def probe_row_op(
+    operation: str,
+    op: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    samples: Callable[[], tuple[Tensor, ...]],
+    *,
+    exact: bool,
+    store: ProbeStore,
+    counts: Sequence[int] = PROBE_ROW_COUNTS,
+) -> tuple[Callable[..., Tensor], Exactness]:
+    """`op` if its rows are independent, else `op` row by row; and why.
+
+    Args:
+        shape: of one row, for the report.
+        samples: makes the arguments of a trial, each [max(PROBE_ROW_COUNTS) + EXTRA_ROWS, ...], laid out
+            in memory as the model will lay them out.
+        counts: rows of the trials.
+    """
+    if not exact:
+        return op, Exactness(operation, shape, dtype_name(dtype), "batched", "exact=False")
+
+    def probe() -> tuple[str, str]:
+        args = samples()
+
+        def run(indices: Tensor) -> Tensor:
+            start, stop = int(indices[0]), int(indices[-1]) + 1
+            return op(*(arg[start:stop] for arg in args))
+
+        differing = batch_variant_row_counts(run, torch.arange(args[0].shape[0]), counts)
+        if not differing:
+            return "batched", "rows agree at every count tried"
+        return "row_by_row", f"batched: rows differ at {', '.join(map(str, differing))} rows"
+
+    verdict = store.verdict(operation, shape, dtype, probe, strategies=("batched", "row_by_row"))
+    return (op if verdict.strategy == "batched" else row_by_row(op)), verdict
+
+
+def sample_rows(*shape: int, dtype: torch.dtype) -> Tensor:
+    """[max(PROBE_ROW_COUNTS) + EXTRA_ROWS, *shape] random values for a trial of `probe_row_op`."""
+    num_rows = max(PROBE_ROW_COUNTS) + EXTRA_ROWS
+    return random_rows(num_rows, math.prod(shape), dtype).reshape(num_rows, *shape)
+
+
+def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Seeded normal values, three wide, so that exponentials reach both tails."""
+    generator = torch.Generator().manual_seed(num_rows * 1_000_003 + width)
+    return (3 * torch.randn(num_rows, width, generator=generator)).to(dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `Exactness.dtype`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:
+    """Make NaN of hidden rows [T, hidden_size] whose part of `kept`, [T, ...] each, is not finite."""
+    for each in kv:
+        if not math.isfinite(each.sum(dtype=torch.float32).item()):  # inf or NaN: so is the sum
+            hidden[~each.isfinite().flatten(1).all(-1)] = torch.nan

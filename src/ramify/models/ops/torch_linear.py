@@ -1,0 +1,231 @@
+"""Linear layers in forms whose rows can be kept independent of each other, and how one is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ramify.attention.exactness import (
+    EXTRA_ROWS,
+    FP32_ROW_MULTIPLE,
+    PROBE_ROW_COUNTS,
+    Exactness,
+    ProbeStore,
+    batch_variant_row_counts,
+)
+from ramify.errors import ConfigError
+from ramify.models.ops import cpu_linear
+from ramify.models.ops.probe import dtype_name, random_rows
+
+# oneDNN picks the layout of packed weights for a number of rows. Of 1, 16, 64 and 512, 16 was never
+# slower by more than the noise, at any number of rows (measured, AVX2, 896 x 4864 and back).
+ONEDNN_PACK_ROWS = 16
+# Large matrices are tried at fewer counts, each set with one that is split between threads.
+PROBE_COUNTS = (
+    PROBE_ROW_COUNTS,
+    (*range(1, 10), 11, 15, 16, 24, 33, 127, 512),
+    (1, 2, 5, 16, 64),
+)
+PROBE_MULTIPLY_ADDS = 80e9  # per matrix: about 1 s on two AVX2 cores, once per machine
+
+RowFunction = Callable[[Tensor], Tensor]
+
+
+class Linear:
+    """x @ weight.T + bias, by one of the ways in `TORCH_LINEARS`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, strategy: str) -> None:
+        """Take the weight as the strategy wants it; `packed_gemm` and `onednn` copy it.
+
+        Args:
+            weight: [out_width, in_width], any float dtype.
+            bias: [out_width] of the same dtype.
+            strategy: a key of `TORCH_LINEARS`.
+
+        Raises:
+            ConfigError: no such strategy, or it cannot be used with this weight.
+        """
+        if strategy not in TORCH_LINEARS:
+            raise ConfigError(
+                f"linear strategy {strategy!r} is unknown; known are {', '.join(TORCH_LINEARS)}"
+            )
+        reason = strategy_supports(strategy, weight)
+        if reason is not None:
+            raise ConfigError(f"linear strategy {strategy!r} cannot be used here: {reason}")
+        self.strategy = strategy
+        self.out_width = weight.shape[0]
+        self._run = TORCH_LINEARS[strategy](weight, bias)
+
+    @property
+    def packed_linear(self) -> cpu_linear.PackedLinear | None:
+        """The kernel behind it, if that is how it is computed."""
+        return self._run if isinstance(self._run, cpu_linear.PackedLinear) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_width] -> [rows, out_width], in the dtype of the weight."""
+        if x.shape[0] == 0:
+            return x.new_empty((0, self.out_width))
+        return self._run(x)
+
+    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add the result to sums [rows, out_width], in place; returns them."""
+        if self.packed_linear is not None:
+            return self.packed_linear.add_to(sums, x)
+        return sums.add_(self(x))
+
+
+def _onednn(weight: Tensor, bias: Tensor | None) -> RowFunction:
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONEDNN_PACK_ROWS)  # noqa: SLF001
+
+    def run(x: Tensor) -> Tensor:
+        product = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")  # noqa: SLF001
+        return cast(Tensor, product)
+
+    return run
+
+
+def _padded(weight: Tensor, bias: Tensor | None) -> RowFunction:
+    def run(x: Tensor) -> Tensor:
+        missing = -x.shape[0] % FP32_ROW_MULTIPLE
+        if missing == 0:
+            return F.linear(x, weight, bias)
+        return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
+
+    return run
+
+
+def _row_by_row(weight: Tensor, bias: Tensor | None) -> RowFunction:
+    return lambda x: torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> RowFunction:
+    return lambda x: F.linear(x, weight, bias)
+
+
+TORCH_LINEARS: dict[str, Callable[[Tensor, Tensor | None], RowFunction]] = {
+    "packed_gemm": cpu_linear.PackedLinear,  # our own kernel: one order of sums, whatever the rows
+    "onednn": _onednn,  # weights laid out for oneDNN once
+    "padded": _padded,  # rows filled up to a multiple of FP32_ROW_MULTIPLE
+    "row_by_row": _row_by_row,  # row by row: cannot fail, and reads the weight once per row
+    "plain": _plain,  # as it comes: independent in bfloat16, not in float32
+}
+
+
+def strategy_supports(strategy: str, weight: Tensor) -> str | None:
+    """None if the strategy can take this weight, else the reason."""
+    if strategy == "packed_gemm":
+        return cpu_linear.packed_gemm_supports(weight)
+    return onednn_supports(weight) if strategy == "onednn" else None
+
+
+def strategy_order(weight: Tensor) -> tuple[str, ...]:
+    """Strategies for this dtype on this machine, the fastest first.
+
+    Measured, 1 to 2,048 rows: with AVX2 and with AVX-512, in bfloat16 where the processor multiplies
+    it, `packed_gemm` was as fast as `onednn` or faster with few rows, at most 6 % slower with many; and
+    only `packed_gemm` lets a whole step be one call. Without such instructions there is no other good
+    product in bfloat16; where there is AMX, for bfloat16, oneDNN uses it, and nothing was measured.
+    """
+    if weight.dtype == torch.bfloat16:
+        if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+            return "onednn", "packed_gemm", "plain"
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+        return ("packed_gemm", "onednn", "plain") if native else ("packed_gemm", "plain")
+    # in float32 F.linear as it is differs; a probe that happens to miss it must not adopt it
+    return "packed_gemm", "onednn", "padded"
+
+
+def onednn_supports(weight: Tensor) -> str | None:
+    """None if oneDNN can take this weight packed, else the reason.
+
+    The two operations are private to torch, so their presence and their result are both checked.
+    """
+    if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
+        return (
+            f"oneDNN packs float32 and bfloat16 on cpu, not {weight.dtype} on {weight.device.type}"
+        )
+    if not (torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)):
+        return "torch was built without oneDNN, or it is switched off"
+    for name in ("_reorder_linear_weight", "_linear_pointwise"):
+        if not hasattr(torch.ops.mkldnn, name):
+            return f"this torch has no mkldnn::{name}"
+    sample = weight[: min(64, weight.shape[0])].contiguous()
+    x = (torch.ones(3, weight.shape[1]) / math.sqrt(weight.shape[1])).to(weight.dtype)
+    try:
+        found = _onednn(sample, None)(x).float()
+    except RuntimeError as error:
+        return f"torch refuses to pack: {str(error).splitlines()[0]}"
+    expected = F.linear(x.float(), sample.float())
+    rounding = 1e-5 if weight.dtype == torch.float32 else 1e-2
+    tolerance = rounding * float(expected.abs().max())
+    if not torch.allclose(found, expected, rtol=10 * rounding, atol=tolerance):
+        return "the packed product is wrong"
+    return None
+
+
+def choose_torch_linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    exact: bool,
+    store: ProbeStore,
+    candidates: Sequence[str] | None = None,
+) -> tuple[Linear, Exactness]:
+    """The first strategy that passes the probe, ready to use, and why it was chosen.
+
+    Args:
+        exact: if not, the fastest that can be used, untried.
+        candidates: keys of `TORCH_LINEARS` to try in this order before `row_by_row`; None means
+            those that `strategy_order` names.
+    """
+    operation = "linear" if bias is None else "linear with bias"
+    shape = (weight.shape[0], weight.shape[1])
+    if candidates is None:
+        candidates = strategy_order(weight)
+    reasons = {name: strategy_supports(name, weight) for name in candidates}
+    order = [name for name, reason in reasons.items() if reason is None]
+    skipped = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+    if not exact:
+        strategy = next((name for name in order if name in ("packed_gemm", "onednn")), "plain")
+        verdict = Exactness(operation, shape, dtype_name(weight.dtype), strategy, "exact=False")
+        return Linear(weight, bias, strategy=strategy), verdict
+    if len(weight[:8].unique()) < 8:  # every strategy agrees on such a matrix: do not remember it
+        store = ProbeStore(None)
+    built: dict[str, Linear] = {}  # packing is dear: what was built for the probe is used
+
+    def probe() -> tuple[str, str]:
+        failures = list(skipped)
+        for strategy in order:
+            built.clear()  # two packed copies of a large matrix need not live at once
+            built[strategy] = Linear(weight, bias, strategy=strategy)
+            differing = _batch_variant_counts(built[strategy], weight)
+            if not differing:
+                return strategy, "; ".join([*failures, "rows agree at every count tried"])
+            failures.append(f"{strategy}: rows differ at {', '.join(map(str, differing))} rows")
+        return "row_by_row", "; ".join(failures)
+
+    verdict = store.verdict(
+        operation, shape, weight.dtype, probe, strategies=(*order, "row_by_row")
+    )
+    linear = built.get(verdict.strategy)
+    return linear or Linear(weight, bias, strategy=verdict.strategy), verdict
+
+
+def _batch_variant_counts(linear: Linear, weight: Tensor) -> tuple[int, ...]:
+    """The row counts that fail, tried on the weight itself with random rows."""
+    counts = probe_counts(weight)
+    rows = random_rows(max(counts) + EXTRA_ROWS, weight.shape[1], weight.dtype)
+    return batch_variant_row_counts(linear, rows.to(weight.device), counts)
+
+
+def probe_counts(weight: Tensor) -> tuple[int, ...]:
+    """The row counts at which a matrix of this size is tried."""
+    fitting = [
+        counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
+    ]
+    return fitting[0] if fitting else PROBE_COUNTS[-1]

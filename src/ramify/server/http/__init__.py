@@ -1,0 +1,1 @@
+"""HTTP: wire format and uvicorn."""

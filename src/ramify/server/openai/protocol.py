@@ -1,0 +1,211 @@
+"""What OpenAI clients send. Fields that nobody knows are ignored, values that nobody knows are not."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+UnitInterval = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Stops = Annotated[list[StopText], Meta(max_length=16)]
+Name = Annotated[str, Meta(max_length=256)]
+Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+MAX_MESSAGES = 10_000
+
+
+class PromptCacheBreakpoint(Struct):
+    """The prompt up to the end of this block is to be kept."""
+
+    mode: Literal["explicit"] = "explicit"
+    ttl: Literal["30m", "1h", "12h", "24h"] | None = None
+
+
+class PromptCacheOptions(Struct):
+    """How a request uses the prompt cache."""
+
+    mode: Literal["implicit", "explicit"] | None = None  # implicit
+    ttl: Literal["30m", "1h", "12h", "24h"] | None = None  # of every breakpoint
+    prewarm: bool | None = None
+    comparison_response_id: Name | None = None
+
+
+class ContentPart(Struct):
+    """A piece of a message; only text is served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class FunctionCall(Struct):
+    """A call that the model made."""
+
+    name: Name
+    arguments: str = "{}"
+
+
+class ToolCall(Struct):
+    """A call that the model made, with its id."""
+
+    function: FunctionCall
+    id: Name = ""
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class FunctionDefinition(Struct):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A tool that the model may use; functions are served."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Struct):
+    """The function that the model must call."""
+
+    name: Name
+
+
+class NamedTool(Struct):
+    """The tool that the model must use."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(Struct):
+    """The schema that an answer must follow."""
+
+    name: Name = ""
+    schema: dict[str, Any] = field(default_factory=dict)
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Struct):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """What all of OpenAI's requests may say on how tokens are chosen, other servers' names included."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_p: UnitInterval | None = None
+    top_k: int | None = None
+    min_p: UnitInterval | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: Seed | None = None
+    stop: StopText | Stops | None = None
+    stop_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=128)] | None = None
+    max_tokens: PositiveInt | None = None
+    min_tokens: NonNegativeInt | None = None
+    ignore_eos: bool = False
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Bias | None = None
+    regex: Annotated[str, Meta(max_length=16384)] | None = None
+    grammar: Annotated[str, Meta(max_length=65536)] | None = None
+    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    user: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    verbosity: Name | None = None
+    service_tier: Name | None = None
+    modalities: list[str] | None = None
+    functions: Any = None  # these are refused: without them, the answer is not what was asked for
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    continue_final_message: bool = False
+    chat_template_kwargs: (
+        Annotated[dict[str, bool | int | str | None], Meta(max_length=16)] | None
+    ) = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: NonNegativeInt | None = None  # 0 with `echo`: only the prompt and its scores
+    echo: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+    best_of: PositiveInt | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Struct):
+    """POST /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    model: Name | None = None
+
+
+class DetokenizeRequest(Struct):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[int], Meta(max_length=10_000_000)]
+    model: Name | None = None
