@@ -134,7 +134,7 @@ def live(
 ) -> Iterator[Live]:
     """Listens until the end of the block."""
     llm, gate = fake_engine(**options)
-    service = Service(llm, TOKENIZER, model=model, max_model_len=2048, page_size=PAGE_SIZE)
+    service = Service(llm, TOKENIZER, model=model)
     server = Server(service, keys, local_admin=local_admin)
     found: list[tuple[str, asyncio.AbstractEventLoop]] = []
 

@@ -17,7 +17,8 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.server.app import Server
-from ramify.server.service import Generation, Service
+from ramify.server.generation import Generation
+from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
 
@@ -89,9 +90,6 @@ class ServerBench:
             self.llm,
             tokenizer,
             model="tiny",
-            max_model_len=config.max_model_len,
-            page_size=page_size,
-            prefix_cache=prefix_cache,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from ramify.engine.core import StepOutput
 from ramify.engine.stats import EngineStats
 from ramify.errors import ConfigError
+from ramify.server.generation import Generation
 from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
-from ramify.server.service import Generation
 from ramify.server.tenants import ApiKeys
 from tests.pure.live_server import TOKENIZER, Live, ids, live
 

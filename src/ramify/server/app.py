@@ -20,6 +20,7 @@ from ramify.server.anthropic.messages_request import messages_to_generation, ren
 from ramify.server.anthropic.messages_response import MessageResponseBuilder
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.errors import ApiError, as_api_error
+from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.http.wire import (
     DONE,
     PING_S,
@@ -32,23 +33,21 @@ from ramify.server.http.wire import (
     sse_event,
     sse_response,
 )
-from ramify.server.openai.chat_request import (
-    chat_to_generation,
+from ramify.server.openai.chat_request import chat_to_generation
+from ramify.server.openai.chat_response import ChatResponseBuilder
+from ramify.server.openai.completions import (
+    CompletionResponseBuilder,
     completion_to_generations,
     encode_text,
 )
-from ramify.server.openai.chat_response import ChatResponseBuilder, CompletionResponseBuilder
 from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_request import (
-    ResponsesRequest,
-    StoredResponse,
-    response_to_generation,
-)
+from ramify.server.openai.responses_request import StoredResponse, response_to_generation
 from ramify.server.openai.responses_response import ResponsesResponseBuilder
 from ramify.server.openapi import openapi_document
 from ramify.server.operations.cache_admin import CacheAdmin, PinRequest
@@ -57,7 +56,7 @@ from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
 from ramify.server.paths import ENDPOINTS
-from ramify.server.service import Generation, GenerationRequest, Service
+from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota
 
 T = TypeVar("T")

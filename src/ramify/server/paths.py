@@ -7,9 +7,9 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_request import ResponsesRequest
 from ramify.server.openapi import Endpoint
 from ramify.server.operations.cache_admin import PinRequest
 

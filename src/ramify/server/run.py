@@ -113,9 +113,6 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         llm.tokenizer,
         model=names[0],
         aliases=names[1:],
-        max_model_len=llm.config.max_model_len,
-        page_size=llm.config.page_size,
-        prefix_cache=llm.config.requested.cache.prefix_cache,
     )
     service.listeners.append(log_request)
     if options.record is not None:

@@ -17,13 +17,16 @@ from ramify.server.anthropic.messages_request import render_messages
 from ramify.server.anthropic.protocol import CountRequest
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import convert_value, decode_body, json_response
-from ramify.server.openai.chat_request import chat_to_generation, completion_to_generations
-from ramify.server.openai.protocol import MAX_MESSAGES, ChatRequest, CompletionRequest, Name
-from ramify.server.openai.responses_request import (
+from ramify.server.openai.chat_request import chat_to_generation
+from ramify.server.openai.completions import completion_to_generations
+from ramify.server.openai.protocol import (
+    MAX_MESSAGES,
+    ChatRequest,
+    CompletionRequest,
+    Name,
     ResponsesRequest,
-    StoredResponse,
-    response_to_generation,
 )
+from ramify.server.openai.responses_request import StoredResponse, response_to_generation
 from ramify.server.operations.metrics import CONTENT_TYPE, Metrics
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
