@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ramify.cache.explain import Explanation
 from ramify.server.prompt_renderer import RenderedPrompt
@@ -35,17 +35,7 @@ class CacheMiss:
 
     def as_json(self) -> dict[str, object]:
         """The fields that are not None."""
-        names = (
-            "reason",
-            "at_token",
-            "segment",
-            "had",
-            "got",
-            "evicted_ago_s",
-            "evicted_by",
-        )
-        fields = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in fields.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def explain_miss(

@@ -150,28 +150,6 @@ class RequestHistory:
         entry = None if own is None else own.get(response_id)
         return None if entry is None else entry[1]
 
-    def compare(
-        self,
-        tenant: str,
-        response_id: str,
-        entry: HistoryEntry,
-        *,
-        num_cached: int,
-        page_size: int,
-    ) -> PromptComparison | None:
-        """Compare a request with an earlier one; None if that is unknown or expired.
-
-        Args:
-            num_cached: prompt tokens of `entry` that were read from the cache.
-        """
-        old = self.get(tenant, response_id)
-        if old is None:
-            return None
-        difference = first_difference(old, entry)
-        is_same_model = difference is None or difference.kind != "model"
-        is_reused = is_same_model and is_fully_reused(old, entry, num_cached, page_size)
-        return PromptComparison(difference, is_reused, old.num_reusable_tokens)
-
     def forget(self, tenant: str, response_id: str) -> bool:
         """Forget a request; returns whether it was remembered."""
         own = self._entries.get(tenant)

@@ -27,7 +27,12 @@ from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
-from ramify.server.request_history import PromptComparison, RequestHistory
+from ramify.server.request_history import (
+    PromptComparison,
+    RequestHistory,
+    first_difference,
+    is_fully_reused,
+)
 from ramify.server.tenants import Caller, QuotaMeter
 from ramify.server.tool_calls import detect_format
 
@@ -125,17 +130,17 @@ class Service:
             return CacheMiss("disabled", 0)
         return explain_miss(explanation, prompt, self._decode)
 
-    def compare_with_earlier(
-        self, generation: Generation, response_id: str
-    ) -> PromptComparison | None:
-        """Compare with the caller's earlier request; None if that is unknown or expired."""
-        return self.history.compare(
-            generation.caller.tenant,
-            response_id,
-            generation.request.history_entry,
-            num_cached=generation.num_cached,
-            page_size=self.page_size,
+    def compare_with_earlier(self, generation: Generation, id_: str) -> PromptComparison | None:
+        """Compare with the caller's request of response `id_`; None if unknown or expired."""
+        new, old = generation.request.history_entry, self.history.get(generation.caller.tenant, id_)
+        if old is None:
+            return None
+        difference = first_difference(old, new)
+        is_same_model = difference is None or difference.kind != "model"
+        is_reused = is_same_model and is_fully_reused(
+            old, new, generation.num_cached, self.page_size
         )
+        return PromptComparison(difference, is_reused, old.num_reusable_tokens)
 
     @property
     def cache(self) -> AsyncCacheView:
@@ -246,12 +251,9 @@ class Service:
         keep it before tool results, so an answer with a tool call stays cached.
         """
         output, request = generation.output, generation.request
-        if (
-            output is None
-            or not request.is_chat
-            or not self.prefix_cache
-            or request.max_shared is not None
-        ):
+        if output is None or not self.prefix_cache:
+            return
+        if not request.is_chat or request.max_shared is not None:
             return
         call_mark = self.tool_format.begin or self.tool_format.bare
         answers = []

@@ -137,17 +137,10 @@ def render_messages(
 
 
 def _check_num_breakpoints(request: CountRequest) -> None:
-    controls = [
-        *(tool.cache_control for tool in request.tools or ()),
-        *(block.cache_control for block in _blocks(request.system)),
-        *(
-            block.cache_control
-            for message in request.messages
-            for block in _blocks(message.content)
-        ),
-        request.cache_control,
-    ]
-    num_breakpoints = sum(control is not None for control in controls)
+    blocks = [block for message in request.messages for block in _blocks(message.content)]
+    items: list[InputTool | Block | CountRequest] = [*blocks, *_blocks(request.system), request]
+    items += request.tools or ()
+    num_breakpoints = sum(item.cache_control is not None for item in items)
     if num_breakpoints > MAX_BREAKPOINTS:
         raise ApiError(
             400,

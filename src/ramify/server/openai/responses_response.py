@@ -134,10 +134,8 @@ class ResponsesResponseBuilder:
         is_incomplete = is_truncated and not is_prewarm
         body = self._body("incomplete" if is_incomplete else "completed", output)
         result = self.generation.output
-        is_aborted = (
-            result is not None and result.completions[0].finish_reason is FinishReason.ABORT
-        )
-        if is_incomplete and not is_aborted:
+        aborted = result is not None and result.completions[0].finish_reason is FinishReason.ABORT
+        if is_incomplete and not aborted:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
@@ -163,13 +161,8 @@ class ResponsesResponseBuilder:
 
     def _part(self, message: OutputMessage) -> dict[str, Any]:
         payload = self.inner.logprobs(self._choice.logprobs)
-        logprobs = payload["content"] if payload and message.has_logprobs and message.text else []
-        return {
-            "type": "output_text",
-            "text": message.text,
-            "annotations": [],
-            "logprobs": logprobs,
-        }
+        content = payload["content"] if payload and message.has_logprobs and message.text else []
+        return {"type": "output_text", "text": message.text, "annotations": [], "logprobs": content}
 
     @staticmethod
     def _call(call: ParsedToolCall, status: str) -> dict[str, Any]:
