@@ -13,12 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ramify.attention.backend import (
-    BACKENDS,
-    AttentionSpec,
-    backend_class,
-    select_backend,
-)
+from ramify.attention.backend import BACKENDS, backend_class, select_backend
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.backends.sdpa import SdpaBackend
 from ramify.attention.batch import AttentionBatch, Extend

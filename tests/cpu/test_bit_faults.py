@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.exactness import batch_variant_row_counts
 from ramify.models.ops.torch_linear import Linear

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends import cpu as tree
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ramify.attention import mla
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.mla import (

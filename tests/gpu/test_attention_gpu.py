@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec, backend_class
+from ramify.attention.backend import AttentionBackend, backend_class
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.backends.triton import TritonBackend
 from ramify.attention.batch import AttentionBatch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.attention.backend import AttentionBackend as AttentionBackend
-    from ramify.attention.backend import AttentionSpec as AttentionSpec
+    from ramify.attention.spec import AttentionSpec as AttentionSpec
     from ramify.attention.backend import select_backend as select_backend
     from ramify.attention.batch import AttentionBatch, Extend
     from ramify.attention.blocks.attention_block import RadixAttentionBlock as RadixAttentionBlock
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AttentionBackend": "backend",
     "AttentionBatch": "batch",
-    "AttentionSpec": "backend",
+    "AttentionSpec": "spec",
     "Extend": "batch",
     "RadixAttentionBlock": "blocks.attention_block",
     "RadixAttentionPlanner": "planner",

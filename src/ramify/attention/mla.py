@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec
-from ramify.attention.backends.eager import RequestSlice, request_slices
+from ramify.attention.backend import AttentionBackend
+from ramify.attention.spec import AttentionSpec
+from ramify.attention.gather import RequestSlice, request_slices
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import gather_plane_f32

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.backend import AttentionBackend
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.mla import MlaAttention
 from ramify.attention.sparse_index import SparseIndex
 from ramify.kv.pool import KVLayout

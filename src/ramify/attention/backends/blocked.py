@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, reason_not_plain_mha
+from ramify.attention.spec import AttentionSpec, reason_not_plain_mha
 from ramify.attention.backends.blocked_matmul import choose_matmul
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, reason_not_plain_mha, unprobed_exactness
+from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, unprobed_exactness
+from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness

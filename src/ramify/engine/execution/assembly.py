@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec, BackendChoice, select_backend
+from ramify.attention.backend import AttentionBackend, BackendChoice, select_backend
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.exactness import Exactness
 from ramify.attention.mla import MlaAttention
 from ramify.cache.key import namespace_of

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from ramify.kernels.cpu.abi import BLOCK_KEYS
 from ramify.kernels.cpu.attention_args import AttentionParams, KVPlane, is_vnni
 from ramify.kernels.cpu.simd import (
     TILE_N,
@@ -26,7 +27,6 @@ from ramify.kernels.cpu.vector_math import (
     tanh_soft_cap,
 )
 
-BLOCK_KEYS = 256
 _MASKED = np.float32(-np.inf)  # the score of a key that a row does not see
 _BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
 

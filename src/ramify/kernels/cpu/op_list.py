@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.jit import compile_cached
 from ramify.kernels.cpu.norm_rope import norm_rope
 from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 
-OP_GEMM, OP_NORM_ROPE = range(2)
-OP_KIND = 16  # the place of one of them, behind the numbers of `packed_gemm`
-OP_FIELDS = OP_KIND + 1
-OP_NUM_TASKS = 11  # where `norm_rope` has the number of its tasks
 _OP_KIND, _OP_NORM_ROPE, _OP_NUM_TASKS, _COUNTER_BYTES = (
     OP_KIND,
     OP_NORM_ROPE,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, SILU_MUL, STORE
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
     K_UNROLL,
@@ -55,7 +56,8 @@ from ramify.kernels.cpu.gemm_microkernels import (
 )
 from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.row_tiles import rms_scale_row, sum_squares
-from ramify.kernels.cpu.simd import BF16, CACHE_LINE, F32, load_element, store_f32
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32
+from ramify.kernels.cpu.simd import load_element, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
 MC = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
@@ -71,8 +73,6 @@ _PREFETCH_STRIPS, _K_UNROLL, _BF16_VNNI = PREFETCH_STRIPS, K_UNROLL, BF16_VNNI
 _PACK_UNIT = 8  # rows are packed so many elements at a time
 
 _LARGEST = len(MR_TILES) - 1
-
-STORE, ADD_RESIDUAL, SILU_MUL = range(3)  # what becomes of the sums
 
 
 class GemmArgs(NamedTuple):

@@ -33,26 +33,10 @@ from ramify.kernels.cpu.decode_attention import (
 )
 from ramify.kernels.cpu.elementwise import divide_f32, scale_to_f32
 from ramify.kernels.cpu.jit import compile_cached
-from ramify.kernels.cpu.online_softmax import (
-    BLOCK_KEYS,
-    block_slots,
-    data_address,
-    exp_and_sum,
-    jit,
-    load_scales,
-    mask_and_row_max,
-    merge_state,
-    row_key_range,
-    visible_blocks,
-    visible_key_range,
-)
-from ramify.kernels.cpu.simd import (
-    F32,
-    TILE_M,
-    TILE_N,
-    copy_row,
-    row_is_finite,
-)
+from ramify.kernels.cpu.abi import BLOCK_KEYS
+from ramify.kernels.cpu.online_softmax import block_slots, data_address, exp_and_sum, jit, load_scales, mask_and_row_max, merge_state, row_key_range, visible_blocks, visible_key_range
+from ramify.kernels.cpu.abi import F32
+from ramify.kernels.cpu.simd import TILE_M, TILE_N, copy_row, row_is_finite
 from ramify.kernels.cpu.task_queue import next_task
 
 _BLOCK, _TILE_N, _TILE_M = BLOCK_KEYS, TILE_N, TILE_M  # globals are constants to Numba

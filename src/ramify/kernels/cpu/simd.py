@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from ramify.kernels.cpu.abi import BF16, F16, F32, INT8
 
 _CPU_FEATURES = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if _CPU_FEATURES.get("avx512f") else 8
@@ -41,9 +42,6 @@ TILE_N = LANES * TILE_N_VECTORS
 # 6 x 2 accumulators hide the latency of an FMA and leave some of 16 registers; AVX-512 has 32.
 TILE_M = 12 if LANES == 16 else 6
 
-F32, BF16, F16, INT8, FP8 = range(5)  # what K/V is stored in
-ITEM_BYTES = (4, 2, 2, 1, 1)  # bytes of each
-CACHE_LINE = 64  # bytes of a cache line
 
 f32, i32, i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _STORAGE_TYPES = (f32, ir.IntType(16), ir.HalfType(), ir.IntType(8), ir.IntType(8))
