@@ -183,10 +183,10 @@ def attend_block_in_place(
     """All rows of a task against a block.
 
     Args:
-        seen: see `online_softmax.visible_key_range`.
+        num_visible: see `online_softmax.visible_key_range`.
         slots: of the block's keys, up to a multiple of 8.
-        key_factors, value_factors: [BLOCK_KEYS] float32, ones; overwritten if there are scales.
-        tops: room for 2 floats per row of all heads.
+        key_scales, value_scales: [BLOCK_KEYS] float32, ones; overwritten if there are scales.
+        row_stats: room for 2 floats per row of all heads.
         state_rows: by head, rows of `state`, into which the block is folded.
     """
     low, high = visible_key_range(params, num_visible, 0, block.num_rows)

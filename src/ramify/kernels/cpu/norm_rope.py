@@ -38,7 +38,7 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     """Queries and keys of some tokens in place.
 
     Args:
-        numbers: [13] int64: F32 or BF16; address of the rows and bytes from row to row; heads of
+        op: [13] int64: F32 or BF16; address of the rows and bytes from row to row; heads of
             queries, which come first in a row, then of keys, and elements of a head; addresses of
             the query and key norms' weights [head_dim] (or 0), of cosines and of sines
             [limit, head_dim / 2]; limit; the number of tasks; and a place where 1 is written if a

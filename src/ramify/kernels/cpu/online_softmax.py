@@ -80,7 +80,7 @@ def visible_blocks(params: AttentionParams, task: Any, positions: Any) -> Any:
 def visible_key_range(params: AttentionParams, num_visible: Any, first: int, count: int) -> Any:
     """Keys [from, to) of a block that rows [first, first + count) see, from a whole tile on.
 
-    `seen[row]` is how many of the block's keys a row sees, counted from the block's first, if no
+    `num_visible[row]` is how many of the block's keys a row sees, counted from the block's first, if no
     window cuts off the beginning; it may be negative or beyond the block.
     """
     low, high = _BLOCK, 0

@@ -27,7 +27,7 @@ def run_op(op: Any, eps: float, positions: Any, scratch: Any, counters: int, wor
     """This worker's part of an operation, and its wait for the others.
 
     Args:
-        numbers, eps, positions: see `_run_ops`.
+        op, eps, positions: see `_run_ops`.
         scratch: this worker's own.
         counters: address of those of this operation.
         worker: its number.
@@ -49,11 +49,11 @@ def _run_ops(
     """One after the other; each is cut into tasks for all workers.
 
     Args:
-        program: [n, WIDTH] int64: the numbers of `packed_gemm.packed_gemm` or `norm_rope.norm_rope`,
+        ops: [n, OP_FIELDS] int64: the numbers of `packed_gemm.packed_gemm` or `norm_rope.norm_rope`,
             with which of them it is at `OP_KIND`.
         eps: [n] float64.
         positions: [num_rows] int64, for turns.
-        scratch: [at least num_workers, scratch_floats] float32.
+        scratch: [at least num_workers, gemm_scratch_floats] float32.
         counters: [at least n, 2] int64.
     """
     for i in range(len(ops)):

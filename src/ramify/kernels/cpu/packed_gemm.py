@@ -87,7 +87,7 @@ class GemmArgs(NamedTuple):
     norm: int  # address of [width]: rows are RMS-normalised first; or 0
     weight: int  # address of the panels
     num_panels: int
-    bias: int  # address of [num_panels * PANEL] float32, or 0
+    bias: int  # address of [num_panels * NR] float32, or 0
     out: int  # address of [num_rows, num_columns]
     out_stride: int
     num_columns: int
@@ -325,11 +325,11 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     """Tasks of a product, each some panels of a block of rows, as long as there are any.
 
     Args:
-        numbers: [16] int64: a `GemmArgs`, then block_rows, the tile's place in TILES, and pieces;
+        op: [16] int64: a `GemmArgs`, then block_rows, the tile's place in MR_TILES, and num_n_splits;
             block_rows is a multiple of the tile's rows, and each block is computed in so many
             pieces. No bit of the result depends on these three.
         eps: of the norm.
-        scratch: [scratch_floats] float32, this worker's own.
+        scratch: [gemm_scratch_floats] float32, this worker's own.
         counters: address of those of this operation.
         worker: its number. The even ones begin with the first rows, the odd ones with the last: two
             that take turns would each pack all of them.

@@ -61,8 +61,8 @@ def _attend_packed_tile(
     """Rows [first_row, first_row + num_rows) of a task against a block that is laid out.
 
     Args:
-        seen: see `online_softmax.visible_key_range`.
-        later: fetched meanwhile.
+        num_visible: see `online_softmax.visible_key_range`.
+        prefetch_range: fetched meanwhile.
     """
     low, high = visible_key_range(params, num_visible, first_row, num_rows)
     if low >= high:
@@ -374,23 +374,23 @@ def _paged_attention(
     """Run all tasks of a phase; workers take the next one as they become free.
 
     Args:
-        latent, rope, value: the planes: keys (all of them, or latents), their rotary part or none,
+        keys, rope, values: the planes: keys (all of them, or latents), their rotary part or none,
             values.
         tasks: [n, 10] int64: row of `table`; tokens [first, first + count) of `tokens` and
             `positions`; K/V heads from, to; heads of their groups from, to; blocks from, to; the
             joint that it is a part of, or -1.
-        joints: [m, 5] int64: blocks from, to; the first row of `state` for what tasks make of a
+        splits: [m, 5] int64: blocks from, to; the first row of `state` for what tasks make of a
             single block, by block, K/V head, token and head of its group; the number of tasks; 1
             if its rows have folded nothing before.
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
         rows: queries and results.
-        state: [num_heads * head_rows and those of the joints, at least value_stride + 2] float32,
+        state: [num_heads * state_head_stride and those of the joints, at least value_stride + 2] float32,
             kept between phases: a row's weighted sum, maximum and sum of weights; first all tokens
             of a head, then of the next. Rows begin with a line of the cache, so that no two workers
             write to one; those that share a prefix, by head, hardly to neighbours, either, which
             the processor would fetch ahead.
-        scratch: [num_workers, scratch_floats] float32.
+        scratch: [num_workers, attention_scratch_floats] float32.
         counters: [1 + m] int64, for the workers to share: the next task; by joint, how many tasks
             are done, which is 0 before and after.
     """

@@ -199,7 +199,7 @@ def _make_tile(num_rows: int) -> Any:
         _: Any, plane: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
         scale: Any,
     ) -> Any:  # fmt: skip
-        """c[r, :TILE_COLUMNS] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
+        """c[r, :TILE_N] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
 
         Strides in floats, or in words of pairs if `plane`, the plane that b is made of, is one; without pairs `scale` is not looked at. The +0 at the end
         makes a sum of zeros +0 however many there were, so that trailing products by zero may be
