@@ -26,8 +26,8 @@ from torch import Tensor
 
 import ramify
 from ramify.attention.backend import backend_class
-from ramify.attention.spec import AttentionSpec
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.kv.block_table import PagedBlockTable
 
 BACKENDS = ("triton", "flashinfer", "varlen", "flex")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.attention.backend import BACKENDS, backend_class, select_backend
-from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.backends.sdpa import SdpaBackend
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError, UnsupportedBackendError
 from ramify.kv.block_table import PagedBlockTable
 from tests.pure.planner_bench import most_in_common

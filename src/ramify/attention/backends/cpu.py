@@ -17,18 +17,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.attention.backends.cpu_partition import (
     CpuAttentionPlan,
     TaskPartitioner,
     readonly_contiguous,
 )
-from ramify.kernels.cpu.abi import BLOCK_KEYS
-from ramify.kernels.cpu.threads import KV_KINDS, ROW_KINDS, aligned_zeros, round_up_to_cache_line, set_num_threads
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.errors import ConfigError
-
+from ramify.kernels.cpu.abi import BLOCK_KEYS
+from ramify.kernels.cpu.threads import (
+    KV_KINDS,
+    ROW_KINDS,
+    aligned_zeros,
+    round_up_to_cache_line,
+    set_num_threads,
+)
 
 
 class CpuBackend:
@@ -108,7 +113,14 @@ class CpuBackend:
         return batch.page_size, *(one.tobytes() for one in arrays)
 
     def _partitioner(self, positions: NDArray[np.int64]) -> TaskPartitioner:
-        return TaskPartitioner(positions, num_heads=self.spec.num_heads, num_kv_heads=self.spec.num_kv_heads, windows=self.spec.windows, num_workers=self.num_workers, state_width=self._state_width)
+        return TaskPartitioner(
+            positions,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            windows=self.spec.windows,
+            num_workers=self.num_workers,
+            state_width=self._state_width,
+        )
 
     # -- once per layer ----------------------------------------------------------------------
 

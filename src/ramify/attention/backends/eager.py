@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
 from ramify.attention.gather import RequestSlice, attention_mask, gather_kv_f32, request_slices
+from ramify.attention.spec import AttentionSpec, unprobed_exactness
 
 KEY_STEP = 256
 

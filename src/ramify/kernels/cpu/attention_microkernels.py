@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ramify.kernels.cpu.abi import BLOCK_KEYS, CACHE_LINE
 from ramify.kernels.cpu.attention_args import (
     KVBlock,
     KVPlane,
@@ -21,10 +22,19 @@ from ramify.kernels.cpu.kv_pack import (
     pack_value_tiles_f32,
     pack_value_tiles_vnni,
 )
-from ramify.kernels.cpu.abi import BLOCK_KEYS
 from ramify.kernels.cpu.online_softmax import jit
-from ramify.kernels.cpu.abi import CACHE_LINE
-from ramify.kernels.cpu.simd import TILE_M, TILE_N, attention_tile_1, attention_tile_2, attention_tile_4, attention_tile_full, load_element, load_i64, prefetch, store_f32
+from ramify.kernels.cpu.simd import (
+    TILE_M,
+    TILE_N,
+    attention_tile_1,
+    attention_tile_2,
+    attention_tile_4,
+    attention_tile_full,
+    load_element,
+    load_i64,
+    prefetch,
+    store_f32,
+)
 
 _BLOCK, _TILE_N, _TILE_M = BLOCK_KEYS, TILE_N, TILE_M  # globals are constants to Numba
 _CACHE_LINE = CACHE_LINE

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ramify.kernels.cpu import decode_microkernels, decode_microkernels_vnni
+from ramify.kernels.cpu.abi import BLOCK_KEYS, CACHE_LINE
 from ramify.kernels.cpu.attention_args import (
     AttentionParams,
     InPlaceBlock,
@@ -20,9 +21,15 @@ from ramify.kernels.cpu.attention_args import (
     is_vnni,
     item_bytes,
 )
-from ramify.kernels.cpu.abi import BLOCK_KEYS
-from ramify.kernels.cpu.online_softmax import exp_and_sum, jit, load_scales, mask_and_row_max, merge_state, row_key_range, visible_key_range
-from ramify.kernels.cpu.abi import CACHE_LINE
+from ramify.kernels.cpu.online_softmax import (
+    exp_and_sum,
+    jit,
+    load_scales,
+    mask_and_row_max,
+    merge_state,
+    row_key_range,
+    visible_key_range,
+)
 from ramify.kernels.cpu.simd import TILE_N, row_is_finite, store_f32
 
 MAX_IN_PLACE_ROWS = 8  # up to so many rows of a task read a block where it lies

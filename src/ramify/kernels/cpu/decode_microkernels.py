@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, INT8, ITEM_BYTES
 from ramify.kernels.cpu.attention_args import storage_kind
 from ramify.kernels.cpu.kv_pack import (
     PREFETCH_KEYS,
@@ -24,8 +25,23 @@ from ramify.kernels.cpu.kv_pack import (
     transpose_keys_f32,
     transpose_keys_vnni,
 )
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, INT8, ITEM_BYTES
-from ramify.kernels.cpu.simd import bf16_dot, broadcast, constant, emit_prefetch, f32, fma, i32, i64, load, load_as_f32, offset, shuffle, split_bf16_words, store, vector_type
+from ramify.kernels.cpu.simd import (
+    bf16_dot,
+    broadcast,
+    constant,
+    emit_prefetch,
+    f32,
+    fma,
+    i32,
+    i64,
+    load,
+    load_as_f32,
+    offset,
+    shuffle,
+    split_bf16_words,
+    store,
+    vector_type,
+)
 
 KEYS_PER_VECTOR = 8  # a vector of scores; as many as `prefetch_keys` fetches
 ROW_TILES = (

@@ -11,7 +11,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ramify.kernels.cpu.abi import F32, ITEM_BYTES
-from ramify.kernels.cpu.simd import HAS_BF16_DOT, LANES, bf16_to_f32, broadcast, constant, f32_to_bf16, i32, i64, load_as_f32, offset, store, vector_type
+from ramify.kernels.cpu.simd import (
+    HAS_BF16_DOT,
+    LANES,
+    bf16_to_f32,
+    broadcast,
+    constant,
+    f32_to_bf16,
+    i32,
+    i64,
+    load_as_f32,
+    offset,
+    store,
+    vector_type,
+)
 
 _int, _float = types.int64, types.float32
 

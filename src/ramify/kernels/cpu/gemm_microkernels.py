@@ -9,9 +9,26 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
 from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32, ITEM_BYTES
-from ramify.kernels.cpu.simd import LANES, bf16_dot, broadcast, constant, emit_prefetch, f32, fma, i32, i64, llvm_intrinsic, load, load_as_f32, split_bf16_words, store, transpose_8x8, vector_type
+from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
+from ramify.kernels.cpu.simd import (
+    LANES,
+    bf16_dot,
+    broadcast,
+    constant,
+    emit_prefetch,
+    f32,
+    fma,
+    i32,
+    i64,
+    llvm_intrinsic,
+    load,
+    load_as_f32,
+    split_bf16_words,
+    store,
+    transpose_8x8,
+    vector_type,
+)
 from ramify.kernels.cpu.vector_math import exp_bf16, exp_f32
 
 # two bfloat16 of a row in a 32-bit word, as the dot products of `simd.HAS_BF16_DOT` want them

@@ -12,9 +12,25 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.attention_args import storage_kind
 from ramify.kernels.cpu.abi import BF16, CACHE_LINE, ITEM_BYTES
-from ramify.kernels.cpu.simd import TILE_N, broadcast, constant, emit_prefetch, f32, i32, i64, load, load_as_f32, offset, shuffle, split_bf16_words, store, transpose_8x8, vector_type
+from ramify.kernels.cpu.attention_args import storage_kind
+from ramify.kernels.cpu.simd import (
+    TILE_N,
+    broadcast,
+    constant,
+    emit_prefetch,
+    f32,
+    i32,
+    i64,
+    load,
+    load_as_f32,
+    offset,
+    shuffle,
+    split_bf16_words,
+    store,
+    transpose_8x8,
+    vector_type,
+)
 
 PREFETCH_KEYS = 16  # keys between those that are read and those that are fetched meanwhile
 _int = types.int64

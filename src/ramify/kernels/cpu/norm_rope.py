@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ramify.kernels.cpu.abi import F32
 from ramify.kernels.cpu.online_softmax import jit
 from ramify.kernels.cpu.packed_gemm import inverse_rms
 from ramify.kernels.cpu.row_tiles import rms_scale_row, rope_row, sum_squares
-from ramify.kernels.cpu.abi import F32
 
 
 @jit

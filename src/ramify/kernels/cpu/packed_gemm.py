@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ramify.kernels.cpu.abi import ADD_RESIDUAL, SILU_MUL, STORE
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, CACHE_LINE, F32, SILU_MUL, STORE
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
     K_UNROLL,
@@ -56,7 +56,6 @@ from ramify.kernels.cpu.gemm_microkernels import (
 )
 from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.row_tiles import rms_scale_row, sum_squares
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32
 from ramify.kernels.cpu.simd import load_element, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from ramify.kernels.cpu.abi import BLOCK_KEYS, F32
 from ramify.kernels.cpu.attention_args import (
     AttentionParams,
     InPlaceBlock,
@@ -33,9 +34,18 @@ from ramify.kernels.cpu.decode_attention import (
 )
 from ramify.kernels.cpu.elementwise import divide_f32, scale_to_f32
 from ramify.kernels.cpu.jit import compile_cached
-from ramify.kernels.cpu.abi import BLOCK_KEYS
-from ramify.kernels.cpu.online_softmax import block_slots, data_address, exp_and_sum, jit, load_scales, mask_and_row_max, merge_state, row_key_range, visible_blocks, visible_key_range
-from ramify.kernels.cpu.abi import F32
+from ramify.kernels.cpu.online_softmax import (
+    block_slots,
+    data_address,
+    exp_and_sum,
+    jit,
+    load_scales,
+    mask_and_row_max,
+    merge_state,
+    row_key_range,
+    visible_blocks,
+    visible_key_range,
+)
 from ramify.kernels.cpu.simd import TILE_M, TILE_N, copy_row, row_is_finite
 from ramify.kernels.cpu.task_queue import next_task
 

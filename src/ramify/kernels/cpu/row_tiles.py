@@ -11,9 +11,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.elementwise import f32_to_kind, for_each_vector, round_to
 from ramify.kernels.cpu.abi import ITEM_BYTES
-from ramify.kernels.cpu.simd import LANES, broadcast, constant, i32, i64, llvm_intrinsic, load_as_f32, reduce_lanes, store
+from ramify.kernels.cpu.elementwise import f32_to_kind, for_each_vector, round_to
+from ramify.kernels.cpu.simd import (
+    LANES,
+    broadcast,
+    constant,
+    i32,
+    i64,
+    llvm_intrinsic,
+    load_as_f32,
+    reduce_lanes,
+    store,
+)
 
 _int, _float = types.int64, types.float32
 

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
 from ramify.kernels.cpu.abi import BF16, F16, F32, INT8
 
 _CPU_FEATURES = llvmlite.binding.get_host_cpu_features()

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from ramify.attention.backends.cpu import CpuBackend, validate_planes
-from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.attention.backends.cpu_partition import CpuAttentionPlan
 from ramify.errors import ConfigError
+from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv.pool import KVPool
 
 

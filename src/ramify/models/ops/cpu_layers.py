@@ -274,8 +274,6 @@ def _scratch_floats(layer_ops: LayerOps, num_rows: int, num_workers: int) -> int
 
 def _op_list(layers: Sequence[LayerOps], num_rows: int, num_workers: int) -> NDArray[np.int64]:
     """The numbers of all operations, but for addresses: [operations, WIDTH]."""
-    from ramify.kernels.cpu import op_list as kernels
-
     found = np.zeros((_OPS_PER_LAYER * len(layers), OP_FIELDS), np.int64)
     for at, link in enumerate(link for links in layers for link in links):
         if isinstance(link, QKNormRope):

@@ -12,7 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import ADD_RESIDUAL, OP_GEMM, OP_NORM_ROPE, OP_OUT, OP_OUT_OF_RANGE, OP_ROWS, OP_X, OP_X_STRIDE, SILU_MUL, STORE
+from ramify.kernels.cpu.abi import (
+    ADD_RESIDUAL,
+    OP_GEMM,
+    OP_NORM_ROPE,
+    OP_OUT,
+    OP_OUT_OF_RANGE,
+    OP_ROWS,
+    OP_X,
+    OP_X_STRIDE,
+    SILU_MUL,
+    STORE,
+)
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
 
