@@ -39,8 +39,9 @@ from ramify.params import RequestOutput, SamplingParams
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
     import torch
 
-    from ramify.attention.backend import AttentionSpec, BackendChoice
+    from ramify.attention.backend import BackendChoice
     from ramify.attention.exactness import Exactness
+    from ramify.attention.spec import AttentionSpec
     from ramify.engine.execution.assembly import LocalEngine
     from ramify.engine.execution.runner import ModelRunner
     from ramify.engine.text.tokenizer import Tokenizer

@@ -1,7 +1,8 @@
 """HTTP server: OpenAI's and Anthropic's APIs over one engine.
 
-A request's way: `app` -> `openai` or `anthropic` (`*_request`: typed body to `GenerationRequest`) ->
-`service` -> engine -> `generation` (events, cache usage) -> `*_response` (events to JSON).
+A request's way: `app` -> `routes` -> `endpoints` of its API -> `*_request` (typed body to
+`GenerationRequest`) -> `service` -> engine -> `generation` (events, cache usage) -> `*_response`
+(events to JSON). `context` holds what belongs to one HTTP request.
 
 - `http`: bodies, JSON, server-sent events, uvicorn. Knows nothing of the modules below.
 - `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`, `tenants`, `errors`: what both APIs

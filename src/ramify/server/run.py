@@ -6,14 +6,12 @@ import asyncio
 import ipaddress
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
@@ -122,13 +120,8 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         )
     server = Server(service, keys, local_admin=is_local(options.host))
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with server.serving():
-            yield
-
     config = uvicorn.Config(
-        server.app(lifespan),
+        server.app(),
         host=options.host,
         port=options.port,
         log_config=None,

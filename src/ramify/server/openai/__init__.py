@@ -4,6 +4,7 @@
 - `chat_request`, `chat_response`: to a `GenerationRequest`, and from a `Generation` to JSON.
 - `completions`: both directions for plain prompts.
 - `responses_request`, `responses_response`: the Responses API, translated to and from chat.
+- `endpoints`: the handlers of the routes.
 
-Read in this order. Only `app`, the route table and `operations.cache_admin` import it.
+Read in this order. Only `routes` and `operations.cache_admin` import it.
 """
