@@ -68,11 +68,11 @@ def first_difference(old: HistoryEntry, new: HistoryEntry) -> PromptDifference |
     if old.model != new.model:
         return PromptDifference("model", "model", 0, old.num_reusable_tokens)
     if old.tools != new.tools:
-        return difference("tools", f"tools[{_first_difference(old.tools, new.tools)}]")
+        return difference("tools", f"tools[{_first_differing_index(old.tools, new.tools)}]")
     if old.system != new.system:
         path = new.prompt.path_at(num_common)
         return difference("system", path if path.startswith("system") else "system")
-    index = _first_difference(old.messages, new.messages)
+    index = _first_differing_index(old.messages, new.messages)
     if index < len(old.messages):
         message_path = (new if index < len(new.messages) else old).path_of(index)
         path = new.prompt.path_at(num_common) if index < len(new.messages) else message_path
@@ -91,7 +91,7 @@ def is_fully_reused(old: HistoryEntry, new: HistoryEntry, num_cached: int, page_
     return 0 < usable <= num_cached
 
 
-def _first_difference(old: Sequence[str], new: Sequence[str]) -> int:
+def _first_differing_index(old: Sequence[str], new: Sequence[str]) -> int:
     """The first index at which two lists differ; the shorter length if one extends the other."""
     pairs = enumerate(zip(old, new, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(old), len(new)))
