@@ -32,9 +32,20 @@ class ModelSection:
     """The weights, and the precision that they compute in."""
 
     # ships with the package: every command works without a download
-    model: str = option("ramify-tiny", "Checkpoint directory, cached hub id, or ramify-tiny.")
-    dtype: str = option("auto", "Precision of weights and arithmetic; auto is the checkpoint's.")
-    max_model_len: int | None = option(None, "Tokens of the longest request; default: the model's.")
+    model: str = option(
+        "ramify-tiny",
+        "Checkpoint directory, id of a model in the Hugging Face cache, or "
+        "`ramify-tiny`, which is part of the package.",
+    )
+    dtype: str = option(
+        "auto",
+        "Precision of weights and arithmetic: `auto` (that of the checkpoint; float16 "
+        "becomes float32 on CPU), `float32` or `bfloat16`.",
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest request in tokens, prompt and output together. `None`: the model's own context.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +53,35 @@ class CacheSection:
     """The page pool and the prefix cache in it."""
 
     # short enough to share most of a prefix, long enough for cheap tables
-    page_size: int = option(16, "Tokens per page, the unit of sharing.")
-    kv_cache_tokens: int | None = option(None, "Size of the K/V pool in tokens, whole pages.")
-    kv_cache_memory: int | None = option(
-        None, "Size of the K/V pool in bytes, where kv_cache_tokens is not given."
+    page_size: int = option(
+        16,
+        "Tokens per page, the unit of allocation and sharing.",
     )
-    kv_dtype: str = option("auto", "Precision of K/V; int8 and fp8 hold more tokens, and round.")
+    kv_cache_tokens: int | None = option(
+        None,
+        "Size of the K/V pool in tokens, rounded down to pages. `None`: as `kv_cache_memory` says.",
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "Size of the K/V pool in bytes. `None`: enough for `max_num_seqs` requests of "
+        "`max_model_len`, at most 30 % of the free memory.",
+    )
+    kv_dtype: str = option(
+        "auto",
+        "Precision of K/V: `auto` (that of the model), `int8` or `fp8`. The last two "
+        "hold more tokens in the same memory, with rounding.",
+    )
     # never changes an answer, so there is no reason to start without
-    prefix_cache: bool = option(True, "Share the K/V of equal prefixes.")
+    prefix_cache: bool = option(
+        True,
+        "Share the K/V of common prefixes. With `exact` it never changes an answer.",
+    )
     # auto follows the traffic; the others are fixed rules
-    policy: str = option("auto", f"Eviction policy: {', '.join(POLICIES)}.")
+    policy: str = option(
+        "auto",
+        "Eviction policy: `auto` (learns from the traffic), `lru`, `lfu`, `slru`, "
+        "`fifo`, `priority` (set by `llm.cache.core.set_priority`) or `cost`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +95,47 @@ class SchedulerSection:
     """
 
     # with more, a step on a few cores only gets longer, not more efficient
-    max_num_seqs: int = option(64, "Requests that run at once.")
+    max_num_seqs: int = option(
+        64,
+        "Most requests that run at once.",
+    )
     # GEMMs are near their peak, and a decode step waits for one chunk
-    max_batch_tokens: int = option(512, "New tokens per step; the chunk size of a prefill.")
-    coalesce_steps: int = option(0, "Decode steps for which new prompts wait to fill a step.")
-    max_waiting: int | None = option(None, "Requests in the queue; more are refused.")
+    max_batch_tokens: int = option(
+        512,
+        "Most new tokens per step. Longer prompts are computed in chunks of this size.",
+    )
+    coalesce_steps: int = option(
+        0,
+        "Hold new prompts back for at most this many decode steps until they fill a "
+        "step. 0: never. Helps where many short prompts arrive during decode; delays "
+        "their first token.",
+    )
+    max_waiting: int | None = option(
+        None,
+        "Most requests that may wait; the next one is refused. `None`: no limit.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSection:
     """The attention backend, and whether a cache hit may change rounding."""
 
-    attention_backend: str = option("auto", "auto, or a backend that `ramify info` lists.")
+    attention_backend: str = option(
+        "auto",
+        "Attention backend by name. `auto`: the first that supports the model; `ramify "
+        "info` lists all, with reasons.",
+    )
     # an answer that a cache hit can change is not worth having on CPU
-    exact: bool = option(True, "Compute the same bits whatever was cached.")
-    verify_sample: float = option(0.0, "Share of requests whose cache hits are recomputed.")
+    exact: bool = option(
+        True,
+        "Logits are bit-identical whatever was cached, chunked, batched or preempted, "
+        "for one machine, library versions, thread count and dtype.",
+    )
+    verify_sample: float = option(
+        0.0,
+        "Share of requests (0 to 1) whose cache hits are recomputed cold and compared: "
+        "by `AsyncLLM` when it is idle, by `LLM` in `verify_hits()`. Needs `exact`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +143,19 @@ class SpeculativeSection:
     """Speculative decoding: drafts that one step verifies."""
 
     speculative: str = option(
-        "off", "Source of drafts: the request's n-grams, the radix tree, or both (auto)."
+        "off",
+        "Speculative decoding: `off`, `ngram` (drafts from the request's own text), "
+        "`tree` (from cached text) or `auto` (both). Output tokens stay the same.",
     )
     # with the token before them, 2 whole tiles of 8 rows
-    max_draft_tokens: int = option(15, "Draft tokens per request and step.")
+    max_draft_tokens: int = option(
+        15,
+        "Most draft tokens that one step verifies per request.",
+    )
     speculative_sampling: str = option(
-        "exact", "exact draws the tokens of no speculation; rejection their distribution."
+        "exact",
+        "`exact`: the tokens of no speculation. `rejection`: keeps the distribution "
+        "only, accepts more drafts; needs `exact=False`.",
     )
 
 
@@ -100,8 +163,14 @@ class SpeculativeSection:
 class SelfCheckSection:
     """Audits of the engine's bookkeeping while it runs."""
 
-    check_sample: float = option(0.001, "Share of steps after which all bookkeeping is audited.")
-    step_timeout_s: float = option(300.0, "Seconds until a step is reported as stuck; 0: never.")
+    check_sample: float = option(
+        0.001,
+        "Share of steps (0 to 1) after which the engine recounts its pages, leases and queues.",
+    )
+    step_timeout_s: float = option(
+        300.0,
+        "A step that takes longer is reported as stuck, in seconds. 0: never.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

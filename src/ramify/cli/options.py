@@ -94,7 +94,7 @@ def engine_options(
 
 def _choice_type(name: str, choices: Sequence[str]) -> Any:
     """An enum of strings, which typer shows as `<auto|float32|bfloat16>`."""
-    return Enum(name, {choice: choice for choice in choices}, type=str)  # type: ignore[misc]
+    return Enum(name, {choice: choice for choice in choices}, type=str)
 
 
 @contextmanager
