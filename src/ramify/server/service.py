@@ -20,18 +20,14 @@ from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.trim import evict_suffix
 from ramify.cache.types import Node
 from ramify.engine.cache_admin.view import AsyncCacheView
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.serving.engine_thread import Health
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
-from ramify.params import (
-    CacheReport,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-)
+from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError
 from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.server.anthropic.messages_request import TTL_S
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.request_history import HistoryEntry, first_difference, is_fully_reused

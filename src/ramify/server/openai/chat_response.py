@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ramify.engine.core import StepOutput
-from ramify.params import FinishReason, TokenLogprob
+from ramify.outputs import FinishReason, StepOutput, TokenLogprob
 from ramify.server.openai.chat_request import is_prewarm
 from ramify.server.openai.protocol import ChatRequest, CompletionRequest, Sampling
 from ramify.server.request_history import HistoryEntry, first_difference, is_fully_reused

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
+from ramify.outputs import StepOutput
 from ramify.server.service import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
