@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.config import EngineConfig, resolve
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import IncrementalDetokenizer
 from ramify.engine.speculation.drafter import Drafter
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
 
 VOCAB, EOS = 50, 0

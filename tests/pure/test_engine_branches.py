@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import VOCAB, Bench, expected
 

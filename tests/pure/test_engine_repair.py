@@ -15,7 +15,7 @@ from ramify.errors import (
     StepMemoryError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, LetterDecoder, expected
 

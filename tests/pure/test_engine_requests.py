@@ -14,7 +14,8 @@ from ramify.errors import (
     RequestTooLargeError,
     TokenOutOfRangeError,
 )
-from ramify.params import CacheReport, FinishReason, SamplingParams
+from ramify.outputs import CacheReport, FinishReason
+from ramify.params import SamplingParams
 from tests.pure.engine_bench import EOS, Bench, expected
 
 # -- what ends a request, and what it reports ------------------------------------------------

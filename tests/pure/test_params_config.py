@@ -17,16 +17,15 @@ from ramify.errors import (
     RequestError,
     UnknownOptionError,
 )
-from ramify.params import (
+from ramify.outputs import (
     CacheReport,
     Completion,
     FinishReason,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
-    StructuredOutput,
     TokenLogprob,
 )
+from ramify.params import SamplingParams, StructuredOutput
 
 
 def resolved(

@@ -12,9 +12,9 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ramify.engine.core import StepOutput
 from ramify.engine.stats import EngineStats
 from ramify.errors import ConfigError
+from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
 from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
 from ramify.server.operations.metrics import Metrics

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import AdaptiveDrafter
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import Bench
 

@@ -24,7 +24,8 @@ from ramify.cli.options import (
     milliseconds,
 )
 from ramify.errors import ConfigError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.llm import LLM

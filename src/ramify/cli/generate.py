@@ -21,7 +21,7 @@ from ramify.cli.options import (
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ramify.params import RequestOutput
+    from ramify.outputs import RequestOutput
 
 
 @engine_options(

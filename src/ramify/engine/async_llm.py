@@ -23,7 +23,8 @@ from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import ConfigError, RequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.execution.assembly import LocalEngine

@@ -7,10 +7,9 @@ import random
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache import Salt
@@ -40,38 +39,10 @@ from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.engine.watchdog import Watchdog
 from ramify.errors import CacheError, InvalidParamsError, UnknownRequestError
 from ramify.kv.block_table import PagedBlockTable
-from ramify.params import (
-    CacheReport,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutput,
-    TokenLogprob,
-)
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams, StructuredOutput
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step did for one answer of a request.
-
-    `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
-    stop text comes later. `output` is there when all answers of the request have ended. Unpacks to
-    (request_id, list of new token ids, whether the request has ended).
-    """
-
-    request_id: int
-    new_token_ids: tuple[int, ...]
-    output: RequestOutput | None = None
-    index: int = 0  # of the answer
-    text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None  # of this answer, when it has ended
-    cache: CacheReport | None = None  # with the first tokens of the first answer
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.request_id, list(self.new_token_ids), self.output is not None))
 
 
 class EngineCore:

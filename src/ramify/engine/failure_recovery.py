@@ -22,7 +22,7 @@ from ramify.config import SelfCheckSection
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
 from ramify.errors import InvariantError, OutOfPagesError, StepFailedError, StepMemoryError
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 
 if TYPE_CHECKING:
     from ramify.engine.core import EngineCore

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ramify.engine.request import Request
-from ramify.params import FinishReason, TokenLogprob
+from ramify.outputs import FinishReason, TokenLogprob
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ramify.config import (
 )
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
@@ -34,7 +34,8 @@ from ramify.errors import (
     InvalidParamsError,
     RequestError,
 )
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
     import torch

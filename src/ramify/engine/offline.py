@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.progress import progress_bar
 from ramify.engine.text.prompt_inputs import (
     Prompt,
@@ -18,7 +18,8 @@ from ramify.engine.text.prompt_inputs import (
     refused_output,
 )
 from ramify.errors import OutOfPagesError, RequestError, UnknownRequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer

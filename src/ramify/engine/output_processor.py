@@ -9,7 +9,7 @@ from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.request import Request
 from ramify.engine.step import SampledTokens
 from ramify.errors import DeadEndError
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 
 
 class IncrementalDetokenizer(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 
 
 @contextmanager

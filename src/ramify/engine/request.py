@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
 from ramify.engine.speculation.drafter import DraftState
-from ramify.params import (
+from ramify.outputs import (
     CacheReport,
     Completion,
     FinishReason,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
     TokenLogprob,
 )
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.logits.logits_processors import LogitsProcessor

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ramify.attention.batch import AttentionBatch
 from ramify.engine.logits.logits_processors import LogitsTransform
-from ramify.params import SamplingParams, TokenLogprob
+from ramify.outputs import TokenLogprob
+from ramify.params import SamplingParams
 
 
 class SampleSpec(NamedTuple):

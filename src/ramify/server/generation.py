@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.cache.key import CacheKey
-from ramify.engine.core import StepOutput
 from ramify.engine.serving.streams import Stream
-from ramify.params import CacheReport, FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 from ramify.server.cache_miss import CacheMiss
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.request_history import HistoryEntry

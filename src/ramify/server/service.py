@@ -18,11 +18,12 @@ from ramify.cache.trim import evict_suffix
 from ramify.cache.types import Node
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.view import AsyncCacheView
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
+from ramify.outputs import StepOutput
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import take_stable_text
 from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollector
 from ramify.errors import (
@@ -23,7 +23,8 @@ from ramify.errors import (
     RamifyError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason, StepOutput
+from ramify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from ramify.engine.core import StepOutput
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput, StepOutput
 
 MERGE_THRESHOLD = 64  # increments that a slow reader has not taken: then they become one
 # Readers that one turn of the event loop wakes. What each of them does with its increment adds up to

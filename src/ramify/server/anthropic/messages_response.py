@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.generation import Generation
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S

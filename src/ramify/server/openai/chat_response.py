@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ramify.engine.core import StepOutput
-from ramify.params import FinishReason, TokenLogprob
+from ramify.outputs import FinishReason, StepOutput, TokenLogprob
 from ramify.server.generation import CacheUsage, Generation
 from ramify.server.openai.options import diagnostics
 from ramify.server.openai.protocol import ChatRequest, StreamOptions

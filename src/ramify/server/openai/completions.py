@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ramify.params import TokenLogprob
+from ramify.outputs import TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import CacheUsage, Generation, GenerationRequest
 from ramify.server.http.wire import convert_value

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import RamifyError
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.server.errors import as_api_error
 from ramify.server.generation import Generation
 from ramify.server.openai.chat_response import ChatResponseBuilder, ChoiceState
