@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import logging
 import random
-import secrets
 import time
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from ramify.attention.planner import RadixAttentionPlanner
-from ramify.cache import Salt
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
-from ramify.engine.hit_verifier import HitVerifier
-from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
-from ramify.engine.output_processor import (
-    IncrementalDetokenizer,
-    append_sampled_tokens,
-    flush_held_text,
-    take_stable_text,
-)
+from ramify.engine.lifecycle import RequestLifecycle, StepOutput
+from ramify.engine.logits.logits_processors import GrammarMatcher
+from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
-from ramify.engine.request import Request
+from ramify.engine.request import IncrementalDetokenizer, Request
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
@@ -38,40 +29,18 @@ from ramify.engine.scheduling.validation import (
 from ramify.engine.speculation.drafter import Drafter, create_drafter, propose_drafts
 from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.engine.watchdog import Watchdog
-from ramify.errors import CacheError, InvalidParamsError, UnknownRequestError
-from ramify.kv.block_table import PagedBlockTable
-from ramify.params import (
-    CacheReport,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutput,
-    TokenLogprob,
+from ramify.errors import (
+    CacheError,
+    InvalidParamsError,
+    OutOfPagesError,
+    UnknownRequestError,
 )
+from ramify.kv.block_table import PagedBlockTable
+from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
+
+__all__ = ["EngineCore", "StepOutput"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step did for one answer of a request.
-
-    `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
-    stop text comes later. `output` is there when all answers of the request have ended. Unpacks to
-    (request_id, list of new token ids, whether the request has ended).
-    """
-
-    request_id: int
-    new_token_ids: tuple[int, ...]
-    output: RequestOutput | None = None
-    index: int = 0  # of the answer
-    text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None  # of this answer, when it has ended
-    cache: CacheReport | None = None  # with the first tokens of the first answer
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.request_id, list(self.new_token_ids), self.output is not None))
 
 
 class EngineCore:
@@ -102,46 +71,70 @@ class EngineCore:
         grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config, self.executor, self.vocab_size = config, executor, vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.config, self.vocab_size = config, vocab_size
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
-        self.cache = PrefixCache(
-            config.num_pages, config.page_size, policy=config.requested.cache.policy, clock=clock
+        self.context = EngineContext(config, executor, clock)
+        self.lifecycle = RequestLifecycle(
+            self.context,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            detokenizer_factory=detokenizer_factory,
+            grammar_compiler=grammar_compiler,
+            clock=clock,
         )
-        self.start_over()
-        self.recovery = FailureRecovery(self, config.requested.self_check)
+        rng = random.Random()  # noqa: S311  # which requests are checked is no secret
+        # A function of its own, for no reference leads back to the core: a dropped engine is freed
+        # at once.
+        self._chance = lambda share: rng.random() < share
+        self.recovery = FailureRecovery(self.context, self.lifecycle, self._chance)
         self.watchdog = Watchdog(config.requested.self_check.step_timeout_s)
-        self.hit_verifier = HitVerifier(config.requested.attention.verify_sample)
-        self._rng = random.Random()  # noqa: S311  # which requests are checked is no secret
+        self.hit_verifier = self.lifecycle.hit_verifier
         self.max_waiting = config.requested.scheduler.max_waiting
-        self.num_steps = 0
-        self.num_computed_tokens = 0  # query rows of all steps so far
         self.drafter = drafter or create_drafter(config, self.cache)
-        self._detokenizer_factory, self._clock, self._grammar_compiler = (
-            detokenizer_factory,
-            clock,
-            grammar_compiler,
-        )
-        self._requests: dict[int, Request] = {}
-        self._outputs: list[
-            StepOutput
-        ] = []  # not told yet: more than one step's after an interrupt
-        self._ids = count()
+        self._clock = clock
 
-    def start_over(self) -> None:
-        """Empty table, planner and queues over the cache as it is; nobody's requests are told."""
-        config = self.config
-        width = min(config.max_pages_per_seq, config.num_pages)
-        self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
-        self.planner = RadixAttentionPlanner(
-            self.cache, self.table, share=config.requested.cache.prefix_cache
-        )
-        self.scheduler = Scheduler(
-            self.planner,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            coalesce_steps=config.requested.scheduler.coalesce_steps,
-        )
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache."""
+        return self.context.cache
+
+    @property
+    def table(self) -> PagedBlockTable:
+        """Block table of the running requests; a rebuild replaces it."""
+        return self.context.table
+
+    @property
+    def planner(self) -> RadixAttentionPlanner:
+        """The planner; a rebuild replaces it."""
+        return self.context.planner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler; a rebuild replaces it."""
+        return self.context.scheduler
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps; another one can be set between two steps."""
+        return self.context.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self.context.executor = executor
+
+    @property
+    def num_steps(self) -> int:
+        """Steps committed so far."""
+        return self.context.num_steps
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Query rows of all steps so far."""
+        return self.context.num_computed_tokens
+
+    def stats(self) -> EngineStats:
+        """A snapshot, for the thread that runs the engine."""
+        return self.context.stats()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -176,49 +169,29 @@ class EngineCore:
         ids = validate_token_ids(token_ids, self.vocab_size)
         longest = resolve_max_len(len(ids), params, self.config)
         validate_token_options(params, self.vocab_size)
-        if params.stop and self._detokenizer_factory is None:
+        if params.stop and self.lifecycle.detokenizer_factory is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
         self.scheduler.check_queue_len(self.max_waiting, self._clock())
         self.scheduler.check_queued_tokens(len(ids), self._clock())
-        place = self.namespaces.scope_of(ids, tenant, salt)
-        request = self._new_request(ids, params, place, longest)
-        request.prompt, request.priority, request.tenant = prompt, priority, tenant
-        request.verify_cold = self.chance(self.hit_verifier.share)
-        for index in range(1, params.n):
-            branch = self._new_request(ids, replace(params, prompt_logprobs=None), place, longest)
-            branch.seed = request.seed + index
-            branch.priority, branch.tenant = priority, tenant
-            branch.index, branch.parent = index, request
-            request.children.append(branch)
-        answers = (request, *request.children)
-        for one in answers:
-            one.sequence.max_shared = max_shared
-            self.rebuild_text_state(one)
+        request = self.lifecycle.create_group(
+            ids,
+            params,
+            self.namespaces.scope_of(ids, tenant, salt),
+            longest,
+            prompt=prompt,
+            priority=priority,
+            tenant=tenant,
+            max_shared=max_shared,
+        )
+        request.verify_cold = self._chance(self.hit_verifier.share)
         try:
-            self._requests.update((one.id, one) for one in answers)
+            self.lifecycle.register(request)
             self.scheduler.add(request)
         except BaseException:  # an interrupt: as if it had not come
             self.scheduler.waiting.undo_add(request)
-            for one in answers:
-                self._requests.pop(one.id, None)
+            self.lifecycle.unregister(request)
             raise
         return request.id
-
-    def rebuild_text_state(self, request: Request) -> None:
-        """Give a request a shaper, and a decoder that knows its tokens so far.
-
-        At its beginning, and in place of those that broke off in the middle of a call.
-        """
-        request.logits_processor = self._create_logits_processor(request)
-        if self._detokenizer_factory is not None:
-            request.detokenizer = self._detokenizer_factory()
-            ends = isinstance(request.stop_reason, int)  # in a token that is no text
-            for token in request.output_ids[: -1 if ends else None]:
-                request.detokenizer.step(token)
-
-    def chance(self, share: float) -> bool:
-        """Whether something that is done to a share of all cases is done to this one."""
-        return self._rng.random() < share
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compile the format that params ask for, so that `add_request` finds it compiled.
@@ -228,45 +201,9 @@ class EngineCore:
         Raises:
             RequestError: the format cannot be followed.
         """
-        if params.structured is not None and self._grammar_compiler is not None:
-            self._grammar_compiler(params.structured)
-
-    def _new_request(
-        self,
-        ids: array[int],
-        params: SamplingParams,
-        scope: tuple[bytes, tuple[Salt, ...]],
-        max_len: int,
-    ) -> Request:
-        stop_ids = frozenset(params.stop_token_ids)
-        return Request(
-            id=next(self._ids),
-            prompt=None,
-            prompt_ids=ids,
-            params=params,
-            max_len=max_len,
-            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
-            seed=secrets.randbits(62) if params.seed is None else params.seed,
-            namespace=scope[0],
-            salts=scope[1],
-            arrival_s=self._clock(),
-            sequence=Request.new_sequence(ids[:], *scope, params),
-        )
-
-    def _create_logits_processor(self, request: Request) -> LogitsProcessor | None:
-        params, matcher = request.params, None
-        if params.structured is not None:
-            if self._grammar_compiler is None:
-                allowed = "None: the model has no tokenizer"
-                raise InvalidParamsError("structured", "given", allowed)
-            matcher = self._grammar_compiler(params.structured)
-        return LogitsProcessor.create_if_needed(
-            request.prompt_ids,
-            params,
-            stop_token_ids=request.stop_token_ids,
-            vocab_size=self.vocab_size,
-            matcher=matcher,
-        )
+        compiler = self.lifecycle.grammar_compiler
+        if params.structured is not None and compiler is not None:
+            compiler(params.structured)
 
     def verify_next_hit(self) -> bool:
         """Queue a sampled hit to be computed again, cold; whether there was one. When idle.
@@ -282,9 +219,9 @@ class EngineCore:
         hit = self.hit_verifier.pending.popleft()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
-        request = self._new_request(ids, params, (hit.namespace, ()), len(ids) + 1)
+        request = self.lifecycle.create(ids, params, (hit.namespace, ()), len(ids) + 1)
         request.sequence.max_shared = 0  # what the first one did not share is not shared by this
-        self._requests[request.id] = request
+        self.lifecycle.register(request)
         self.hit_verifier.running[request.id] = hit
         self.scheduler.add(request)
         return True
@@ -295,7 +232,7 @@ class EngineCore:
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        request = self._requests.get(request_id) if isinstance(request_id, int) else None
+        request = self.lifecycle.requests.get(request_id) if isinstance(request_id, int) else None
         if request is None or request.parent is not None or request.has_output:
             raise UnknownRequestError(request_id)
         self.recovery.active_requests = ()
@@ -303,32 +240,31 @@ class EngineCore:
             try:
                 for one in (request, *request.children):
                     if not one.is_finished:
-                        self.finish(one, FinishReason.ABORT)
+                        self.lifecycle.finish(one, FinishReason.ABORT)
             except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
                 self.recovery.recover(error)
-        told = [one for one in self._outputs if one.request_id == request_id]
-        self._outputs = [one for one in self._outputs if one.request_id != request_id]
-        settled = [one.output for one in told if one.output is not None]  # by a repair
-        return settled[0] if settled else self._make_output(request)
+        dropped = self.lifecycle.discard_outputs({request_id})
+        outputs = [one.output for one in dropped if one.output is not None]  # made by a rebuild
+        return outputs[0] if outputs else self.lifecycle.make_output(request)
 
     def group_of(self, request_id: int) -> tuple[Request, ...]:
         """A live request and its branches, by index; none if it is not live."""
-        request = self._requests.get(request_id)
+        request = self.lifecycle.requests.get(request_id)
         return () if request is None else (request, *request.children)
 
     @property
     def live(self) -> list[Request]:
         """Requests and branches whose caller was not told all yet, oldest first."""
-        return list(self._requests.values())
+        return self.lifecycle.live
 
     def discard_outputs(self, request_ids: Container[int]) -> None:
         """Tell nobody what is not told yet of these requests: their caller has given up."""
-        self._outputs = [one for one in self._outputs if one.request_id not in request_ids]
+        self.lifecycle.discard_outputs(request_ids)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is live."""
-        return self.scheduler.has_unfinished or bool(self._outputs)
+        return self.scheduler.has_unfinished or self.lifecycle.has_outputs
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -347,8 +283,15 @@ class EngineCore:
             self.recovery.recover(error)
         finally:
             self.watchdog.end()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.lifecycle.take_outputs()
+
+    def step_or_fail_blocked(self) -> list[StepOutput]:
+        """`step`; if leases outside the engine block a request, that one ends with the error."""
+        try:
+            return self.step()
+        except OutOfPagesError as error:
+            self.recovery.fail_blocked_request(error)
+            return []
 
     def _step(self) -> None:
         self.recovery.active_requests = ()
@@ -392,8 +335,8 @@ class EngineCore:
                 num_planned -= len(request.draft) + 1 - num_drawn
             kept.append(num_planned)
         self.planner.commit([request.sequence for request in served], kept)
-        self.num_steps += 1
-        self.num_computed_tokens += scheduled.batch.num_tokens
+        self.context.num_steps += 1
+        self.context.num_computed_tokens += scheduled.batch.num_tokens
         for request, start in zip(served, starts, strict=True):
             self.recovery.active_requests = (request,)
             request.count_computed(start)
@@ -408,9 +351,12 @@ class EngineCore:
         self._append_sampled(request, result)
         if request.draft:
             del sequence.tokens[sequence.num_computed :]
+            num_right = len(result.sampled[request.id].token_ids) - 1
+            num_accepted = min(num_right, len(request.output_ids) - num_known)
+            request.num_draft_tokens += len(request.draft)
+            request.num_accepted_tokens += num_accepted
             if self.drafter is not None:
-                num_right = len(result.sampled[request.id].token_ids) - 1
-                self.drafter.verified(request, min(num_right, len(request.output_ids) - num_known))
+                self.drafter.verified(request, num_accepted)
             request.draft = ()
         for one in branches:
             self._start_child(one, request)
@@ -424,7 +370,7 @@ class EngineCore:
         try:
             append_sampled_tokens(request, result.sampled[request.id])
         except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
-            self.recovery.detokenize_failed(request, error)
+            self.lifecycle.detokenize_failed(request, error)
 
     def _continue_or_finish(self, request: Request) -> None:
         """Tell the new tokens of a request, which ends if it must, or is computed further."""
@@ -434,8 +380,8 @@ class EngineCore:
         if request.pending_finish_reason is None:
             request.sequence.tokens.append(request.output_ids[-1])
         else:
-            self.finish(request, request.pending_finish_reason)
-        self.emit(request)
+            self.lifecycle.finish(request, request.pending_finish_reason)
+        self.lifecycle.emit(request)
 
     def _start_child(self, child: Request, parent: Request) -> None:
         """Let a branch go on from its leader's prompt: with the same pages, or back in the queue."""
@@ -457,59 +403,3 @@ class EngineCore:
             return
         child.sequence = twin
         self.scheduler.add_running(child)
-
-    def emit(self, request: Request) -> None:
-        """Put what is new of a request into the outbox, its end included."""
-        leader, asked = request.parent_or_self, request.params.logprobs is not None
-        output = self._make_output(leader) if leader.has_ended and not leader.has_output else None
-        start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
-        request.end_emitted = request.is_finished
-        if leader.id not in self.hit_verifier.running:
-            self._outputs.append(
-                StepOutput(
-                    leader.id,
-                    tuple(request.output_ids[start:]),
-                    output,
-                    request.index,
-                    take_stable_text(request),
-                    tuple(request.logprobs[start:]) if asked else (),
-                    request.finish_reason,
-                    leader.cache_report(cache_on=self.planner.share)
-                    if request is leader and start == 0 < request.num_tokens_emitted
-                    else None,
-                )
-            )
-        elif output is not None:
-            self.hit_verifier.compare(leader.id, leader.prompt_logprobs)
-
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request or branch, once: nothing of it stays but published pages."""
-        request.pending_finish_reason = reason
-        self.scheduler.remove(request)
-        self.finalize(request)
-
-    def finalize(self, request: Request) -> None:
-        """Settle text and reason of a request that ends and holds nothing any more."""
-        assert request.pending_finish_reason is not None
-        try:
-            reason = flush_held_text(request, request.pending_finish_reason)
-        except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
-            reason = self.recovery.detokenize_failed(request, error)
-        request.end_s = self._clock()
-        request.finish_reason = reason
-        if request.verify_cold:
-            self.hit_verifier.record(request)
-
-    def _make_output(self, parent: Request) -> RequestOutput:
-        """The output of a request that has ended, branches included; made once."""
-        output = parent.output(cache_on=self.planner.share)
-        parent.has_output = True
-        for one in (parent, *parent.children):
-            del self._requests[one.id]
-        return output
-
-    def fail(self, request: Request, error: Exception) -> None:
-        """End a request or branch with an error, and tell."""
-        request.error = error
-        self.finish(request, FinishReason.ERROR)
-        self.emit(request)

@@ -10,22 +10,17 @@ the tokens that it has.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.maintenance import evict_suspect_prefix, reset
-from ramify.config import SelfCheckSection
+from ramify.engine.context import EngineContext
+from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
-from ramify.errors import InvariantError, OutOfPagesError, StepFailedError, StepMemoryError
+from ramify.errors import OutOfPagesError, StepFailedError, StepMemoryError
 from ramify.params import FinishReason
-
-if TYPE_CHECKING:
-    from ramify.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -37,27 +32,18 @@ MAX_INTERRUPTS = 100  # of one repair
 RECOVERY_STEPS = 16
 
 
-@dataclass(slots=True)
-class FailureCounts:
-    """What went wrong so far."""
-
-    failed_steps: int = 0  # forward passes that raised
-    failed_requests: int = 0  # put back since their own numbers were not finite
-    out_of_memory: int = 0  # of the failed steps, those that were tried again in smaller ones
-    errors: int = 0  # requests that were told of a fault that was not theirs to mend
-    evicted_suspect_pages: int = 0  # dropped since a request that had read them failed
-    audits: int = 0
-    mismatches: int = 0  # checks that found a contradiction
-    rebuilds: int = 0  # times that all bookkeeping was built anew
-
-
 class FailureRecovery:
     """Puts an engine back together, and tells the requests that cannot go on."""
 
-    def __init__(self, core: EngineCore, asked: SelfCheckSection) -> None:
-        self._core: EngineCore = weakref.proxy(core)  # no cycle: a dropped engine is gone at once
-        self._share = asked.check_sample
-        self.counts = FailureCounts()
+    def __init__(
+        self,
+        context: EngineContext,
+        lifecycle: RequestLifecycle,
+        chance: Callable[[float], bool],
+    ) -> None:
+        self._context, self._lifecycle, self._chance = context, lifecycle, chance
+        self._share = context.config.requested.self_check.check_sample
+        self.counts = context.failures
         self.active_requests: Sequence[
             Request
         ] = ()  # in what the engine does now; none: in scheduling
@@ -70,16 +56,16 @@ class FailureRecovery:
 
     def describe_step(self) -> str:
         """What the engine is at, for whoever looks from another thread."""
-        core, involved = self._core, self.active_requests
+        context, involved = self._context, self.active_requests
         named = ", ".join(
             f"{one.parent_or_self.id} ({one.sequence.num_computed}+{one.sequence.num_planned} tokens)"
             for one in involved[:8]
         )
         more = f" and {len(involved) - 8} more" if len(involved) > 8 else ""
         return (
-            f"step {core.num_steps} with {len(involved)} requests: {named}{more}"
+            f"step {context.num_steps} with {len(involved)} requests: {named}{more}"
             if involved
-            else f"scheduling step {core.num_steps}"
+            else f"scheduling step {context.num_steps}"
         )
 
     # -- a step fails --------------------------------------------------------------------------
@@ -116,7 +102,7 @@ class FailureRecovery:
     def step_succeeded(self) -> None:
         """Steps may slowly get larger again after one was too large."""
         self.active_requests = ()
-        scheduler, most = self._core.scheduler, self._core.config.max_batch_tokens
+        scheduler, most = self._context.scheduler, self._context.config.max_batch_tokens
         self._good_steps += 1
         if self._wanted_steps and self._good_steps >= self._wanted_steps:
             self._good_steps = 0
@@ -137,17 +123,17 @@ class FailureRecovery:
                 raise
 
     def _roll_back(self, requests: Sequence[Request]) -> None:
-        core = self._core
-        page_size, running = core.config.page_size, core.scheduler.running
+        context = self._context
+        page_size, running = context.config.page_size, context.scheduler.running
         held = {}
         for one in running:
             if one.sequence.row is not None:
-                pages = core.table.pages(one.sequence.row)
+                pages = context.table.pages(one.sequence.row)
                 held[id(one.sequence)] = pages[one.sequence.num_computed // page_size :]
         planned = [one.sequence for one in requests if one.sequence.row is not None]
-        back = set(map(id, core.planner.abandon(planned)))
-        core.executor.zero_pages(sorted({page for key in back for page in held[key]}))
-        core.scheduler.requeue([one for one in running if id(one.sequence) in back])
+        back = set(map(id, context.planner.abandon(planned)))
+        context.executor.zero_pages(sorted({page for key in back for page in held[key]}))
+        context.scheduler.requeue([one for one in running if id(one.sequence) in back])
 
     def _halve_token_budget(self, scheduled: ScheduledStep) -> bool:
         """Allow half as many tokens in a step; False when it cannot get smaller."""
@@ -158,7 +144,7 @@ class FailureRecovery:
         if self._has_grown or not self._wanted_steps:
             self._wanted_steps = max(RECOVERY_STEPS, 2 * self._wanted_steps)
         self._good_steps, self._has_grown = 0, False
-        scheduler = self._core.scheduler
+        scheduler = self._context.scheduler
         scheduler.max_batch_tokens = min(scheduler.max_batch_tokens, num_tokens // 2)
         logger.warning("steps have at most %d tokens for now", scheduler.max_batch_tokens)
         return True
@@ -166,7 +152,7 @@ class FailureRecovery:
     def _count_failure(self, request: Request, error: Exception, *, excused: bool = False) -> None:
         """Count a failure; a request that failed too often ends, its waiting branches too."""
         request.num_failed_steps += 1
-        self._core.scheduler.mark_isolated(request)
+        self._context.scheduler.mark_isolated(request)
         if request.num_failed_steps >= MAX_FAILURES and not excused:
             self._fail(
                 request,
@@ -181,18 +167,18 @@ class FailureRecovery:
                 self.counts.errors += 1
                 failure = StepFailedError(f"request {one.parent_or_self.id} {told}")
                 failure.__cause__ = error
-                self._core.fail(one, failure)
+                self._lifecycle.fail(one, failure)
 
     def fail_blocked_request(self, error: OutOfPagesError) -> None:
         """After a `step` that raised this: end the request that it found no pages for, and tell.
 
         For whoever cannot wait until leases outside the engine are released.
         """
-        first = self._core.scheduler.blocked_request()
+        first = self._context.scheduler.blocked_request()
         assert first is not None, "nobody asked for pages"
         for one in (first.parent_or_self, *first.parent_or_self.children):
             if not one.is_finished:
-                self._core.fail(one, error)
+                self._lifecycle.fail(one, error)
 
     # -- a page is damaged ---------------------------------------------------------------------
 
@@ -208,7 +194,7 @@ class FailureRecovery:
         sequence = request.sequence
         if request.suspect_prefix is not None or sequence.lease is None:
             return False
-        size = self._core.config.page_size
+        size = self._context.config.page_size
         read = min(sequence.num_computed // size * size, sequence.lease.num_tokens)
         if not read:
             return False
@@ -228,8 +214,8 @@ class FailureRecovery:
             self._evict_suspect_prefix(suspect)
 
     def _evict_suspect_prefix(self, key: CacheKey) -> None:
-        pages = evict_suspect_prefix(self._core.cache, key)
-        self._core.executor.zero_pages(pages)
+        pages = evict_suspect_prefix(self._context.cache, key)
+        self._context.executor.zero_pages(pages)
         self.counts.evicted_suspect_pages += len(pages)
         logger.error(
             "a request failed with %d cached tokens and succeeded without: %d pages are dropped",
@@ -252,10 +238,10 @@ class FailureRecovery:
         involved, self.active_requests = self.active_requests, ()
         if isinstance(error, OutOfPagesError) and not involved and self._is_consistent():
             raise error
-        core = self._core
-        running, tried = list(core.scheduler.running), None
+        context = self._context
+        running, tried = list(context.scheduler.running), None
         with suppress(Exception):  # what is damaged may raise anything
-            tried = core.scheduler.next_isolated()
+            tried = context.scheduler.next_isolated()
         self.rebuild(error)
         if not isinstance(error, Exception):
             raise error
@@ -264,37 +250,22 @@ class FailureRecovery:
                 one.num_rebuilds += 1
             if tried is not None:
                 involved = [tried]
-            elif self._broken_at == core.num_steps:
+            elif self._broken_at == context.num_steps:
                 involved = [
                     one
-                    for one in core.live
+                    for one in self._lifecycle.live
                     if not one.is_finished and one not in one.parent_or_self.pending_children
                 ]
             else:  # a step went well in between, as it may again and again
                 involved = [one for one in running if one.num_rebuilds >= MAX_REBUILDS]
-            self._broken_at = core.num_steps
+            self._broken_at = context.num_steps
         for request in involved:
             if not request.is_finished:
                 self._count_failure(request, error)
 
-    def detokenize_failed(self, request: Request, error: Exception) -> FinishReason:
-        """A request's decoder raised: the request ends, with the tokens that it has."""
-        failure = StepFailedError(
-            f"request {request.parent_or_self.id} has tokens of which no text can be made: "
-            f"{type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        self.counts.errors += 1
-        request.detokenizer, request.error, request.pending_finish_reason = (
-            None,
-            failure,
-            FinishReason.ERROR,
-        )
-        return FinishReason.ERROR
-
     def maybe_audit(self) -> None:
         """`audit` after a sample of the steps."""
-        if self._share and self._core.chance(self._share):
+        if self._share and self._chance(self._share):
             self.audit()
 
     def audit(self) -> bool:
@@ -305,10 +276,10 @@ class FailureRecovery:
         """
         self.counts.audits += 1
         try:
-            check_engine(self._core)
+            self._context.check(self._lifecycle.live)
         except Exception as error:  # noqa: BLE001 - a damaged structure may raise anything
             self.counts.mismatches += 1
-            running = list(self._core.scheduler.running)
+            running = list(self._context.scheduler.running)
             self.rebuild(error)
             for request in running:
                 request.num_rebuilds += 1
@@ -324,7 +295,7 @@ class FailureRecovery:
 
     def _is_consistent(self) -> bool:
         try:
-            check_engine(self._core)
+            self._context.check(self._lifecycle.live)
         except Exception:  # noqa: BLE001 - a damaged structure may raise anything
             return False
         return True
@@ -335,24 +306,24 @@ class FailureRecovery:
         Nothing is asked of the old one, so that it may be in any state. What was cached is lost,
         leases and pins of others too.
         """
-        core = self._core
+        context = self._context
         self.counts.rebuilds += 1
-        num_pins = reset(core.cache)
+        num_pins = reset(context.cache)
         logger.error(
             "the engine is repaired, its cache is empty, %d pins are lost: %s: %s",
             num_pins,
             type(error).__name__,
             error,
         )
-        old = core.scheduler
-        core.start_over()
-        core.scheduler.max_batch_tokens = old.max_batch_tokens
-        core.scheduler.num_preemptions = old.num_preemptions
-        core.scheduler.num_tokens = old.num_tokens  # the clock: a branch keeps its leader's time
+        old = context.scheduler
+        context.reset()
+        context.scheduler.max_batch_tokens = old.max_batch_tokens
+        context.scheduler.num_preemptions = old.num_preemptions
+        context.scheduler.num_tokens = old.num_tokens  # the clock: a branch keeps its leader's time
         with suppress(Exception):  # nobody reads what is there before it is written anyway
-            core.executor.zero_pages(range(core.cache.num_pages))
+            context.executor.zero_pages(range(context.cache.num_pages))
         interrupts = list[BaseException]()
-        for request in core.live:
+        for request in self._lifecycle.live:
             while True:
                 try:
                     self._resume(request)
@@ -377,46 +348,19 @@ class FailureRecovery:
 
     def _resume(self, request: Request) -> None:
         """Queue a live request again, or end it if that is what was interrupted."""
-        core = self._core
+        context = self._context
         if not request.is_finished:
             try:
-                core.rebuild_text_state(request)
+                self._lifecycle.rebuild_text_state(request)
             except Exception as error:  # noqa: BLE001 - a decoder's
-                self.detokenize_failed(request, error)
+                self._lifecycle.detokenize_failed(request, error)
         if request.pending_finish_reason is None and not request.is_finished:
             request.reset_for_recompute()
             leader = request.parent
             if leader is None or leader.output_ids or leader.is_finished:
-                core.scheduler.add(request)
+                context.scheduler.add(request)
             return
         if not request.is_finished:
-            core.finalize(request)
+            self._lifecycle.finalize(request)
         if not request.end_emitted:
-            core.emit(request)
-
-
-def check_engine(core: EngineCore) -> None:
-    """Recount cache, block table and running requests; raises InvariantError if they disagree."""
-    core.cache.check()
-    rows, private = set[int](), set[int]()
-    num_private = 0
-    for request in core.scheduler.running:
-        one = request.sequence
-        if one.row is None or one.lease is None:
-            raise InvariantError(f"request {request.id} runs without a row or a lease")
-        pages = core.table.pages(one.row)
-        if pages != [*one.lease.pages, *one.private]:
-            raise InvariantError(f"row {one.row} has not the pages of request {request.id}")
-        if one.num_computed > len(pages) * core.config.page_size:
-            raise InvariantError(f"request {request.id} has more tokens computed than pages")
-        if any(core.cache.is_free(page) for page in pages):
-            raise InvariantError(f"request {request.id} reads a page that is free")
-        rows.add(one.row)
-        private.update(one.private)
-        num_private += len(one.private)
-    if len(rows) != len(core.scheduler.running):
-        raise InvariantError("two requests have one row of the block table")
-    if len(private) != num_private or num_private > core.cache.stats().private_pages:
-        raise InvariantError("a private page belongs to two requests, or to the cache")
-    if any(not one.is_finished for one in core.live) and not core.scheduler.has_unfinished:
-        raise InvariantError("a live request is in no queue")
+            self._lifecycle.emit(request)

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.request import Request
 from ramify.engine.step import SampledTokens
 from ramify.errors import DeadEndError
 from ramify.params import FinishReason
-
-
-class IncrementalDetokenizer(Protocol):
-    """Turns one request's tokens into text as they come."""
-
-    def step(self, token_id: int) -> str:
-        """The text that this token completes; it may be empty."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back."""
-        ...
 
 
 def append_sampled_tokens(request: Request, sampled: SampledTokens) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
-from ramify.engine.speculation.drafter import DraftState
+from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.params import (
     CacheReport,
     Completion,
@@ -19,15 +19,23 @@ from ramify.params import (
     TokenLogprob,
 )
 
-if TYPE_CHECKING:
-    from ramify.engine.logits.logits_processors import LogitsProcessor
-    from ramify.engine.output_processor import IncrementalDetokenizer
-
 RECOMPUTED_FOR_LOGPROBS = "prompt_logprobs need the logits of every prompt token"
 CACHE_OFF = "prefix_cache=False"
 
 
-@dataclass(slots=True, eq=False)
+class IncrementalDetokenizer(Protocol):
+    """Turns one request's tokens into text as they come."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; it may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
     """Owned by the engine core; nobody else writes it. Times are seconds of one clock.
 
@@ -54,7 +62,8 @@ class Request:
     parent: Request | None = None  # of a branch
     children: list[Request] = field(default_factory=list)  # of a leader, live or ended
     draft: tuple[int, ...] = ()  # guesses for its next tokens, to be verified in this step
-    guessing: DraftState = field(default_factory=DraftState)
+    num_draft_tokens: int = 0  # guesses that steps verified
+    num_accepted_tokens: int = 0  # of them right
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     num_chars_emitted: int = 0  # characters of it that were told
@@ -125,11 +134,6 @@ class Request:
     def is_finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
-        return self.sequence.num_uncomputed > 1
 
     def reset_for_recompute(self) -> None:
         """Back to waiting: a fresh sequence over everything known so far."""
@@ -206,8 +210,8 @@ class Request:
                 total_s=end_s - self.arrival_s,
                 decode_tokens_per_s=decode,
                 preemptions=sum(one.preemptions for one in members),
-                num_drafted=sum(one.guessing.num_drafted for one in members),
-                num_accepted=sum(one.guessing.num_accepted for one in members),
+                num_drafted=sum(one.num_draft_tokens for one in members),
+                num_accepted=sum(one.num_accepted_tokens for one in members),
             ),
             cache=self.cache_report(cache_on=cache_on),
             prompt_logprobs=scored,

@@ -11,14 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from ramify.cache.prefix_cache import PrefixCache
+from ramify.config import ResolvedConfig
+from ramify.engine.request import Request
 from ramify.engine.speculation.ngram import NgramIndex
-
-if TYPE_CHECKING:
-    from ramify.config import ResolvedConfig
-    from ramify.engine.request import Request
 
 logger = logging.getLogger(__name__)
 _LOGGED_ERRORS: deque[str] = deque(maxlen=64)  # what drafters raised last
@@ -105,9 +104,14 @@ class PrefixTreeProposer:
 class NgramProposer:
     """What followed the end of the request's text earlier in the same text."""
 
+    def __init__(self) -> None:
+        self._indexes = WeakKeyDictionary[Request, NgramIndex]()
+
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
         """See `Proposer`."""
-        text = request.guessing.ngrams
+        text = self._indexes.get(request)
+        if text is None:
+            text = self._indexes[request] = NgramIndex()
         text.extend(request.sequence.tokens[len(text.tokens) :])
         return text.propose(limit)
 
@@ -152,13 +156,10 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """What is kept for one request: its text, how its guesses went, and in all."""
+    """What the drafter knows of one request."""
 
-    ngrams: NgramIndex = field(default_factory=NgramIndex)
-    acceptance: dict[str, AcceptanceRate] = field(default_factory=dict)  # by source
-    proposer: str = ""  # of the guesses that are to be verified
-    num_drafted: int = 0
-    num_accepted: int = 0
+    acceptance: dict[str, AcceptanceRate] = field(default_factory=dict)  # by proposer
+    proposer: str = ""  # of the drafts that the next step verifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,7 @@ class AdaptiveDrafter:
         self._proposers = dict(proposers)
         self._max_draft_tokens, self._max_batch_tokens = max_draft_tokens, max_batch_tokens
         self._counts = {name: [0, 0] for name in proposers}
+        self._states = WeakKeyDictionary[Request, DraftState]()
 
     @property
     def counts(self) -> dict[str, DraftStats]:
@@ -214,25 +216,25 @@ class AdaptiveDrafter:
             max_drafts(request),
             max(0, self._max_batch_tokens - num_rows),
         )
-        guessing = request.guessing
+        state = self._states.get(request)
+        if state is None:
+            state = self._states[request] = DraftState()
         for name, source in self._proposers.items():
-            record = guessing.acceptance.setdefault(name, AcceptanceRate())
+            record = state.acceptance.setdefault(name, AcceptanceRate())
             wanted = record.num_worthwhile(num_rows, limit)
             draft = source.propose(request, wanted) if wanted > 0 else ()
             if draft:
-                guessing.proposer = name
+                state.proposer = name
                 return draft
         return ()
 
     def verified(self, request: Request, num_accepted: int) -> None:
         """See `Drafter`."""
-        guessing, num_drafted = request.guessing, len(request.draft)
-        guessing.acceptance[guessing.proposer].verified(num_drafted, num_accepted)
-        counts = self._counts[guessing.proposer]
+        state, num_drafted = self._states[request], len(request.draft)
+        state.acceptance[state.proposer].verified(num_drafted, num_accepted)
+        counts = self._counts[state.proposer]
         counts[0] += num_drafted
         counts[1] += num_accepted
-        guessing.num_drafted += num_drafted
-        guessing.num_accepted += num_accepted
 
 
 def create_drafter(config: ResolvedConfig, cache: PrefixCache) -> Drafter | None:
