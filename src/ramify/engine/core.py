@@ -71,7 +71,7 @@ class EngineCore:
         grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config, self.vocab_size = config, vocab_size
+        self.config = config
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
         self.context = EngineContext(config, executor, clock)
         self.lifecycle = RequestLifecycle(
@@ -83,15 +83,19 @@ class EngineCore:
             clock=clock,
         )
         rng = random.Random()  # noqa: S311  # which requests are checked is no secret
-        # A function of its own, for no reference leads back to the core: a dropped engine is freed
-        # at once.
-        self._chance = lambda share: rng.random() < share
+        # Not a method: a reference back to the core would delay the freeing of a dropped engine.
+        self._chance: Callable[[float], bool] = lambda share: rng.random() < share
         self.recovery = FailureRecovery(self.context, self.lifecycle, self._chance)
         self.watchdog = Watchdog(config.requested.self_check.step_timeout_s)
         self.hit_verifier = self.lifecycle.hit_verifier
         self.max_waiting = config.requested.scheduler.max_waiting
         self.drafter = drafter or create_drafter(config, self.cache)
         self._clock = clock
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        return self.lifecycle.vocab_size
 
     @property
     def cache(self) -> PrefixCache:

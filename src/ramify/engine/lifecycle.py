@@ -74,7 +74,7 @@ class RequestLifecycle:
         self.hit_verifier = HitVerifier(context.config.requested.attention.verify_sample)
         self.detokenizer_factory, self.grammar_compiler = detokenizer_factory, grammar_compiler
         self._context, self._clock = context, clock
-        self._vocab_size, self._eos_token_ids = vocab_size, frozenset(eos_token_ids)
+        self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
         self._outputs: list[StepOutput] = []  # more than one step's after an interrupt
         self._ids = count()
 
@@ -95,7 +95,7 @@ class RequestLifecycle:
             prompt_ids=ids,
             params=params,
             max_len=max_len,
-            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
+            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
             seed=secrets.randbits(62) if params.seed is None else params.seed,
             namespace=scope[0],
             salts=scope[1],
@@ -156,7 +156,7 @@ class RequestLifecycle:
             request.prompt_ids,
             params,
             stop_token_ids=request.stop_token_ids,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             matcher=matcher,
         )
 
