@@ -1,4 +1,4 @@
-"""The state that a step reads and writes, as one object that can be built anew."""
+"""The state that steps read and write, as one object that recovery can reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests from `add_request` to their last output: the registry of live requests, and outputs."""
+"""The registry of live requests: creates, emits, finishes and fails them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from ramify.params import (
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step did for one answer of a request.
+    """New tokens of one answer of a request, after one step.
 
-    `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
-    stop text comes later. `output` is there when all answers of the request have ended. Unpacks to
-    (request_id, list of new token ids, whether the request has ended).
+    `text` excludes an end that may be the beginning of a stop string; that comes with a later step.
+    `output` is set when all answers of the request have ended. Unpacks to (request_id, list of new
+    token ids, whether the request has ended).
     """
 
     request_id: int
     new_token_ids: tuple[int, ...]
     output: RequestOutput | None = None
-    index: int = 0  # of the answer
+    index: int = 0  # of the answer, below SamplingParams.n
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None  # of this answer, when it has ended
+    finish_reason: FinishReason | None = None  # set when this answer has ended
     cache: CacheReport | None = None  # with the first tokens of the first answer
 
     def __iter__(self) -> Iterator[Any]:
@@ -49,15 +49,10 @@ class StepOutput:
 
 
 class RequestLifecycle:
-    """Creates requests, ends them, and collects what their callers have not read yet.
+    """Live requests by id, and the outputs that `EngineCore.step` has not returned yet.
 
-    Args:
-        context: the engine's scheduler and planner.
-        vocab_size: token ids are below it.
-        eos_token_ids: the model's own ends of sequence.
-        detokenizer_factory: makes a decoder per request; None when the model has no tokenizer.
-        grammar_compiler: makes a matcher for one answer; None when there is no structured output.
-        clock: seconds.
+    A *group* is what one `add_request` creates: a leader and its `n - 1` children. It is live from
+    `register` to `make_output`. `EngineCore` describes the arguments.
     """
 
     def __init__(
@@ -70,15 +65,15 @@ class RequestLifecycle:
         grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None,
         clock: Callable[[], float],
     ) -> None:
-        self.requests: dict[int, Request] = {}  # live ones, branches too, oldest first
+        self.requests: dict[int, Request] = {}  # live ones by id, children too, oldest first
         self.hit_verifier = HitVerifier(context.config.requested.attention.verify_sample)
         self.detokenizer_factory, self.grammar_compiler = detokenizer_factory, grammar_compiler
         self._context, self._clock = context, clock
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
-        self._outputs: list[StepOutput] = []  # more than one step's after an interrupt
+        self._outputs: list[StepOutput] = []  # of several steps, if an interrupt cut one off
         self._ids = count()
 
-    # -- beginning ---------------------------------------------------------------------------
+    # -- creation ----------------------------------------------------------------------------
 
     def create(
         self,
@@ -115,10 +110,14 @@ class RequestLifecycle:
         tenant: str,
         max_shared: int | None,
     ) -> Request:
-        """A leader with its n - 1 children, ready to be registered and queued.
+        """A leader with its n - 1 children, complete but neither registered nor queued.
+
+        Args:
+            scope: namespace and salts of the prompt, see `PrefixNamespaces.scope_of`.
+            max_len: tokens, prompt included, at which an answer ends.
 
         Raises:
-            RequestError: its structured output cannot be followed.
+            RequestError: the grammar of the structured output is invalid.
         """
         leader = self.create(ids, params, scope, max_len)
         leader.prompt = prompt
@@ -134,15 +133,16 @@ class RequestLifecycle:
         return leader
 
     def rebuild_text_state(self, request: Request) -> None:
-        """Give a request a logits processor, and a detokenizer that has seen its output.
+        """Give a request a new logits processor, and a detokenizer that has seen its output.
 
-        Called for a new request, and again after a call failed half-way and left them inconsistent.
+        Called for a new request, and again after a call failed half-way and left one inconsistent.
         """
         request.logits_processor = self._create_logits_processor(request)
         if self.detokenizer_factory is not None:
             request.detokenizer = self.detokenizer_factory()
-            ends = isinstance(request.stop_reason, int)  # in a token that is no text
-            for token in request.output_ids[: -1 if ends else None]:
+            # A stop token is not text.
+            end = -1 if isinstance(request.stop_reason, int) else None
+            for token in request.output_ids[:end]:
                 request.detokenizer.step(token)
 
     def _create_logits_processor(self, request: Request) -> LogitsProcessor | None:
@@ -161,11 +161,11 @@ class RequestLifecycle:
         )
 
     def register(self, leader: Request) -> None:
-        """Make a request and its children live."""
+        """Make a group live."""
         self.requests.update((request.id, request) for request in (leader, *leader.children))
 
     def unregister(self, leader: Request) -> None:
-        """Undo `register`, also one that an interrupt cut off."""
+        """Undo `register`, even if an interrupt cut it off."""
         for request in (leader, *leader.children):
             self.requests.pop(request.id, None)
 
@@ -173,12 +173,12 @@ class RequestLifecycle:
 
     @property
     def live(self) -> list[Request]:
-        """Requests and children whose last output was not made yet, oldest first."""
+        """Requests and children whose group has no output yet, oldest first."""
         return list(self.requests.values())
 
     @property
     def has_outputs(self) -> bool:
-        """Whether `take_outputs` would return any."""
+        """Whether `take_outputs` would return anything."""
         return bool(self._outputs)
 
     def take_outputs(self) -> list[StepOutput]:
@@ -187,14 +187,14 @@ class RequestLifecycle:
         return outputs
 
     def discard_outputs(self, request_ids: Container[int]) -> list[StepOutput]:
-        """Drop the outputs of these requests that were not taken yet; returns them."""
+        """Drop the outputs of these requests that were not taken yet; returns the dropped ones."""
         dropped = [output for output in self._outputs if output.request_id in request_ids]
         self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
         return dropped
 
     def emit(self, request: Request) -> None:
-        """Append a `StepOutput` with the new tokens of a request, and its end if it has ended."""
-        leader, asked = request.parent_or_self, request.params.logprobs is not None
+        """Append a `StepOutput` of the tokens since the last one, and of the end if it came."""
+        leader, with_logprobs = request.parent_or_self, request.params.logprobs is not None
         output = self.make_output(leader) if leader.has_ended and not leader.has_output else None
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
         request.end_emitted = request.is_finished
@@ -206,7 +206,7 @@ class RequestLifecycle:
                     output,
                     request.index,
                     take_stable_text(request),
-                    tuple(request.logprobs[start:]) if asked else (),
+                    tuple(request.logprobs[start:]) if with_logprobs else (),
                     request.finish_reason,
                     leader.cache_report(cache_on=self._context.planner.share)
                     if request is leader and start == 0 < request.num_tokens_emitted
@@ -217,7 +217,7 @@ class RequestLifecycle:
             self.hit_verifier.compare(leader.id, leader.prompt_logprobs)
 
     def make_output(self, leader: Request) -> RequestOutput:
-        """The output of a request whose answers have all ended; it is live no longer. Made once."""
+        """The final output of a group whose answers have all ended; removes it from the registry."""
         output = leader.output(cache_on=self._context.planner.share)
         leader.has_output = True
         for request in (leader, *leader.children):
@@ -227,17 +227,17 @@ class RequestLifecycle:
     # -- end ---------------------------------------------------------------------------------
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request or branch, once: nothing of it stays but published pages."""
+        """End a request or child, once, and release its pages; published ones stay cached."""
         request.pending_finish_reason = reason
         self._context.scheduler.remove(request)
         self.finalize(request)
 
     def finalize(self, request: Request) -> None:
-        """Set text and finish reason of a request that ends and holds no pages any more."""
+        """Flush the text and set the finish reason of a request that is in no queue any more."""
         assert request.pending_finish_reason is not None
         try:
             reason = flush_held_text(request, request.pending_finish_reason)
-        except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
+        except Exception as error:  # noqa: BLE001 - a detokenizer's; ends this request only
             reason = self.detokenize_failed(request, error)
         request.end_s = self._clock()
         request.finish_reason = reason
@@ -245,13 +245,13 @@ class RequestLifecycle:
             self.hit_verifier.record(request)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request or branch with an error, and emit it."""
+        """End a request or child with an error, and emit it."""
         request.error = error
         self.finish(request, FinishReason.ERROR)
         self.emit(request)
 
     def detokenize_failed(self, request: Request, error: Exception) -> FinishReason:
-        """A request's detokenizer raised: the request ends, with the tokens that it has."""
+        """Make a request end with an error, with the tokens it has: its detokenizer raised."""
         failure = StepFailedError(
             f"request {request.parent_or_self.id} has tokens of which no text can be made: "
             f"{type(error).__name__}: {error}"
