@@ -89,8 +89,8 @@ class EngineCore:
             clock=clock,
         )
         rng = random.Random()  # noqa: S311  # only samples requests and audits
-        # Not a method: `recovery` would refer back to the core, and only the garbage collector would
-        # free a dropped engine.
+        # Not a method: `recovery` would then refer back to the core, and a dropped engine would live
+        # until the garbage collector runs.
         self._chance: Callable[[float], bool] = lambda share: rng.random() < share
         self.recovery = FailureRecovery(self.context, self.lifecycle, self._chance)
         self.watchdog = Watchdog(config.requested.self_check.step_timeout_s)
@@ -390,7 +390,7 @@ class EngineCore:
             self.lifecycle.detokenize_failed(request, error)
 
     def _continue_or_finish(self, request: Request) -> None:
-        """Emit a request's new tokens; finish it if its end is pending, else queue the last token."""
+        """Finish a request whose end is pending, else extend its sequence; emit its new tokens."""
         if request.first_token_s is None:
             request.first_token_s = self._clock()
         self.recovery.on_progress(request)

@@ -1,10 +1,10 @@
 """Failure recovery: what happens to engine and requests when a step or the bookkeeping fails.
 
-- A forward pass raises → roll back: zero the pages of the step, requeue its requests, keep the rest.
+- A forward pass raises → roll back: zero the pages of the step, requeue its requests.
 - A request's logits are not finite → roll it back and isolate its namespace, since a page that it
   read may be damaged. If it then succeeds, evict the prefix that it had read.
-- Anything else raises, or an audit does → rebuild: empty cache, table and queues. Every live request
-  is recomputed with the tokens it has.
+- Anything else raises, or an audit does → rebuild: empty cache, table and queues. Every live
+  request is recomputed with the tokens it has.
 
 A request that fails `MAX_FAILURES` steps in a row ends with a StepFailedError. After its first
 failure it runs alone, so that it takes no other request with it.
@@ -245,7 +245,7 @@ class FailureRecovery:
     # -- the bookkeeping fails -----------------------------------------------------------------
 
     def recover(self, error: BaseException) -> None:
-        """Rebuild after anything but a forward pass raised; count a failure for the requests at fault.
+        """Rebuild after an error outside a forward pass; count a failure for the requests at fault.
 
         At fault are the active requests. If it raised in scheduling: the request that ran alone;
         else all that live, if no step has succeeded since the last such error; else those that were
@@ -310,8 +310,9 @@ class FailureRecovery:
                 if request.num_rebuilds >= MAX_REBUILDS:
                     self._fail(
                         request,
-                        f"saw {request.num_rebuilds} repairs of the engine without a new token, the "
-                        f"limit is {MAX_REBUILDS}; the last was for {type(error).__name__}: {error}",
+                        f"saw {request.num_rebuilds} repairs of the engine without a new token, "
+                        f"the limit is {MAX_REBUILDS}; the last was for {type(error).__name__}: "
+                        f"{error}",
                         error,
                     )
             return False
@@ -327,8 +328,8 @@ class FailureRecovery:
     def rebuild(self, error: BaseException) -> None:
         """Replace cache contents, table, planner and queues by empty ones; requeue live requests.
 
-        Requests keep their tokens. Pins, and leases of other callers, are lost. Reads nothing of the
-        old bookkeeping but the scheduler's counters, so it may be in any state.
+        Requests keep their tokens. Pins, and leases of other callers, are lost. Of the old
+        bookkeeping it reads only the scheduler's counters, so the rest may be in any state.
         """
         context = self._context
         self.counts.rebuilds += 1

@@ -217,7 +217,7 @@ class RequestLifecycle:
             self.hit_verifier.compare(leader.id, leader.prompt_logprobs)
 
     def make_output(self, leader: Request) -> RequestOutput:
-        """The final output of a group whose answers have all ended; removes it from the registry."""
+        """The final output of a group whose answers have all ended; it is not live any more."""
         output = leader.output(cache_on=self._context.planner.share)
         leader.has_output = True
         for request in (leader, *leader.children):

@@ -56,7 +56,7 @@ def _grammar_end(
 
 
 def flush_held_text(request: Request, reason: FinishReason) -> FinishReason:
-    """Append the text that the detokenizer held back; returns `reason`, or STOP for a stop string."""
+    """Append text that the detokenizer held back; returns `reason`, or STOP for a stop string."""
     if request.detokenizer is not None and not isinstance(request.stop_reason, str):
         num_chars, text = len(request.text), request.text + request.detokenizer.finish()
         request.text, stop = _truncate_at_stop_string(

@@ -43,7 +43,7 @@ class Watchdog:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds that the running step has taken, if more than the timeout; else 0. For any thread."""
+        """Seconds that the running step has taken, 0 up to the timeout. For any thread."""
         step = self._running_step
         elapsed_s = 0.0 if step is None else self._clock() - step.begin_s
         return elapsed_s if self.timeout_s and elapsed_s > self.timeout_s else 0.0

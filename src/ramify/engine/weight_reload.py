@@ -14,7 +14,7 @@ def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
     """Swap weights between two steps; returns the number of live requests, children included.
 
     Live requests keep their output and recompute its K/V with the new weights. Pages of the old
-    weights stay in a namespace that no request has any more: they are unpinned, and evicted in time.
+    weights stay in a namespace that no request has any more; they are unpinned.
 
     Args:
         swap: installs the weights and returns the namespace of their K/V. If it raises, nothing

@@ -35,12 +35,12 @@ class Scheduler:
     below 8), so decodes never block prompts for ever.
 
     **Then prefill**: running prompts and waiting requests in one order, see `waiting_queue`: fair
-    between tenants, then larger priority, then fewer uncached tokens, with ageing. So a short prompt
-    can overtake a half-computed long one. The long one gets the budget that is left over, and comes
-    first once the clock (tokens computed so far) reaches its rank. A chunk ends on a page boundary
-    if that wastes at most 1/16 of the budget, and a prompt gets no chunk below `MIN_CHUNK` tokens
-    while others have work. The first waiting request that finds no pages or row blocks those behind
-    it, so large requests are not overtaken for ever either.
+    between tenants, then larger priority, then fewer uncached tokens, with ageing. So a short
+    prompt can overtake a half-computed long one. The long one gets the budget that is left over,
+    and comes first once the clock (tokens computed so far) reaches its rank. A chunk ends on a page
+    boundary if that wastes at most 1/16 of the budget, and a prompt gets no chunk below `MIN_CHUNK`
+    tokens while others have work. The first waiting request that finds no pages or row blocks those
+    behind it, so large requests are not overtaken for ever either.
 
     **In-flight prefix sharing.** A waiting request whose prefix a running one is about to compute
     attaches to it, if this step completes the prefix; else it is parked until a step does. No token
@@ -50,8 +50,8 @@ class Scheduler:
     lookups as free rows, plus `MAX_PROBES` and `NUM_RERANKED`.
 
     **When pages run out**, give up in this order: drafts, this step's newest admissions, then one
-    running request: of the tenant that runs most, the lowest priority, then the least computed work.
-    The request with the smallest `virtual_arrival` is never preempted, so one always finishes.
+    running request: of the tenant that runs most, the lowest priority, then the least computed
+    work. The request with the smallest `virtual_arrival` is never preempted, so one always finishes.
 
     Args:
         planner: plans over the engine's cache and block table.
@@ -92,7 +92,7 @@ class Scheduler:
     def check_queue_len(self, max_waiting: int | None, now_s: float) -> None:
         """Raise OverloadedError if `max_waiting` requests wait already; None is no limit.
 
-        It advises to retry after half the oldest request's waiting time, at least 1 s, at most 60 s.
+        Its `retry_after_s` is half the oldest request's waiting time, between 1 s and 60 s.
         """
         count = len(self.waiting)
         if max_waiting is None or count < max_waiting:
@@ -219,7 +219,7 @@ class Scheduler:
     # -- choosing requests -------------------------------------------------------------------
 
     def next_isolated(self) -> Request | None:
-        """The oldest request that failed since its last token; it runs alone until it has a new one.
+        """The oldest request that failed since its last token; it runs alone until its next token.
 
         So a request that always fails takes no other with it. Running requests go first.
         """
@@ -329,7 +329,7 @@ class Scheduler:
         if any(request.draft for request, _ in work):
             return _without_drafts(work)
         if admitted and (work or len(admitted) > 1):
-            # If nothing runs, the first admission must stay, or no step would ever run.
+            # One request stays in the step: without work, the first admission.
             num_missing = max(1, error.asked - error.free - error.evictable)
             self._undo_admissions(admitted, len(admitted) - (not work), num_missing)
             return work
