@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.config import EngineConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.output_processor import IncrementalDetokenizer
+from ramify.engine.request import IncrementalDetokenizer
 from ramify.engine.speculation.drafter import Drafter
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
@@ -156,7 +156,7 @@ class Bench:
         stats = self.core.cache.stats()
         assert (stats.num_leases, stats.private_pages) == (0, 0)
         assert stats.evictable_pages == stats.cached_pages
-        assert not self.core._requests
+        assert not self.core.live
         return self.outputs
 
     def assert_nothing_leaked(self) -> None:

@@ -64,7 +64,7 @@ class Live:
         def look(core: EngineCore) -> bool:
             core.cache.check()
             stats = core.cache.stats()
-            return not core._requests and not stats.num_leases and not stats.private_pages
+            return not core.live and not stats.num_leases and not stats.private_pages
 
         return self.look(look) and not self.server.service.quotas._usage
 

@@ -115,7 +115,7 @@ class ServerBench:
             pass
 
     def assert_nothing_left(self) -> None:
-        assert not self.core._requests
+        assert not self.core.live
         assert not self.llm._engine_thread._collectors
         assert not [use for use in self.service.quotas._usage.values() if use.live]
         for pin in self.core.cache.pins():

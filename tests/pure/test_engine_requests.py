@@ -187,14 +187,14 @@ def test_a_prompt_that_can_never_be_served_is_refused(
         bench.core.add_request(prompt, SamplingParams(max_tokens=6))
 
     bench.core.cache.check()
-    assert len(bench.core._requests) == 1
+    assert len(bench.core.live) == 1
     assert list(bench.run()[key].token_ids) == expected([7] * 6, 4, ends=())
 
 
 def test_stop_texts_need_a_tokenizer() -> None:
     """Without one they could never be found."""
     bench = Bench()
-    bench.core._detokenizer_factory = None
+    bench.core.lifecycle.detokenizer_factory = None
 
     with pytest.raises(InvalidParamsError, match="no tokenizer"):
         bench.core.add_request([1], SamplingParams(stop="x"))

@@ -39,7 +39,7 @@ def in_thread(pool: ThreadPoolExecutor, one: Live, **fields: object) -> "Future[
 
 
 def num_live(one: Live) -> int:
-    return int(one.look(lambda core: len(core._requests)))
+    return int(one.look(lambda core: len(core.live)))
 
 
 def test_it_is_ready_and_alive(shared: Live) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
 from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.serving.engine_thread import EngineThread, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
 from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import ConfigError, RequestError
@@ -303,7 +303,7 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """Requests that run and wait, work done so far, and the cache's statistics."""
-        return await self.run(EngineStats.of)
+        return await self.run(EngineCore.stats)
 
     def health(self) -> Health:
         """Whether the engine is alive, and how old its last step is; waits for nothing."""

@@ -17,11 +17,11 @@ from ramify.config import (
 )
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import (
     Message,
     Prompt,
@@ -222,7 +222,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
-        return EngineStats.of(self.core)
+        return self.core.stats()
 
     def run(self, call: Callable[[EngineCore], T]) -> T:
         """`call(core)`: the same as `AsyncLLM.run`, at once."""

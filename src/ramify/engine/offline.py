@@ -17,7 +17,7 @@ from ramify.engine.text.prompt_inputs import (
     params_for,
     refused_output,
 )
-from ramify.errors import OutOfPagesError, RequestError, UnknownRequestError
+from ramify.errors import RequestError, UnknownRequestError
 from ramify.outputs import RequestOutput, StepOutput
 from ramify.params import SamplingParams
 
@@ -138,11 +138,7 @@ class OfflineDriver:
         if mine:
             self._unread = [one for one in self._unread if one.request_id not in places]
             return mine
-        try:
-            return self.core.step()
-        except OutOfPagesError as error:  # pins hold what a single request needs
-            self.core.recovery.fail_blocked_request(error)
-            return []
+        return self.core.step_or_fail_blocked()
 
     def step(self) -> list[StepOutput]:
         """See `LLM.step`."""

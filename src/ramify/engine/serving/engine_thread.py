@@ -18,7 +18,6 @@ from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollec
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
-    OutOfPagesError,
     OverloadedError,
     RamifyError,
     UnknownRequestError,
@@ -325,10 +324,7 @@ class EngineThread:
     def _step(self) -> None:
         self._step_s, self._is_stepping = time.monotonic(), True
         try:
-            events = self.core.step()
-        except OutOfPagesError as error:  # pins hold what a single request needs
-            self.core.recovery.fail_blocked_request(error)
-            return
+            events = self.core.step_or_fail_blocked()
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False
         for event in events:

@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from ramify.engine.core import EngineCore
 from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
-from ramify.server.service import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
