@@ -22,8 +22,7 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
 from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
 from ramify.server.app import Server
-from ramify.server.http.timeout_protocol import TimeoutProtocol
-from ramify.server.http.uvicorn_server import DrainingServer
+from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 
-from ramify.server.http.timeout_protocol import TimeoutProtocol
+from ramify.server.http.uvicorn_server import TimeoutProtocol
 from tests.pure.live_server import Live, events, live, until
 
 CHAT = {"messages": [{"role": "user", "content": "Who lives in Rome?"}], "max_tokens": 64}

@@ -17,8 +17,7 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
-from ramify.server.http.timeout_protocol import TimeoutProtocol
-from ramify.server.http.uvicorn_server import DrainingServer
+from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
