@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ramify.engine.text.added_tokens import (
     ADDED_TOKENS_DECODER,
@@ -22,25 +17,9 @@ from ramify.engine.text.added_tokens import (
     merge_tokenizer_configs,
     parse_added_token,
 )
+from ramify.engine.text.chat_template import ChatTemplates, Messages, read_chat_templates
 from ramify.engine.text.special_tokens import SpecialTokenEscaper
-from ramify.errors import ChatTemplateError, CheckpointError, InvalidParamsError
-
-DEFAULT, TOOL_USE = "default", "tool_use"
-REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are not, or not yet, a character
-MAX_HELD_TOKENS = 64  # longer than any character; bounds the work on endless broken bytes
-
-# What a template does with messages that it did not expect is up to its author.
-_TEMPLATE_FAULTS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-
-Messages = Sequence[Mapping[str, Any]]
+from ramify.errors import CheckpointError, InvalidParamsError
 
 
 class Tokenizer:
@@ -63,8 +42,7 @@ class Tokenizer:
         self._core.no_truncation()
         self._core.no_padding()
         self.special_tokens = dict(special_tokens)
-        self._templates = dict(chat_templates)
-        self._environment = _environment()
+        self._chat_templates = ChatTemplates(chat_templates, special_tokens)
         self._escaper = SpecialTokenEscaper(core)
 
     @classmethod
@@ -101,7 +79,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path}: tokens that are named beside tokenizer.json cannot be added: {error}"
             ) from error
-        return cls(core, special_tokens=special, chat_templates=_templates(path, config))
+        return cls(core, special_tokens=special, chat_templates=read_chat_templates(path, config))
 
     @property
     def vocab_size(self) -> int:
@@ -132,12 +110,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether messages can be rendered at all."""
-        return DEFAULT in self._templates
+        return self._chat_templates.default is not None
 
     @property
     def chat_template(self) -> str | None:
         """The source of the usual template."""
-        return self._templates.get(DEFAULT)
+        return self._chat_templates.default
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -208,38 +186,9 @@ class Tokenizer:
         Raises:
             ChatTemplateError: there is no template, or it cannot render these messages.
         """
-        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
-        if name not in self._templates:
-            raise ChatTemplateError(
-                "the checkpoint has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json); send a plain prompt instead of messages"
-            )
-        variables = {
-            **self.special_tokens,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **kwargs,
-        }
-        # What is None is not there, as in transformers; some templates ask whether it is none.
-        there = [
-            {key: value for key, value in one.items() if value is not None}
-            if isinstance(one, Mapping)
-            else one
-            for one in messages
-        ]
-        try:
-            template = self._environment.from_string(self._templates[name])
-            try:
-                return template.render(variables, messages=there)
-            except _TEMPLATE_FAULTS:
-                if there == list(messages):
-                    raise
-                return template.render(variables, messages=messages)
-        except _TEMPLATE_FAULTS as error:
-            raise ChatTemplateError(
-                f"the chat template cannot render these {len(messages)} messages: {error}"
-            ) from error
+        return self._chat_templates.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+        )
 
     def encode_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **kwargs: Any
@@ -263,112 +212,6 @@ def _require_unicode(text: str) -> None:
     except UnicodeEncodeError as error:  # half of a surrogate pair: no bytes, no tokens
         name = f"prompt[{error.start}]"
         raise InvalidParamsError(name, text[error.start], "a Unicode character") from error
-
-
-class Detokenizer:
-    """The text of a growing sequence, piece by piece, never half a character.
-
-    The pieces together are what `Tokenizer.decode` makes of all tokens. (Where a tokenizer shows
-    each broken byte by itself, or after more than `MAX_HELD_TOKENS` broken bytes in a row, the
-    number of U+FFFD signs can differ.)
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
-        self._window: list[int] = []  # the tokens told last, then those not told yet
-        self._prefix_len = 0
-        self._prefix_text = ""  # text of the former: decoders treat the start of a text specially
-        self._held_text = ""  # text of the latter, when it may still change
-
-    def step(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        if token_id in self._skipped_ids:
-            return ""
-        self._window.append(token_id)
-        new = self._decode()[len(self._prefix_text) :]
-        num_held = len(self._window) - self._prefix_len
-        if (not new or new.endswith(REPLACEMENT)) and num_held < MAX_HELD_TOKENS:
-            self._held_text = new
-            return ""
-        self._held_text = ""
-        self._window = self._window[self._prefix_len :]
-        self._prefix_len = len(self._window)
-        self._prefix_text = self._decode()
-        return new
-
-    def finish(self) -> str:
-        """What was held back: a character that stays incomplete."""
-        held, self._held_text = self._held_text, ""
-        self._window, self._prefix_len, self._prefix_text = [], 0, ""
-        return held
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 - read by jinja
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements between the tags, as they are."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it; they are foreign code, so it is the sandboxed one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of Jinja's own filter, which models have never seen."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - local, as templates expect
-
-
-def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name; files win over what tokenizer_config.json says."""
-    templates: dict[str, str] = {}
-    found = config.get("chat_template")
-    if isinstance(found, str):
-        templates[DEFAULT] = found
-    elif isinstance(found, list):
-        for entry in found:
-            if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
-                templates[str(entry["name"])] = str(entry["template"])
-    files = {DEFAULT: path / "chat_template.jinja"}
-    files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
-    for name, file in files.items():
-        if file.is_file():
-            try:
-                templates[name] = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return templates
 
 
 def _read_json(path: Path) -> dict[str, Any]:
