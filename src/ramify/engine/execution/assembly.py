@@ -15,13 +15,13 @@ from ramify.attention.mla import MlaAttention
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.execution.acceptance import rejection_sample
 from ramify.engine.execution.host_memory import free_memory
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
-from ramify.engine.execution.sampler import sample_from_cdf
+from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.logits.grammar import GrammarCompiler
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig

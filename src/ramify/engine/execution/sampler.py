@@ -45,6 +45,36 @@ def sample_from_cdf(
     return at if ids is None else int(ids[at])
 
 
+def rejection_sample(
+    ids: NDArray[np.int64] | None,
+    weights: NDArray[np.float64],
+    number: float,
+    draft_token: int | None,
+) -> int:
+    """The guess with its probability, else one of the other tokens in proportion to theirs.
+
+    Speculative sampling (Leviathan et al. 2023; Chen et al. 2023) for a guess that was not drawn
+    from a distribution, so that its own is all on one token: it is accepted with the probability p
+    that the target gives it, and rejected in favour of the target without it, renormalised. One
+    number in [0, 1) decides both: below p it accepts, and what is above p is uniform again.
+
+    The tokens have the target's distribution, but depend on what was guessed: the same seed gives
+    other tokens with other guesses. `sample_from_cdf` is equal to the guess with the same
+    probability p, so that it accepts as often, and depends on nothing but seed and position.
+
+    Args: as for `sample_from_cdf`.
+    """
+    ids = np.arange(len(weights)) if ids is None else ids
+    is_guess = ids == (-1 if draft_token is None else draft_token)
+    if not is_guess.any():
+        return sample_from_cdf(ids, weights, number, None)
+    share = float(weights[is_guess][0] / weights.sum())
+    others = weights[~is_guess]
+    if number < share or not others.any():
+        return int(ids[is_guess][0])
+    return sample_from_cdf(ids[~is_guess], others, (number - share) / (1.0 - share), None)
+
+
 def sample_batch(
     logits: Rows, specs: Sequence[SampleSpec], sample_fn: SampleFn = sample_from_cdf
 ) -> tuple[dict[int, SampledTokens], dict[int, FloatingPointError]]:
@@ -80,21 +110,6 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
     """Whether the likeliest token is all that is wanted, and nothing was guessed."""
     is_bare = spec.logits is None and spec.num_logprobs is None
     return is_bare and not spec.draft and spec.params.temperature == 0.0
-
-
-def draw_tokens(logits: Rows, draw: SampleSpec) -> SampledTokens:
-    """The next token of one request, and one more for as long as the drafts are what was drawn.
-
-    Args:
-        logits: [1 + number of drafts, vocab_size], after what is known and after each draft.
-
-    Raises:
-        FloatingPointError: logits are not numbers, or all tokens that are allowed have none.
-    """
-    drawn, failed = sample_batch(logits, [draw])
-    if failed:
-        raise failed[draw.request_id]
-    return drawn[draw.request_id]
 
 
 def _sample_rows(
