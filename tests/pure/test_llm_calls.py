@@ -7,7 +7,7 @@ import pytest
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.llm import LLM
-from ramify.engine.progress import progress_bar
+from ramify.engine.offline import progress_bar
 from ramify.errors import (
     ConfigError,
     InvalidParamsError,
@@ -166,7 +166,7 @@ def test_an_engine_without_a_model_says_so() -> None:
     with pytest.raises(ConfigError, match="without a model"):
         llm.reload_weights("ramify-tiny")
     with pytest.raises(ConfigError, match="without a model"):
-        print(llm.num_weight_bytes)  # noqa: T201
+        print(llm.engine)  # noqa: T201
 
 
 @pytest.mark.parametrize(

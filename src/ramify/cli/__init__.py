@@ -406,7 +406,7 @@ def verify(
             attention_backend=attention_backend,
             exact=exact,
         )
-        vocab_size, limit = llm.model_config.vocab_size, llm.config.max_model_len
+        vocab_size, limit = llm.engine.model_config.vocab_size, llm.config.max_model_len
         asked = (
             random_prompts(sample, vocab_size, limit)
             if prompts is None
@@ -442,9 +442,9 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory
 
-    config, plan = llm.model_config, llm.config
-    weights = llm.num_weight_bytes
-    chosen = llm.attention
+    config, plan = llm.engine.model_config, llm.config
+    weights = llm.engine.num_weight_bytes
+    chosen = llm.engine.backend_choice
     backends = {
         name: f"chosen: {chosen.reason}"
         if name == chosen.name
@@ -463,9 +463,9 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "threads": torch.get_num_threads(),
         },
         "model": {
-            "path": str(llm.path),
+            "path": str(llm.engine.path),
             "architecture": config.architecture,
-            "dtype": str(llm.decoder.dtype).removeprefix("torch."),
+            "dtype": str(llm.engine.decoder.dtype).removeprefix("torch."),
             "layers": config.num_layers,
             "context": f"{plan.max_model_len} tokens",
         },
@@ -474,7 +474,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "exact": plan.requested.attention.exact,
             **{
                 f"{one.operation} {'x'.join(map(str, one.shape))}": f"{one.strategy} ({one.reason})"
-                for one in llm.exactness()
+                for one in llm.engine.exactness()
             },
         },
         "memory": {

@@ -249,7 +249,7 @@ class AsyncLLM:
         Raises:
             RequestError: what it begins with cannot be tokenised, or there is no chat template.
         """
-        transcript = open_transcript(self, begin, messages, system, template_options)
+        transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
         return AsyncSession(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     async def _warm(self, many: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:

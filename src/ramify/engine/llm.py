@@ -37,15 +37,8 @@ from ramify.errors import (
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
-    import torch
-
-    from ramify.attention.backend import AttentionSpec, BackendChoice
-    from ramify.attention.exactness import Exactness
     from ramify.engine.execution.assembly import LocalEngine
-    from ramify.engine.execution.runner import ModelRunner
     from ramify.engine.text.tokenizer import Tokenizer
-    from ramify.models.config import ModelConfig
-    from ramify.models.loader import Decoder
 
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
@@ -70,7 +63,7 @@ class LLM:
         self,
         model: str | Path = _MODEL.model,
         *,
-        dtype: str | torch.dtype = _MODEL.dtype,
+        dtype: object = _MODEL.dtype,
         max_model_len: int | None = _MODEL.max_model_len,
         page_size: int = _CACHE.page_size,
         kv_cache_tokens: int | None = _CACHE.kv_cache_tokens,
@@ -137,36 +130,6 @@ class LLM:
         return self._engine
 
     @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
-        return self.engine.path
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """Sizes and variants of the model."""
-        return self.engine.model_config
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model."""
-        return self.engine.decoder
-
-    @property
-    def runner(self) -> ModelRunner:
-        """Model, K/V pool and attention backend."""
-        return self.engine.runner
-
-    @property
-    def attention(self) -> BackendChoice:
-        """The attention backend, and why it was chosen."""
-        return self.engine.backend_choice
-
-    @property
-    def attention_spec(self) -> AttentionSpec:
-        """What the model asks of attention."""
-        return self.engine.attention_spec
-
-    @property
     def cache(self) -> CacheView:
         """What is cached: `stats`, `tree`, `explain`, `pin`, `warm`, `share`, `clear`; see `CacheView`."""
         return CacheView(self.core, self.tokenizer, self._warm)
@@ -181,15 +144,6 @@ class LLM:
             return self._driver.run([later(one) for one in many], asked, None)
         except RequestError as error:  # all were refused
             return [error] * len(many)
-
-    @property
-    def num_weight_bytes(self) -> int:
-        """Memory of the weights in the dtype that they compute in."""
-        return self.engine.num_weight_bytes
-
-    def exactness(self) -> list[Exactness]:
-        """How each operation of the model and its attention is computed, and why."""
-        return self.engine.exactness()
 
     def reload_weights(
         self,
@@ -352,7 +306,7 @@ class LLM:
         Raises:
             RequestError: what it begins with cannot be tokenised, or there is no chat template.
         """
-        transcript = open_transcript(self, begin, messages, system, template_options)
+        transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
         return Session(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     # -- step by step ------------------------------------------------------------------------

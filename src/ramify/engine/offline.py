@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.progress import progress_bar
 from ramify.engine.text.prompt_inputs import (
     Prompt,
     broadcast_option,
@@ -21,6 +20,8 @@ from ramify.errors import OutOfPagesError, RequestError, UnknownRequestError
 from ramify.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ramify.engine.text.tokenizer import Tokenizer
 
 MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
@@ -175,3 +176,57 @@ class OfflineDriver:
         self._outputs[output.request_id] = output
         while len(self._outputs) > MAX_KEPT_OUTPUTS:
             self._outputs.popitem(last=False)
+
+
+@contextmanager
+def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[RequestOutput], None]]:
+    """A bar over `total` prompts; yields the function that counts an output.
+
+    Args:
+        wanted: None shows the bar for two prompts or more, if stderr is a terminal; True always,
+            where there is no terminal as one line at the end.
+    """
+    if wanted is False or (wanted is None and total < 2):
+        yield lambda output: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if wanted is None and not console.is_terminal:
+        yield lambda output: None
+        return
+    generated, cached, prompt = 0, 0, 0
+    with rich_bar(console, total, "answers") as advance:
+
+        def count(output: RequestOutput) -> None:
+            nonlocal generated, cached, prompt
+            generated += output.usage.completion_tokens
+            cached += output.usage.cached_tokens
+            prompt += output.usage.prompt_tokens
+            share = f", {cached / prompt:.0%} of the prompts cached" if prompt else ""
+            advance(note=f"{generated:,} tokens{share}")
+
+        yield count
+
+
+@contextmanager
+def rich_bar(
+    console: Console, total: int, description: str, *, transient: bool = False
+) -> Iterator[Callable[..., None]]:
+    """A bar with a count and the elapsed time; yields `advance`, which counts one item.
+
+    `advance(description=..., note=...)` also sets the text before or after the bar.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        transient=transient,
+    ) as bar:
+        task = bar.add_task(description, total=total, note="")
+        yield lambda **texts: bar.update(task, advance=1, **texts)

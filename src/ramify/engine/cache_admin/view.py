@@ -7,7 +7,7 @@ import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -60,6 +60,11 @@ class TreeNode:
     is_stale: bool  # of earlier weights: nobody can hit it
     token_ids: tuple[int, ...]  # the first ones
     text: str  # of these; empty without a tokenizer
+
+
+_COPIED_FIELDS = {field.name for field in fields(TreeNode)} & (
+    {field.name for field in fields(NodeInfo)} - {"namespace"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,18 +258,8 @@ class CacheView:
                 text = text[: PREVIEW_CHARS - 1] + "…"
         tenant, _ = owner_of_node(one)
         return TreeNode(
-            id=one.id,
-            parent=one.parent,
-            level=one.level,
+            **{name: getattr(one, name) for name in _COPIED_FIELDS},
             start=one.start_token,
-            num_tokens=one.num_tokens,
-            num_pages=one.num_pages,
-            hits=one.hits,
-            pins=one.pins,
-            is_pending=one.is_pending,
-            num_children=one.num_children,
-            age_s=one.age_s,
-            idle_s=one.idle_s,
             namespace=hashlib.blake2b(one.namespace, digest_size=4).hexdigest(),
             tenant=tenant,
             is_stale=self._engine.namespaces.is_stale(one),

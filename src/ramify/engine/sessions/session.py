@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ramify.cache.pins import Pin
+from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
 from ramify.engine.core import StepOutput
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
@@ -17,8 +18,44 @@ from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
 from ramify.params import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from ramify.engine.async_llm import AsyncLLM
-    from ramify.engine.llm import LLM
+    from ramify.engine.text.tokenizer import Tokenizer
+
+
+class AnswersPrompts(Protocol):
+    """What a `Session` calls; an `LLM` has it."""
+
+    @property
+    def cache(self) -> CacheView:
+        """Where turns are pinned."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int,
+        tenant: str,
+        salt: str,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """See `LLM.generate`."""
+        ...
+
+
+class StreamsAnswers(Protocol):
+    """What an `AsyncSession` calls; an `AsyncLLM` has it."""
+
+    @property
+    def cache(self) -> AsyncCacheView:
+        """Where turns are pinned."""
+        ...
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int, tenant: str, salt: str
+    ) -> Stream:
+        """See `AsyncLLM.stream`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +122,9 @@ class Session:
     budget for pins allows.
     """
 
-    def __init__(self, llm: LLM, transcript: Transcript, options: SessionOptions) -> None:
+    def __init__(
+        self, llm: AnswersPrompts, transcript: Transcript, options: SessionOptions
+    ) -> None:
         self._llm, self._core = llm, _SessionCore(transcript, options)
 
     @property
@@ -193,7 +232,9 @@ class Session:
 class AsyncSession:
     """The same over an `AsyncLLM`: see `Session`; answers are awaited or streamed."""
 
-    def __init__(self, llm: AsyncLLM, transcript: Transcript, options: SessionOptions) -> None:
+    def __init__(
+        self, llm: StreamsAnswers, transcript: Transcript, options: SessionOptions
+    ) -> None:
         self._llm, self._core = llm, _SessionCore(transcript, options)
 
     @property
@@ -363,7 +404,7 @@ class SessionStream:
         self._is_over = True
 
 
-def _unpin(llm: LLM, pin: Pin) -> None:
+def _unpin(llm: AnswersPrompts, pin: Pin) -> None:
     with suppress(PinError):  # its time was over
         llm.cache.unpin(pin)
 
@@ -375,7 +416,7 @@ def _validate_count(count: int) -> int:
 
 
 def open_transcript(
-    llm: LLM | AsyncLLM,
+    tokenizer: Tokenizer | None,
     begin: Prompt,
     messages: Sequence[Message] | None,
     system: str | None,
@@ -391,6 +432,4 @@ def open_transcript(
             raise InvalidParamsError(name, value, "left out: a turn is an answer")
     if messages is not None and (not isinstance(begin, str) or begin):
         raise InvalidParamsError("begin", begin, "left out: a conversation begins with messages")
-    return Transcript(
-        llm.tokenizer, begin=begin, messages=messages, template_options=template_options
-    )
+    return Transcript(tokenizer, begin=begin, messages=messages, template_options=template_options)
