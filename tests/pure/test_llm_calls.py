@@ -40,7 +40,7 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
 
     assert [one.cache.read_tokens for one in outputs] == [4, 0, 0, 0]
     assert llm.generate(PROMPT, asked(1), priority=3)[0].cache.read_tokens == 4
-    with pytest.raises(InvalidParamsError, match="2 of them"):
+    with pytest.raises(InvalidParamsError, match="2 values"):
         llm.generate([PROMPT] * 3, tenant=["a", "b"])
     with pytest.raises(InvalidParamsError, match="priority"):
         llm.generate(PROMPT, priority="x")  # type: ignore[arg-type]

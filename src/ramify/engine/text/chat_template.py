@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes the text that a checkpoint was trained on."""
+"""Chat templates: Jinja sources of a checkpoint that render messages to the text of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ramify.errors import ChatTemplateError, CheckpointError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 
-# What a template does with messages that it did not expect is up to its author.
+# A template may fail in any of these ways on messages that its author did not expect.
 _TEMPLATE_FAULTS = (
     TemplateError,
     TypeError,
@@ -35,8 +35,8 @@ class ChatTemplates:
     """The chat templates of one checkpoint, rendered by sandboxed Jinja.
 
     Args:
-        sources: name → Jinja source; `default` is the usual one.
-        variables: what every template sees, such as bos_token → "<s>".
+        sources: name → Jinja source; `tool_use` is taken if there are tools, else `default`.
+        variables: what every template sees, such as bos_token → <s>.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
@@ -45,7 +45,7 @@ class ChatTemplates:
 
     @property
     def default(self) -> str | None:
-        """The source of the usual template; None if there is none."""
+        """Source of the default template; None if there is none."""
         return self._sources.get(DEFAULT)
 
     def render(
@@ -70,19 +70,19 @@ class ChatTemplates:
             "add_generation_prompt": add_generation_prompt,
             **options,
         }
-        # What is None is not there, as in transformers; some templates ask whether it is none.
-        there = [
-            {key: value for key, value in one.items() if value is not None}
-            if isinstance(one, Mapping)
-            else one
-            for one in messages
+        # transformers leaves out keys whose value is None; some templates test for none instead.
+        without_none = [
+            {key: value for key, value in message.items() if value is not None}
+            if isinstance(message, Mapping)
+            else message
+            for message in messages
         ]
         try:
             template = self._environment.from_string(self._sources[name])
             try:
-                return template.render(variables, messages=there)
+                return template.render(variables, messages=without_none)
             except _TEMPLATE_FAULTS:
-                if there == list(messages):
+                if without_none == list(messages):
                     raise
                 return template.render(variables, messages=messages)
         except _TEMPLATE_FAULTS as error:
@@ -92,18 +92,18 @@ class ChatTemplates:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is transparent."""
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - read by jinja
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements between the tags, as they are."""
+        """The statements between the tags, unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it; they are foreign code, so it is the sandboxed one."""
+    """Jinja with what chat templates expect; sandboxed, because a template is foreign code."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
@@ -120,7 +120,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter, which models have never seen."""
+    """JSON without the HTML escapes of Jinja's own `tojson`, which models have never seen."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -131,17 +131,24 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - local, as templates expect
+    return datetime.now().strftime(form)  # noqa: DTZ005 - templates expect local time
 
 
 def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name; files win over what tokenizer_config.json says."""
+    """Sources of a checkpoint's chat templates by name.
+
+    Files (`chat_template.jinja`, `additional_chat_templates/*.jinja`) win over the entries of
+    `tokenizer_config.json`, which is `config`.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
     templates: dict[str, str] = {}
-    found = config.get("chat_template")
-    if isinstance(found, str):
-        templates[DEFAULT] = found
-    elif isinstance(found, list):
-        for entry in found:
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        templates[DEFAULT] = configured
+    elif isinstance(configured, list):
+        for entry in configured:
             if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
                 templates[str(entry["name"])] = str(entry["template"])
     files = {DEFAULT: path / "chat_template.jinja"}
