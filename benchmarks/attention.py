@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ramify.attention.backend import AttentionSpec, backend_class
+from ramify.attention.backend import backend_class
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.kv.block_table import PagedBlockTable
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 16, 8, 64, 16

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 import ramify
-from ramify.attention.backend import AttentionSpec, backend_class
+from ramify.attention.backend import backend_class
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.kv.block_table import PagedBlockTable
 
 BACKENDS = ("triton", "flashinfer", "varlen", "flex")

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.backend import AttentionBackend
 from ramify.attention.backends.triton import TileShapes, TritonBackend
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.kv.block_table import PagedBlockTable
 
 CPU = torch.device("cpu")

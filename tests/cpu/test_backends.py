@@ -13,15 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ramify.attention.backend import (
-    BACKENDS,
-    AttentionSpec,
-    backend_class,
-    select_backend,
-)
+from ramify.attention.backend import BACKENDS, backend_class, select_backend
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.backends.sdpa import SdpaBackend
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError, UnsupportedBackendError
 from ramify.kv.block_table import PagedBlockTable
 from tests.pure.planner_bench import most_in_common

@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 import torch
 
-from ramify.attention.backend import AttentionSpec
 from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.exactness import batch_variant_row_counts
+from ramify.attention.spec import AttentionSpec
 from ramify.models.ops.torch_linear import Linear
 from tests.cpu.attention_mutants import (
     CutAtNodeBoundary,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.attention.backends import cpu as tree
 from ramify.errors import ConfigError
+from ramify.kernels.cpu import threads
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
 from ramify.models.ops.cpu_layers import MAX_OP_LISTS, FusedLayers
@@ -110,7 +110,7 @@ def test_one_thread_can_play_all_workers(
         found = model.forward(*args)
     finally:
         torch.set_num_threads(before)
-        vars(tree._current).clear()  # Numba is asked again
+        vars(threads._current).clear()  # Numba is asked again
 
     assert torch.equal(found, expected)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.attention.backend import AttentionSpec
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.backends.cpu_partition import TaskPartitioner
+from ramify.attention.spec import AttentionSpec
 from tests.cpu.attention_cases import (
     CPU,
     assert_same_bits,
@@ -273,7 +273,14 @@ def test_one_token_in_one_piece_is_cut_as_any_other(
     spec = spec_of(num_heads=2 * group, num_kv_heads=2, page_size=16, windows=windows)
     found = []
     for pieces in (1, 0):
-        cut = TaskPartitioner(spec, 2, 66, np.array([position]))
+        cut = TaskPartitioner(
+            np.array([position]),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            windows=spec.windows,
+            num_workers=2,
+            state_width=66,
+        )
         for block in (0, 1):
             cut.add_rows(block, 7, (0,), (block, 3), pieces)
         found.append(cut.build(np.zeros((1, 64), np.int32), 16))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ramify.attention.backend import AttentionSpec
-from ramify.attention.backends import cpu as tree
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.spec import AttentionSpec
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import StepPlan
+from ramify.kernels.cpu import threads
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
 from ramify.models.dense import DenseDecoder
@@ -145,7 +145,7 @@ def test_workers_and_threads_need_not_be_as_many(
                 assert_same_bits(one, other)
     finally:
         torch.set_num_threads(before)
-        vars(tree._current).clear()  # Numba is asked again
+        vars(threads._current).clear()  # Numba is asked again
 
 
 def test_padding_rows_are_no_part_of_it(folder: Path) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ramify.attention.backend import AttentionSpec
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.gather import gather_kv_f32
+from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError, SlotOutOfRangeError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVLayout, KVPool, Plane

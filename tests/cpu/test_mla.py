@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ramify.attention import mla
-from ramify.attention.backend import AttentionSpec
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.mla import (
@@ -22,6 +21,7 @@ from ramify.attention.mla import (
     merge_state,
 )
 from ramify.attention.sparse_index import IndexQuery, SparseIndex
+from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.models.deepseek import per_head_matmul

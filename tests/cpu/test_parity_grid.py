@@ -8,8 +8,9 @@ import os
 import pytest
 import torch
 
-from ramify.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, backend_class
+from ramify.attention.backend import BACKENDS, AttentionBackend, backend_class
 from ramify.attention.backends.eager import EagerBackend
+from ramify.attention.spec import AttentionSpec
 from tests.cpu.attention_cases import CPU, run, step_of, triton
 from tests.cpu.attention_cases import spec_of as any_spec
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.staging_buffers import NUM_STAGES, StagingBuffers
 from tests.cpu.attention_cases import (
     CPU,

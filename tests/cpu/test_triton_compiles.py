@@ -17,7 +17,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ramify.kernels.triton import paged_attention
-from ramify.attention.backend import AttentionSpec
+from ramify.attention.spec import AttentionSpec
 from ramify.attention.backends.triton import TritonBackend
 from tests.cpu.attention_cases import batch_of, planes_of, spec_of
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec, backend_class
+from ramify.attention.backend import AttentionBackend, backend_class
 from ramify.attention.backends.eager import EagerBackend
 from ramify.attention.backends.triton import TritonBackend
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.custom_op import AttentionCustomOp
+from ramify.attention.spec import AttentionSpec
 from tests.cpu.attention_cases import (
     CPU,
     Step,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.attention.backend import AttentionBackend as AttentionBackend
-    from ramify.attention.backend import AttentionSpec as AttentionSpec
     from ramify.attention.backend import select_backend as select_backend
     from ramify.attention.batch import AttentionBatch, Extend
     from ramify.attention.blocks.attention_block import RadixAttentionBlock as RadixAttentionBlock
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
     from ramify.attention.blocks.rotary import rotate_half as rotate_half
     from ramify.attention.planner import RadixAttentionPlanner
     from ramify.attention.sequence import RadixSequence
+    from ramify.attention.spec import AttentionSpec as AttentionSpec
 
 _HOMES = {
     "AttentionBackend": "backend",
     "AttentionBatch": "batch",
-    "AttentionSpec": "backend",
+    "AttentionSpec": "spec",
     "Extend": "batch",
     "RadixAttentionBlock": "blocks.attention_block",
     "RadixAttentionPlanner": "planner",

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec
-from ramify.attention.backends.eager import RequestSlice, request_slices
+from ramify.attention.backend import AttentionBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import Exactness
-from ramify.attention.gather import gather_plane_f32
+from ramify.attention.gather import RequestSlice, gather_plane_f32, request_slices
 from ramify.attention.sparse_index import IndexPlan, IndexQuery, SparseIndex
+from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 

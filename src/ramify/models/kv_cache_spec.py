@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec
+from ramify.attention.backend import AttentionBackend
 from ramify.attention.mla import MlaAttention
 from ramify.attention.sparse_index import SparseIndex
+from ramify.attention.spec import AttentionSpec
 from ramify.kv.pool import KVLayout
 from ramify.models.config import ModelConfig
 

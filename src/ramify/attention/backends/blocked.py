@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, reason_not_plain_mha
 from ramify.attention.backends.blocked_matmul import choose_matmul
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
+from ramify.attention.spec import AttentionSpec, reason_not_plain_mha
 
 BLOCK_KEYS = 256  # large enough that a block's matmul hides the calls around it
 MASKED_MAX = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite

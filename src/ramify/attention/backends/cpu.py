@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import is_not
@@ -18,21 +17,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, unprobed_exactness
 from ramify.attention.backends.cpu_partition import (
-    BLOCK_KEYS,
     CpuAttentionPlan,
     TaskPartitioner,
     readonly_contiguous,
 )
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.errors import ConfigError
-
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-KV_KINDS[torch.float8_e4m3fn] = 4
-CACHE_LINE = 64  # bytes
-ROW_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # queries and results of the kernel
+from ramify.kernels.cpu.abi import BLOCK_KEYS
+from ramify.kernels.cpu.threads import (
+    KV_KINDS,
+    ROW_KINDS,
+    aligned_zeros,
+    round_up_to_cache_line,
+    set_num_threads,
+)
 
 
 class CpuBackend:
@@ -112,7 +113,14 @@ class CpuBackend:
         return batch.page_size, *(one.tobytes() for one in arrays)
 
     def _partitioner(self, positions: NDArray[np.int64]) -> TaskPartitioner:
-        return TaskPartitioner(self.spec, self.num_workers, self._state_width, positions)
+        return TaskPartitioner(
+            positions,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            windows=self.spec.windows,
+            num_workers=self.num_workers,
+            state_width=self._state_width,
+        )
 
     # -- once per layer ----------------------------------------------------------------------
 
@@ -312,38 +320,3 @@ def _plane_view(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
         head,
         scales,
     )
-
-
-def round_up_to_cache_line(floats: int) -> int:
-    """So many floats, or as many more as end with a line of the cache."""
-    return -(-floats * 4 // CACHE_LINE) * CACHE_LINE // 4
-
-
-def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
-    """[num_rows, floats] float32 from the beginning of a line of the cache on.
-
-    NumPy's own begin 16 to 48 bytes later, so that vectors lie across two lines.
-    """
-    room = np.zeros(num_rows * floats + CACHE_LINE // 4, np.float32)
-    begin = -room.ctypes.data % CACHE_LINE // 4
-    return room[begin : begin + num_rows * floats].reshape(num_rows, floats)
-
-
-def set_num_threads(count: int) -> None:
-    """Let Numba's kernels run on so many threads, the very ones that torch uses where possible."""
-    if getattr(_current, "count", None) == count:
-        return
-    import numba
-
-    if numba.config.THREADING_LAYER == "default":
-        numba.config.THREADING_LAYER = (
-            "omp"  # torch's OpenMP: one pool, no thread waits for another
-        )
-    before = torch.get_num_threads()
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != before:  # Numba starts all there are, in torch's pool too
-        torch.set_num_threads(before)
-    _current.count = count
-
-
-_current = threading.local()  # Numba keeps the number by thread; asking it takes longer than a norm

@@ -17,10 +17,9 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.attention.backend import AttentionSpec
 from ramify.attention.batch import AttentionBatch
+from ramify.kernels.cpu.abi import BLOCK_KEYS
 
-BLOCK_KEYS = 256  # as in online_softmax, which is imported on use: it loads Numba
 TASK_ROWS = 256  # rows for which laying out a block is no longer worth noticing
 MULTI_HEAD_ROWS = (
     32  # with fewer, a task takes several heads: their K/V lies side by side in memory
@@ -57,12 +56,19 @@ class TaskPartitioner:
     """
 
     def __init__(
-        self, spec: AttentionSpec, num_workers: int, state_width: int, positions: NDArray[np.int64]
+        self,
+        positions: NDArray[np.int64],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        windows: Sequence[int | None],
+        num_workers: int,
+        state_width: int,
     ) -> None:
-        self._heads, self._group = spec.num_kv_heads, spec.gqa_group_size
+        self._heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._num_workers, self._state_width = num_workers, state_width
-        widest = max(filter(None, spec.windows), default=0)
-        self._window = widest if all(spec.windows) else 0  # 0: a layer sees everything
+        widest = max(filter(None, windows), default=0)
+        self._window = widest if all(windows) else 0  # 0: a layer sees everything
         self._positions, self._at = positions, positions.tolist()
         self._tokens: list[int] = []
         self._phases: list[list[tuple[int, ...]]] = []
@@ -70,7 +76,7 @@ class TaskPartitioner:
         self._state_head_stride = (
             len(positions) | 1
         )  # else heads may meet in the same places of a cache
-        self._state_rows = self._state_head_stride * spec.num_heads
+        self._state_rows = self._state_head_stride * num_heads
 
     @property
     def target_tasks(self) -> int:

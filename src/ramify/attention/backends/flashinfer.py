@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
 HEAD_DIMS = (64, 128, 256)  # of the kernels that it compiles or downloads

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, unprobed_exactness
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.gather import gather_kv_f32
+from ramify.attention.spec import AttentionSpec, unprobed_exactness
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ramify.attention.backend import AttentionSpec, reason_not_plain_mha, unprobed_exactness
-from ramify.attention.backends.eager import RequestSlice, attention_mask, request_slices
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.gather import RequestSlice, attention_mask, request_slices
+from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 
 
 @dataclass(frozen=True, slots=True)

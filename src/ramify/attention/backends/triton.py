@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, unprobed_exactness
 from ramify.attention.backends.triton_partition import GpuPartition, PartitionConfig, partition_step
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.attention.staging_buffers import StagingBuffers, next_power_of_two
 
 MAX_HEAD_DIM = 256

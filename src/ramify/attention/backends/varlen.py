@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ramify.attention.backend import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ramify.attention.backend import AttentionBackend, AttentionSpec, BackendChoice, select_backend
+from ramify.attention.backend import AttentionBackend, BackendChoice, select_backend
 from ramify.attention.exactness import Exactness
 from ramify.attention.mla import MlaAttention
+from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import EngineCore

@@ -8,7 +8,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.simd import BF16, F16, F32, FP8, INT8, ITEM_BYTES, i32, i64, load_as_f32
+from ramify.kernels.cpu.abi import BF16, F16, F32, FP8, INT8, ITEM_BYTES
+from ramify.kernels.cpu.simd import i32, i64, load_as_f32
 
 _int, _float = types.int64, types.float32
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ramify.kernels.cpu.abi import BLOCK_KEYS, CACHE_LINE
 from ramify.kernels.cpu.attention_args import (
     KVBlock,
     KVPlane,
@@ -21,9 +22,8 @@ from ramify.kernels.cpu.kv_pack import (
     pack_value_tiles_f32,
     pack_value_tiles_vnni,
 )
-from ramify.kernels.cpu.online_softmax import BLOCK_KEYS, jit
+from ramify.kernels.cpu.online_softmax import jit
 from ramify.kernels.cpu.simd import (
-    CACHE_LINE,
     TILE_M,
     TILE_N,
     attention_tile_1,
@@ -51,7 +51,7 @@ def _prefetch_rows(block: KVBlock, begin: int, end: int) -> None:
 
 @jit
 def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
-    """Columns of [tiles, depth, TILE_COLUMNS] float32, or words of pairs, from `count` keys.
+    """Columns of [tiles, depth, TILE_N] float32, or words of pairs, from `count` keys.
 
     A tile of a product lies in one piece: lines a power of two apart would share few places of
     the first-level cache.
@@ -76,7 +76,7 @@ def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
 
 @jit
 def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
-    """[stride / TILE_COLUMNS, BLOCK_KEYS, TILE_COLUMNS] float32; in pairs words of half as many keys."""
+    """[stride / TILE_N, BLOCK_KEYS, TILE_N] float32; in pairs words of half as many keys."""
     part, size = values.plane, item_bytes(values.plane)
     if is_vnni(part):
         pack_value_tiles_vnni(part, values.base, values.offsets, -(-count // 2), into,
@@ -110,9 +110,9 @@ def packed_block_gemm(
     otherwise: `a` is scaled already.
 
     Args:
-        part: the plane that b is made of.
-        b: address of the first tile, [depth, TILE_COLUMNS]; the next is `b_tile` bytes further.
-        later: fetched meanwhile, a little after each tile: all at once, the next would wait.
+        plane: the plane that b is made of.
+        b: address of the first tile, [depth, TILE_N]; the next is `b_tile` bytes further.
+        prefetch_range: fetched meanwhile, a little after each tile: all at once, the next would wait.
     """
     done, fetched = 0, prefetch_range.begin
     share = -(-(prefetch_range.end - prefetch_range.begin) * _TILE_N // num_columns)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ramify.kernels.cpu import decode_microkernels, decode_microkernels_vnni
+from ramify.kernels.cpu.abi import BLOCK_KEYS, CACHE_LINE
 from ramify.kernels.cpu.attention_args import (
     AttentionParams,
     InPlaceBlock,
@@ -21,7 +22,6 @@ from ramify.kernels.cpu.attention_args import (
     item_bytes,
 )
 from ramify.kernels.cpu.online_softmax import (
-    BLOCK_KEYS,
     exp_and_sum,
     jit,
     load_scales,
@@ -30,7 +30,7 @@ from ramify.kernels.cpu.online_softmax import (
     row_key_range,
     visible_key_range,
 )
-from ramify.kernels.cpu.simd import CACHE_LINE, TILE_N, row_is_finite, store_f32
+from ramify.kernels.cpu.simd import TILE_N, row_is_finite, store_f32
 
 MAX_IN_PLACE_ROWS = 8  # up to so many rows of a task read a block where it lies
 KEYS_PER_PASS = 32  # keys that all heads read before the next
@@ -190,10 +190,10 @@ def attend_block_in_place(
     """All rows of a task against a block.
 
     Args:
-        seen: see `online_softmax.visible_key_range`.
+        num_visible: see `online_softmax.visible_key_range`.
         slots: of the block's keys, up to a multiple of 8.
-        key_factors, value_factors: [BLOCK_KEYS] float32, ones; overwritten if there are scales.
-        tops: room for 2 floats per row of all heads.
+        key_scales, value_scales: [BLOCK_KEYS] float32, ones; overwritten if there are scales.
+        row_stats: room for 2 floats per row of all heads.
         state_rows: by head, rows of `state`, into which the block is folded.
     """
     low, high = visible_key_range(params, num_visible, 0, block.num_rows)

@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, INT8, ITEM_BYTES
 from ramify.kernels.cpu.attention_args import storage_kind
 from ramify.kernels.cpu.kv_pack import (
     PREFETCH_KEYS,
@@ -25,10 +26,6 @@ from ramify.kernels.cpu.kv_pack import (
     transpose_keys_vnni,
 )
 from ramify.kernels.cpu.simd import (
-    BF16,
-    CACHE_LINE,
-    INT8,
-    ITEM_BYTES,
     bf16_dot,
     broadcast,
     constant,
@@ -86,7 +83,7 @@ def line_prefetcher(builder: Any, prefetch_rows: Sequence[Any]) -> Callable[...,
     """What begins to fetch one more line of some rows, or several, into the second level, at each call.
 
     Args:
-        later: an address, that of int64 with the bytes from it to each row, how many rows there are
+        prefetch_rows: an address, that of int64 with the bytes from it to each row, how many rows there are
             (at least one) and how many lines a row has. Behind the last row, it comes again and again.
     """
     source, offsets, num_rows, num_lines = prefetch_rows
@@ -206,14 +203,14 @@ def qk_in_place(
     by `scale`.
 
     Args:
-        part: its type says what the keys are stored in.
+        plane: its type says what the keys are stored in.
         offsets, scales: addresses of int64, bytes from `source` to each key, with `PREFETCH_KEYS` more
             behind the last; and of the floats that keys of a kind with scales are multiplied with.
         width: elements of a key, a multiple of 8.
         queries: address of rows of `width` floats: float32, or bfloat16 in the first half.
         tile: one of `ROW_TILES`; as many rows are written.
         stride: bytes from row to row of `into`.
-        later: what is fetched meanwhile, see `line_prefetcher`.
+        prefetch_rows: what is fetched meanwhile, see `line_prefetcher`.
     """
     stored, pairs = storage_kind(plane), plane.instance_class.vnni
     add, query_size, turned, at_once, of_vector = _qk_scheme(stored, vnni=pairs)
@@ -302,11 +299,11 @@ def pv_in_place(
     nothing.
 
     Args:
-        part, offsets, scales, width: as in `qk_in_place`.
+        plane, offsets, scales, width: as in `qk_in_place`.
         weights: address of the float32 rows 0 to `last`, `stride` bytes from each to the next.
         tile: one of `ROW_TILES`; as many rows are written.
         into_stride: bytes from row to row of `into`.
-        later: what is fetched meanwhile, see `line_prefetcher`.
+        prefetch_rows: what is fetched meanwhile, see `line_prefetcher`.
     """
     stored = storage_kind(plane)
 

@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, ITEM_BYTES
 from ramify.kernels.cpu.decode_microkernels import (
     accumulate_rows,
     for_each_row_tile,
@@ -24,16 +25,7 @@ from ramify.kernels.cpu.decode_microkernels import (
     store_accumulators,
 )
 from ramify.kernels.cpu.kv_pack import interleave_values_vnni
-from ramify.kernels.cpu.simd import (
-    BF16,
-    CACHE_LINE,
-    ITEM_BYTES,
-    bf16_dot,
-    i64,
-    load,
-    offset,
-    vector_type,
-)
+from ramify.kernels.cpu.simd import bf16_dot, i64, load, offset, vector_type
 
 # elements of a value that are multiplied at once, while there are so many
 _WIDTHS = (64, 32, 16, 8)

@@ -10,10 +10,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import F32, ITEM_BYTES
 from ramify.kernels.cpu.simd import (
-    F32,
     HAS_BF16_DOT,
-    ITEM_BYTES,
     LANES,
     bf16_to_f32,
     broadcast,

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.attention_args import QueryRows, with_address
 from ramify.kernels.cpu.jit import compile_cached
 from ramify.kernels.cpu.norm_rope import norm_rope, token_range
 from ramify.kernels.cpu.online_softmax import data_address, jit
-from ramify.kernels.cpu.op_list import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS, run_op
+from ramify.kernels.cpu.op_list import run_op
 from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
@@ -29,7 +30,7 @@ def _write_kv(buffers: Any, slots: Any, planes: Any, sizes: Any, tokens: Any) ->
     """Keys and values of tokens [from, to) into their slots.
 
     Args:
-        numbers, slots: see `_run_fused_layers`.
+        buffers, slots: see `_run_fused_layers`.
         planes, sizes: addresses of K and of V, and bytes of a token there.
     """
     for t in range(tokens[0], tokens[1]):
@@ -47,16 +48,16 @@ def _run_fused_layers(
     """One operation after the other; attention runs, on rows that a turn has turned, behind it.
 
     Args:
-        program, eps, positions, num_workers, scratch: as for `op_list.run_ops`.
+        ops, eps, positions, num_workers, scratch: as for `op_list.run_ops`.
         counters: [at least operations, 2] int64; the phases of each layer's attention are
             operations, too.
-        numbers: [6] int64: dtype of rows and of K/V; address of the rows of q, k and v, and bytes
+        buffers: [6] int64: dtype of rows and of K/V; address of the rows of q, k and v, and bytes
             from one to the next; bytes from a row's beginning to its keys, and to its values;
             address of the results, rows of as many elements as the queries have.
         planes: [layers, 2] int64: addresses of K and of V.
         slots: [T] int64: where the rows' keys and values go.
-        shape, keys, rope, values, tasks, joints, tokens, token_positions, table, state,
-            task_scratch, joint_counters: as for `paged_attention.paged_attention`, with the planes of any
+        params, keys, rope, values, tasks, splits, tokens, token_positions, table, state,
+            task_scratch, split_counters: as for `paged_attention.paged_attention`, with the planes of any
             layer, all tasks.
         starts: [phases + 1] int64: where each phase begins among the tasks, and the end.
     """

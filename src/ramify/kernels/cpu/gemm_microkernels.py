@@ -9,12 +9,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32, ITEM_BYTES
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
 from ramify.kernels.cpu.simd import (
-    BF16,
-    CACHE_LINE,
-    F32,
-    ITEM_BYTES,
     LANES,
     bf16_dot,
     broadcast,
@@ -90,7 +87,7 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
         """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
 
         Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
-        [num_rows, PANEL], both float32; in pairs a has words, and k counts them. Meanwhile what lies
+        [num_rows, NR], both float32; in pairs a has words, and k counts them. Meanwhile what lies
         at `prefetch_at` is fetched, every `K_UNROLL` elements as much as they read, or a line where `prefetch_stride`
         is no larger, and `prefetch_stride` bytes further. Several panels are read as fast as they come from
         memory without.
@@ -195,7 +192,7 @@ def pack_a_rows(
 
 @intrinsic
 def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
-    """`num_rows` lines of PANEL floats: copies of the one at `line`, or zeros if that is 0."""
+    """`num_rows` lines of NR floats: copies of the one at `line`, or zeros if that is 0."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         into, line, num_rows = args
@@ -230,7 +227,7 @@ def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """PANEL sums as elements of `kind`, a literal."""
+    """NR sums as elements of `kind`, a literal."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
@@ -248,7 +245,7 @@ def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """PANEL sums, rounded to `kind`, are added to the elements at `into`."""
+    """NR sums, rounded to `kind`, are added to the elements at `into`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
@@ -268,7 +265,7 @@ def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
-    """silu(gate) * up of PANEL sums each, rounded to `kind` after each of the three."""
+    """silu(gate) * up of NR sums each, rounded to `kind` after each of the three."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         gate, up, into, _ = args
@@ -289,7 +286,7 @@ def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
 
 
 def _load_accumulators(builder: Any, source: Any) -> list[Any]:
-    """A line of PANEL sums."""
+    """A line of NR sums."""
     return [
         load(builder, builder.add(source, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
     ]

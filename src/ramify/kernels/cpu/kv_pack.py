@@ -12,11 +12,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import BF16, CACHE_LINE, ITEM_BYTES
 from ramify.kernels.cpu.attention_args import storage_kind
 from ramify.kernels.cpu.simd import (
-    BF16,
-    CACHE_LINE,
-    ITEM_BYTES,
     TILE_N,
     broadcast,
     constant,
@@ -119,7 +117,7 @@ def pack_8_keys_f32(
     """Eight keys as columns of `into`, in float32, each times its factor.
 
     Args:
-        part: its type says what the keys are stored in.
+        plane: its type says what the keys are stored in.
         offsets, scales: addresses of int64, bytes from `source` to eight keys, with `PREFETCH_KEYS` more
             behind them; and of eight floats.
         stride: floats from one line of `into` to the next.
@@ -183,8 +181,8 @@ def pack_value_tiles_vnni(
     """`count` times two values as tiles of `TILE_N` words of one element of each.
 
     Args:
-        part, source, offsets: as in `pack_value_tiles_f32`.
-        into, stride: address of the first tile, [count, TILE_COLUMNS], and bytes from tile to tile.
+        plane, source, offsets: as in `pack_value_tiles_f32`.
+        into, stride: address of the first tile, [count, TILE_N], and bytes from tile to tile.
         width: elements of a value, a multiple of 8.
         columns: elements of a row of tiles; those from `width` on are zeros.
     """
@@ -246,10 +244,10 @@ def pack_value_tiles_f32(
     """`count` values as `tiles` tiles of `TILE_N`, in float32, each value times its factor.
 
     Args:
-        part: its type says what the values are stored in.
+        plane: its type says what the values are stored in.
         offsets, scales: addresses of int64, bytes from `source` to each value, with `PREFETCH_KEYS` more
             behind the last; and of as many floats as there are values.
-        into, stride: address of the first tile, [count, TILE_COLUMNS], and bytes from tile to tile.
+        into, stride: address of the first tile, [count, TILE_N], and bytes from tile to tile.
     """
     stored = storage_kind(plane)
 

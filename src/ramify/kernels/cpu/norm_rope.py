@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ramify.kernels.cpu.abi import F32
 from ramify.kernels.cpu.online_softmax import jit
 from ramify.kernels.cpu.packed_gemm import inverse_rms
 from ramify.kernels.cpu.row_tiles import rms_scale_row, rope_row, sum_squares
-from ramify.kernels.cpu.simd import F32
 
 
 @jit
@@ -38,7 +38,7 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     """Queries and keys of some tokens in place.
 
     Args:
-        numbers: [13] int64: F32 or BF16; address of the rows and bytes from row to row; heads of
+        op: [13] int64: F32 or BF16; address of the rows and bytes from row to row; heads of
             queries, which come first in a row, then of keys, and elements of a head; addresses of
             the query and key norms' weights [head_dim] (or 0), of cosines and of sines
             [limit, head_dim / 2]; limit; the number of tasks; and a place where 1 is written if a

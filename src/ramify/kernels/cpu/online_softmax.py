@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from ramify.kernels.cpu.abi import BLOCK_KEYS
 from ramify.kernels.cpu.attention_args import AttentionParams, KVPlane, is_vnni
 from ramify.kernels.cpu.simd import (
     TILE_N,
@@ -26,7 +27,6 @@ from ramify.kernels.cpu.vector_math import (
     tanh_soft_cap,
 )
 
-BLOCK_KEYS = 256
 _MASKED = np.float32(-np.inf)  # the score of a key that a row does not see
 _BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
 
@@ -80,7 +80,7 @@ def visible_blocks(params: AttentionParams, task: Any, positions: Any) -> Any:
 def visible_key_range(params: AttentionParams, num_visible: Any, first: int, count: int) -> Any:
     """Keys [from, to) of a block that rows [first, first + count) see, from a whole tile on.
 
-    `seen[row]` is how many of the block's keys a row sees, counted from the block's first, if no
+    `num_visible[row]` is how many of the block's keys a row sees, counted from the block's first, if no
     window cuts off the beginning; it may be negative or beyond the block.
     """
     low, high = _BLOCK, 0

@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.jit import compile_cached
 from ramify.kernels.cpu.norm_rope import norm_rope
 from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 
-OP_GEMM, OP_NORM_ROPE = range(2)
-OP_KIND = 16  # the place of one of them, behind the numbers of `packed_gemm`
-OP_FIELDS = OP_KIND + 1
-OP_NUM_TASKS = 11  # where `norm_rope` has the number of its tasks
 _OP_KIND, _OP_NORM_ROPE, _OP_NUM_TASKS, _COUNTER_BYTES = (
     OP_KIND,
     OP_NORM_ROPE,
@@ -30,7 +27,7 @@ def run_op(op: Any, eps: float, positions: Any, scratch: Any, counters: int, wor
     """This worker's part of an operation, and its wait for the others.
 
     Args:
-        numbers, eps, positions: see `_run_ops`.
+        op, eps, positions: see `_run_ops`.
         scratch: this worker's own.
         counters: address of those of this operation.
         worker: its number.
@@ -52,11 +49,11 @@ def _run_ops(
     """One after the other; each is cut into tasks for all workers.
 
     Args:
-        program: [n, WIDTH] int64: the numbers of `packed_gemm.packed_gemm` or `norm_rope.norm_rope`,
+        ops: [n, OP_FIELDS] int64: the numbers of `packed_gemm.packed_gemm` or `norm_rope.norm_rope`,
             with which of them it is at `OP_KIND`.
         eps: [n] float64.
         positions: [num_rows] int64, for turns.
-        scratch: [at least num_workers, scratch_floats] float32.
+        scratch: [at least num_workers, gemm_scratch_floats] float32.
         counters: [at least n, 2] int64.
     """
     for i in range(len(ops)):

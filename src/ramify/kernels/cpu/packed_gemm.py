@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, CACHE_LINE, F32, SILU_MUL, STORE
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
     K_UNROLL,
@@ -55,7 +56,7 @@ from ramify.kernels.cpu.gemm_microkernels import (
 )
 from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.row_tiles import rms_scale_row, sum_squares
-from ramify.kernels.cpu.simd import BF16, CACHE_LINE, F32, load_element, store_f32
+from ramify.kernels.cpu.simd import load_element, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
 MC = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
@@ -72,8 +73,6 @@ _PACK_UNIT = 8  # rows are packed so many elements at a time
 
 _LARGEST = len(MR_TILES) - 1
 
-STORE, ADD_RESIDUAL, SILU_MUL = range(3)  # what becomes of the sums
-
 
 class GemmArgs(NamedTuple):
     """One product as the kernel sees it: addresses, sizes, strides in bytes."""
@@ -87,7 +86,7 @@ class GemmArgs(NamedTuple):
     norm: int  # address of [width]: rows are RMS-normalised first; or 0
     weight: int  # address of the panels
     num_panels: int
-    bias: int  # address of [num_panels * PANEL] float32, or 0
+    bias: int  # address of [num_panels * NR] float32, or 0
     out: int  # address of [num_rows, num_columns]
     out_stride: int
     num_columns: int
@@ -325,11 +324,11 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
     """Tasks of a product, each some panels of a block of rows, as long as there are any.
 
     Args:
-        numbers: [16] int64: a `GemmArgs`, then block_rows, the tile's place in TILES, and pieces;
+        op: [16] int64: a `GemmArgs`, then block_rows, the tile's place in MR_TILES, and num_n_splits;
             block_rows is a multiple of the tile's rows, and each block is computed in so many
             pieces. No bit of the result depends on these three.
         eps: of the norm.
-        scratch: [scratch_floats] float32, this worker's own.
+        scratch: [gemm_scratch_floats] float32, this worker's own.
         counters: address of those of this operation.
         worker: its number. The even ones begin with the first rows, the odd ones with the last: two
             that take turns would each pack all of them.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from ramify.kernels.cpu.abi import BLOCK_KEYS, F32
 from ramify.kernels.cpu.attention_args import (
     AttentionParams,
     InPlaceBlock,
@@ -34,7 +35,6 @@ from ramify.kernels.cpu.decode_attention import (
 from ramify.kernels.cpu.elementwise import divide_f32, scale_to_f32
 from ramify.kernels.cpu.jit import compile_cached
 from ramify.kernels.cpu.online_softmax import (
-    BLOCK_KEYS,
     block_slots,
     data_address,
     exp_and_sum,
@@ -46,13 +46,7 @@ from ramify.kernels.cpu.online_softmax import (
     visible_blocks,
     visible_key_range,
 )
-from ramify.kernels.cpu.simd import (
-    F32,
-    TILE_M,
-    TILE_N,
-    copy_row,
-    row_is_finite,
-)
+from ramify.kernels.cpu.simd import TILE_M, TILE_N, copy_row, row_is_finite
 from ramify.kernels.cpu.task_queue import next_task
 
 _BLOCK, _TILE_N, _TILE_M = BLOCK_KEYS, TILE_N, TILE_M  # globals are constants to Numba
@@ -77,8 +71,8 @@ def _attend_packed_tile(
     """Rows [first_row, first_row + num_rows) of a task against a block that is laid out.
 
     Args:
-        seen: see `online_softmax.visible_key_range`.
-        later: fetched meanwhile.
+        num_visible: see `online_softmax.visible_key_range`.
+        prefetch_range: fetched meanwhile.
     """
     low, high = visible_key_range(params, num_visible, first_row, num_rows)
     if low >= high:
@@ -390,23 +384,23 @@ def _paged_attention(
     """Run all tasks of a phase; workers take the next one as they become free.
 
     Args:
-        latent, rope, value: the planes: keys (all of them, or latents), their rotary part or none,
+        keys, rope, values: the planes: keys (all of them, or latents), their rotary part or none,
             values.
         tasks: [n, 10] int64: row of `table`; tokens [first, first + count) of `tokens` and
             `positions`; K/V heads from, to; heads of their groups from, to; blocks from, to; the
             joint that it is a part of, or -1.
-        joints: [m, 5] int64: blocks from, to; the first row of `state` for what tasks make of a
+        splits: [m, 5] int64: blocks from, to; the first row of `state` for what tasks make of a
             single block, by block, K/V head, token and head of its group; the number of tasks; 1
             if its rows have folded nothing before.
         tokens, positions: [m] int64: rows of q, and where in its request each stands.
         table: [requests, pages] int32.
         rows: queries and results.
-        state: [num_heads * head_rows and those of the joints, at least value_stride + 2] float32,
+        state: [num_heads * state_head_stride and those of the joints, at least value_stride + 2] float32,
             kept between phases: a row's weighted sum, maximum and sum of weights; first all tokens
             of a head, then of the next. Rows begin with a line of the cache, so that no two workers
             write to one; those that share a prefix, by head, hardly to neighbours, either, which
             the processor would fetch ahead.
-        scratch: [num_workers, scratch_floats] float32.
+        scratch: [num_workers, attention_scratch_floats] float32.
         counters: [1 + m] int64, for the workers to share: the next task; by joint, how many tasks
             are done, which is 0 before and after.
     """

@@ -11,9 +11,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import ITEM_BYTES
 from ramify.kernels.cpu.elementwise import f32_to_kind, for_each_vector, round_to
 from ramify.kernels.cpu.simd import (
-    ITEM_BYTES,
     LANES,
     broadcast,
     constant,

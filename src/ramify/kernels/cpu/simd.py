@@ -17,6 +17,8 @@ from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ramify.kernels.cpu.abi import BF16, F16, F32, INT8
+
 _CPU_FEATURES = llvmlite.binding.get_host_cpu_features()
 LANES = 16 if _CPU_FEATURES.get("avx512f") else 8
 
@@ -41,9 +43,6 @@ TILE_N = LANES * TILE_N_VECTORS
 # 6 x 2 accumulators hide the latency of an FMA and leave some of 16 registers; AVX-512 has 32.
 TILE_M = 12 if LANES == 16 else 6
 
-F32, BF16, F16, INT8, FP8 = range(5)  # what K/V is stored in
-ITEM_BYTES = (4, 2, 2, 1, 1)  # bytes of each
-CACHE_LINE = 64  # bytes of a cache line
 
 f32, i32, i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _STORAGE_TYPES = (f32, ir.IntType(16), ir.HalfType(), ir.IntType(8), ir.IntType(8))
@@ -201,7 +200,7 @@ def _make_tile(num_rows: int) -> Any:
         _: Any, plane: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
         scale: Any,
     ) -> Any:  # fmt: skip
-        """c[r, :TILE_COLUMNS] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
+        """c[r, :TILE_N] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
 
         Strides in floats, or in words of pairs if `plane`, the plane that b is made of, is one; without pairs `scale` is not looked at. The +0 at the end
         makes a sum of zeros +0 however many there were, so that trailing products by zero may be

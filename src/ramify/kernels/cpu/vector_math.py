@@ -156,7 +156,7 @@ def exp_minus_max(_: Any, row: Any, count: Any, row_max: Any) -> Any:
 def exp_minus_max_vnni(_: Any, row: Any, count: Any, row_max: Any) -> Any:
     """`exp_minus_max` for pairs: the results are bfloat16, from the row's beginning on.
 
-    `count` is a multiple of TILE_COLUMNS. The sum is that of the rounded results, a lane of it that
+    `count` is a multiple of TILE_N. The sum is that of the rounded results, a lane of it that
     of two lanes side by side; subnormals are 0.
     """
 

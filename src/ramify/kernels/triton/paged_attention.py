@@ -180,9 +180,9 @@ def paged_attention(
         k, v: [slots, KV_HEADS, DIM_K] and [slots, KV_HEADS, DIM_V]; with LATENT k is the latent,
             which is the value too, and `rope` [slots, DIM_ROPE] is the rest of the key.
         out: like q with DIM_V; written where an item covers all splits.
-        part_total, part_stats: float32 [partial slots, heads, DIM_V] and [partial slots, heads, 2].
+        partial_acc, partial_ml: float32 [partial slots, heads, DIM_V] and [partial slots, heads, 2].
         items: [programs, ITEM_FIELDS] int32; one with no tokens does nothing.
-        tokens, positions, first_slots: int32; `first_slots` [T] is a token's first partial slot.
+        tokens, positions, split_offsets: int32; `split_offsets` [T] is a token's first partial slot.
         selected: with SPARSE [T, num_selected] int32, ascending, -1 after the last; an item has
             one token then, and blocks are blocks of its selection.
         MERGE_PER_SPLIT: fold the splits of an item one by one, as `merge_split_kv` would; otherwise all of

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ramify.attention.backends.cpu import ROW_KINDS, CpuBackend, validate_planes
+from ramify.attention.backends.cpu import CpuBackend, validate_planes
 from ramify.attention.backends.cpu_partition import CpuAttentionPlan
 from ramify.errors import ConfigError
+from ramify.kernels.cpu.threads import ROW_KINDS
 from ramify.kv.pool import KVPool
 
 

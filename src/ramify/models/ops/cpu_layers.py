@@ -17,17 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backends.cpu import set_num_threads
 from ramify.errors import ConfigError
-from ramify.models.ops.cpu_linear import (
-    OP_OUT,
-    OP_ROWS,
-    OP_X,
-    ROW_KINDS,
-    PackedLinear,
-    QKNormRope,
-    thread_scratch,
-)
+from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
+from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
+from ramify.models.ops.cpu_linear import PackedLinear, QKNormRope
 from ramify.models.ops.probe import mark_nonfinite_rows
 
 if TYPE_CHECKING:
@@ -108,7 +101,7 @@ class FusedLayers:
         self._op_list = kept(partial(_op_list, self._layers))
         self._floats = kept(partial(_scratch_floats, first))
         set_num_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
-        nothing = np.zeros((0, op_list.OP_FIELDS), np.int64), self._eps[:0], np.zeros(0, np.int64)
+        nothing = np.zeros((0, OP_FIELDS), np.int64), self._eps[:0], np.zeros(0, np.int64)
         # compiled now, not in the first step
         op_list.run_ops(*nothing, 1, *thread_scratch(1, 0, 0))
 
@@ -143,7 +136,7 @@ class FusedLayers:
 
     def warm_up(self, fused_args: FusedAttentionArgs) -> None:
         """Compile now what runs steps like this one of no tokens, rather than in the first step."""
-        program = np.zeros((0, self._kernels.OP_FIELDS), np.int64)
+        program = np.zeros((0, OP_FIELDS), np.int64)
         rest = np.zeros(0, np.int64), 1, *thread_scratch(1, 0, 0), np.zeros(6, np.int64)
         self._run_fused_layers(
             program,
@@ -281,9 +274,7 @@ def _scratch_floats(layer_ops: LayerOps, num_rows: int, num_workers: int) -> int
 
 def _op_list(layers: Sequence[LayerOps], num_rows: int, num_workers: int) -> NDArray[np.int64]:
     """The numbers of all operations, but for addresses: [operations, WIDTH]."""
-    from ramify.kernels.cpu import op_list as kernels
-
-    found = np.zeros((_OPS_PER_LAYER * len(layers), kernels.OP_FIELDS), np.int64)
+    found = np.zeros((_OPS_PER_LAYER * len(layers), OP_FIELDS), np.int64)
     for at, link in enumerate(link for links in layers for link in links):
         if isinstance(link, QKNormRope):
             numbers = link.op(num_rows, layers[0].qkv.row_bytes, num_workers)

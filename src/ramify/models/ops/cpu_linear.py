@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,17 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.attention.backends.cpu import aligned_zeros, set_num_threads
 from ramify.errors import ConfigError
+from ramify.kernels.cpu.abi import (
+    ADD_RESIDUAL,
+    OP_GEMM,
+    OP_NORM_ROPE,
+    OP_OUT,
+    OP_OUT_OF_RANGE,
+    OP_ROWS,
+    OP_X,
+    OP_X_STRIDE,
+    SILU_MUL,
+    STORE,
+)
+from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ROW_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as `simd` numbers them
-OP_GEMM, OP_NORM_ROPE = range(2)  # as `op_list` numbers them
-OP_X, OP_X_STRIDE, OP_OUT = 2, 3, 10  # places among the numbers of `packed_gemm.packed_gemm`
-OP_ROWS, OP_OUT_OF_RANGE = 1, 12  # and of `norm_rope.norm_rope`
 # So that a worker that is interrupted does not hold up the others. With several blocks of rows a
 # worker goes on in the block that it has packed, so that more tasks cost nothing.
 GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
@@ -116,7 +123,7 @@ class PackedLinear:
         self._kind = _weight_kind(weight)
         # of a row, in elements of that kind
         self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
-        self._mode = packed_gemm.SILU_MUL if gated else packed_gemm.STORE
+        self._mode = SILU_MUL if gated else STORE
         parts = weight.chunk(2) if gated else (weight,)
         # panels of gate and up take turns
         num_panels = -(-len(parts[0]) // NR)
@@ -160,7 +167,7 @@ class PackedLinear:
 
         Addresses of x and of the result are still to be put at `OP_X` and `OP_OUT`.
         """
-        size, mode = self._dtype.itemsize, self._kernels.ADD_RESIDUAL if add else self._mode
+        size, mode = self._dtype.itemsize, ADD_RESIDUAL if add else self._mode
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
@@ -199,7 +206,7 @@ class PackedLinear:
         Raises:
             ConfigError: shapes or dtypes disagree, or the layer is gated.
         """
-        if self._mode == self._kernels.SILU_MUL:
+        if self._mode == SILU_MUL:
             raise ConfigError("a gated product is made anew, not added to something")
         if sums.shape != (x.shape[0], self.out_width) or sums.dtype != self._dtype:
             raise ConfigError(
@@ -354,28 +361,3 @@ class QKNormRope:
         """Raises IndexError where the kernel met a position outside the tables."""
         if op[OP_OUT_OF_RANGE]:
             raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
-
-
-def thread_scratch(
-    num_workers: int, floats: int, operations: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The last arguments of `op_list.run_ops`.
-
-    They are this thread's own, kept between calls: a fresh allocation costs more than a small
-    product.
-    """
-    kept = _scratch.floats
-    if kept.shape[0] < num_workers or kept.shape[1] < floats:
-        kept = _scratch.floats = aligned_zeros(num_workers, floats)
-    if len(_scratch.counters) < operations:
-        _scratch.counters = np.zeros((operations, 2), np.int64)
-    return kept, _scratch.counters
-
-
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.counters: NDArray[np.int64] = np.zeros((1, 2), np.int64)
-        self.floats: NDArray[np.float32] = np.zeros((0, 0), np.float32)
-
-
-_scratch = _Scratch()

@@ -1,0 +1,82 @@
+"""The attention shape of a model: heads, widths, dtypes, windows, and what a backend may ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ramify.attention.exactness import Exactness
+from ramify.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What a model asks of attention, the same for every step.
+
+    `windows[layer]` is how many of the last tokens a query sees, itself included, or None for
+    all. `soft_cap` squashes scores as `cap * tanh(score / cap)`.
+
+    With `kind="mla"` attention is absorbed: one K/V head whose key is a token's latent followed by
+    its rotary part (`head_dim` in all) and whose value is the latent (`value_dim`); the planes are
+    `latent` and `rope` instead of `k` and `v`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    windows: tuple[int | None, ...]
+    scale: float
+    soft_cap: float | None = None
+    exact: bool = True
+    value_dim: int | None = None  # of a value, where it is not that of a key
+    kv_dtype: torch.dtype | None = None  # of the planes, None: `dtype`; int8 and float8 have scales
+    kind: Literal["mha", "mla"] = "mha"
+    layout: Literal["nhd", "vectorised"] = "nhd"
+    sparse: bool = False  # `run` is told for every query which positions it sees
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+            )
+
+    @property
+    def plane_dtype(self) -> torch.dtype:
+        """What K/V is stored in."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of a head's output."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def gqa_group_size(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def reason_not_plain_mha(spec: AttentionSpec) -> str | None:
+    """None for keys and values of one width as floats, page after page, all of them read."""
+    if spec.kind != "mha":
+        return f"kind={spec.kind}: no K and V planes"
+    if spec.sparse:
+        return "sparse: it reads every key"
+    if spec.layout != "nhd":
+        return f"layout={spec.layout}"
+    if not spec.plane_dtype.is_floating_point or spec.plane_dtype.itemsize < 2:
+        return f"kv_dtype={spec.plane_dtype}: it knows no scales"
+    if spec.v_head_dim != spec.head_dim:
+        return f"value_dim={spec.v_head_dim} beside head_dim={spec.head_dim}"
+    return None
+
+
+def unprobed_exactness(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:
+    """What a backend without probes says of its exactness."""
+    shape = (spec.num_kv_heads, spec.head_dim)
+    dtype = str(spec.plane_dtype).removeprefix("torch.")
+    return [Exactness("attention", shape, dtype, strategy, reason)]
