@@ -261,7 +261,7 @@ def test_what_is_warmed_is_a_list_of_prompts() -> None:
     """A bare text says neither whose it is nor that it is one."""
     llm, _ = made()
 
-    with pytest.raises(InvalidParamsError, match="a WarmPrompt each"):
+    with pytest.raises(InvalidParamsError, match="a list of WarmPrompt"):
         llm.cache.warm(["a text"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="whole number"):
         llm.cache.unpin(None)  # type: ignore[arg-type]
