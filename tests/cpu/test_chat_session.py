@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ramify.engine.llm import LLM
 from ramify.engine.sessions.session import Session
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, InvalidParamsError, PromptTooLongError
 from ramify.params import SamplingParams
 from ramify.testing import TINY_CHAT_TEMPLATE, write_tiny_checkpoint

@@ -178,7 +178,7 @@ def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -
 
 def test_every_operation_is_accounted_for(oracle_of: Callable[[str], Oracle]) -> None:
     """What only these models compute has been probed: router, heads, index, norms."""
-    names = {one.operation for one in engine(oracle_of("v32").path).exactness()}
+    names = {one.operation for one in engine(oracle_of("v32").path).engine.exactness()}
 
     assert names >= {"sigmoid router", "per-head matmul", "index scores", "layer_norm", "linear"}
 

@@ -273,7 +273,7 @@ def test_options_take_torch_dtypes_and_numpy_integers(make: Callable[..., LLM]) 
     """What a caller has at hand is understood."""
     llm = make(dtype=torch.bfloat16, kv_cache_tokens=np.int64(512))
 
-    assert llm.decoder.dtype == torch.bfloat16
+    assert llm.engine.decoder.dtype == torch.bfloat16
     assert llm.config.kv_cache_tokens == 512
 
 

@@ -15,7 +15,8 @@ from starlette.testclient import TestClient
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
 from ramify.server.generation import Generation
 from ramify.server.prompt_renderer import PromptRenderer

@@ -21,7 +21,8 @@ from ramify.engine.logits import grammar as structured
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import DeadEndError, InvalidParamsError
 from ramify.outputs import FinishReason, RequestOutput
 from ramify.params import SamplingParams, StructuredOutput

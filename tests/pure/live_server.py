@@ -20,7 +20,8 @@ import ramify
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.service import Service

@@ -47,9 +47,9 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory
 
-    config, plan = llm.model_config, llm.config
-    weights = llm.num_weight_bytes
-    chosen = llm.attention
+    config, plan = llm.engine.model_config, llm.config
+    weights = llm.engine.num_weight_bytes
+    chosen = llm.engine.backend_choice
     backends = {
         name: f"chosen: {chosen.reason}"
         if name == chosen.name
@@ -68,9 +68,9 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "threads": torch.get_num_threads(),
         },
         "model": {
-            "path": str(llm.path),
+            "path": str(llm.engine.path),
             "architecture": config.architecture,
-            "dtype": str(llm.decoder.dtype).removeprefix("torch."),
+            "dtype": str(llm.engine.decoder.dtype).removeprefix("torch."),
             "layers": config.num_layers,
             "context": f"{plan.max_model_len} tokens",
         },
@@ -81,7 +81,7 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
                 f"{verdict.operation} {'x'.join(map(str, verdict.shape))}": (
                     f"{verdict.strategy} ({verdict.reason})"
                 )
-                for verdict in llm.exactness()
+                for verdict in llm.engine.exactness()
             },
         },
         "memory": {

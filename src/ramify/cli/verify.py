@@ -30,7 +30,7 @@ def verify(
         from ramify.engine.llm import LLM
 
         llm = LLM(model, progress=True, **engine)
-        vocab_size, max_len = llm.model_config.vocab_size, llm.config.max_model_len
+        vocab_size, max_len = llm.engine.model_config.vocab_size, llm.config.max_model_len
         token_ids = (
             random_prompts(sample, vocab_size, max_len)
             if prompts is None
