@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.models.config import FAMILIES, ModelConfig
-from ramify.params import TokenLogprob
+from ramify.outputs import TokenLogprob
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

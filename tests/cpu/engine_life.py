@@ -32,7 +32,8 @@ from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
 from ramify.kv.pool import KVPool
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
 from ramify.models.loader import Decoder, load_model
-from ramify.params import Completion, FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import Completion, FinishReason, RequestOutput
+from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
 
 MAX_TOKENS = 160  # of a request, prompt and answers

@@ -51,9 +51,9 @@ def tokenizer_of(folder: Path, template: str = TINY_CHAT_TEMPLATE) -> Tokenizer:
 def talking(tokenizer: Tokenizer) -> tuple[LLM, Callable[[Sequence[int]], None]]:
     script: list[int] = []
     bench = Bench(page_size=1, next_token=lambda context: script.pop(0))
-    bench.core.vocab_size = 400
-    bench.core.eos_token_ids = frozenset({END})
-    bench.core._detokenizer_factory = lambda: Detokenizer(tokenizer)
+    bench.core.lifecycle.vocab_size = 400
+    bench.core.lifecycle.eos_token_ids = frozenset({END})
+    bench.core.lifecycle.detokenizer_factory = lambda: Detokenizer(tokenizer)
 
     def say(ids: Sequence[int]) -> None:
         script[:] = ids

@@ -24,7 +24,8 @@ from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.deepseek_config import MoeConfig
 from ramify.models.loader import load_model, load_weights, read_config
 from ramify.models.moe import route
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle
 from tests.cpu.engine_cases import Engine, Model, Sizes, assert_idle, differences
 

@@ -13,7 +13,7 @@ from ramify.cache import CacheKey
 from ramify.engine.execution.local_executor import is_out_of_memory
 from ramify.errors import StepFailedError, StepMemoryError
 from ramify.kv.pool import KVPool
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 from tests.cpu.engine_life import CELLS, Life, SmallModel

@@ -16,7 +16,7 @@ from ramify.errors import (
     InvalidParamsError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, RequestOutput, TokenLogprob
+from ramify.outputs import FinishReason, RequestOutput, TokenLogprob
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 

@@ -26,7 +26,7 @@ from ramify.errors import (
     UnknownOptionError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 

@@ -24,7 +24,8 @@ from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import DeadEndError, InvalidParamsError
-from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
+from ramify.outputs import FinishReason, RequestOutput
+from ramify.params import SamplingParams, StructuredOutput
 from ramify.testing import FakeExecutor, write_tiny_checkpoint
 
 VOCAB, END = 300, 2

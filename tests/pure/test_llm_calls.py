@@ -14,7 +14,8 @@ from ramify.errors import (
     OutOfPagesError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput
+from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench, expected
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

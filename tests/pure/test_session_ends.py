@@ -9,7 +9,8 @@ import pytest
 
 from ramify.engine.llm import LLM
 from ramify.errors import EngineStoppedError, InvalidParamsError
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason
+from ramify.params import SamplingParams
 from tests.pure.async_bench import LIMIT_S, AsyncBench, expected, run, until_idle
 from tests.pure.engine_bench import Bench
 

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
 from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.serving.engine_thread import EngineThread, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
 from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import ConfigError, RequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.execution.assembly import LocalEngine
@@ -303,7 +304,7 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """Running and waiting requests, work done so far, and `PrefixCache.stats()`."""
-        return await self.run(EngineStats.of)
+        return await self.run(EngineCore.stats)
 
     def health(self) -> Health:
         """State of the engine thread and age of its last step; does not wait for it."""

@@ -18,11 +18,11 @@ from ramify.config import (
 )
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.context import EngineStats
+from ramify.engine.core import EngineCore
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import (
     Message,
     Prompt,
@@ -35,7 +35,8 @@ from ramify.errors import (
     InvalidParamsError,
     RequestError,
 )
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
     from ramify.engine.execution.assembly import LocalEngine
@@ -174,7 +175,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Running and waiting requests, work done so far, and `PrefixCache.stats()`."""
-        return EngineStats.of(self.core)
+        return self.core.stats()
 
     def run(self, call: Callable[[EngineCore], T]) -> T:
         """Return `call(core)`, like `AsyncLLM.run`."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.text.prompt_inputs import (
     Prompt,
     broadcast_option,
@@ -16,8 +16,9 @@ from ramify.engine.text.prompt_inputs import (
     params_for,
     refused_output,
 )
-from ramify.errors import OutOfPagesError, RequestError, UnknownRequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.errors import RequestError, UnknownRequestError
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,11 +151,7 @@ class OfflineDriver:
         if mine:
             self._unread = [event for event in self._unread if event.request_id not in request_ids]
             return mine
-        try:
-            return self.core.step()
-        except OutOfPagesError as error:  # pins hold what a single request needs
-            self.core.recovery.fail_blocked_request(error)
-            return []
+        return self.core.step_or_fail_blocked()
 
     def step(self) -> list[StepOutput]:
         """See `LLM.step`."""

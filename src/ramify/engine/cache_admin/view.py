@@ -30,7 +30,7 @@ from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, InvalidParamsError, RamifyError
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ from ramify.engine.core import EngineCore
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Message, Prompt, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, PinError, RamifyError, RequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer

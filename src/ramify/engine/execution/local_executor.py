@@ -12,7 +12,7 @@ from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import SampleFn, sample_batch, sample_from_cdf, token_logprob
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import StepMemoryError
-from ramify.params import TokenLogprob
+from ramify.outputs import TokenLogprob
 
 SCORED_ROWS = 64  # prompt rows per logits product: [64, 152k] float32 is 39 MB
 # Parts of torch's messages when an allocation fails.

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.engine.step import SampledTokens, SampleSpec
-from ramify.params import SamplingParams, TokenLogprob
+from ramify.outputs import TokenLogprob
+from ramify.params import SamplingParams
 
 Row = NDArray[np.float32]  # [vocab_size]
 Rows = NDArray[np.float32]  # [rows, vocab_size]

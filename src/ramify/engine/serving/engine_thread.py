@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import take_stable_text
 from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollector
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
-    OutOfPagesError,
     OverloadedError,
     RamifyError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason, StepOutput
+from ramify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -324,10 +324,7 @@ class EngineThread:
     def _step(self) -> None:
         self._step_s, self._is_stepping = time.monotonic(), True
         try:
-            events = self.core.step()
-        except OutOfPagesError as error:  # pins hold pages that a single request needs
-            self.core.recovery.fail_blocked_request(error)
-            return
+            events = self.core.step_or_fail_blocked()
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False
         for event in events:

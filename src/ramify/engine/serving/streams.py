@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from ramify.engine.core import StepOutput
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput, StepOutput
 
 MERGE_THRESHOLD = 64  # unread increments of a slow reader: one more, and they are merged
 # Readers woken in one iteration of the event loop, which does nothing else while they handle their

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ramify.cache.pins import Pin
 from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
-from ramify.engine.core import StepOutput
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt
 from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode
 from ramify.errors import ChatTemplateError, EmptyPromptError, InvalidParamsError
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer

@@ -7,14 +7,8 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ramify.errors import EmptyPromptError, InvalidParamsError, RequestError
-from ramify.params import (
-    CacheReport,
-    Completion,
-    FinishReason,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-)
+from ramify.outputs import CacheReport, Completion, FinishReason, RequestMetrics, RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
