@@ -1,1 +1,13 @@
-"""OpenAI's and Anthropic's APIs over one engine, with the reason for every miss."""
+"""The HTTP server: OpenAI's and Anthropic's APIs over one engine. Only `cli` imports it.
+
+A request goes through `app` (keys, errors, disconnects) → `routes` (the table of endpoints) →
+`openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `GenerationRequest`) →
+`service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
+events and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
+
+- `context`: `RequestContext`, which every endpoint gets.
+- `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`: shared by both APIs.
+- `tenants`, `errors`: keys and quotas; error responses.
+- `http`: wire format and uvicorn. `operations`: cache administration, metrics, health, logs.
+- `run`: all of it put together for `ramify serve`.
+"""
