@@ -5,39 +5,94 @@ What is here is a part of the kernels of `paged_attention`.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from ramify.kernels.cpu.abi import BLOCK_KEYS, CACHE_LINE
-from ramify.kernels.cpu.attention_args import (
-    KVBlock,
-    KVPlane,
-    PrefetchRange,
-    is_vnni,
-    item_bytes,
-    load_plane_element,
-)
-from ramify.kernels.cpu.kv_pack import (
-    pack_8_keys_f32,
-    pack_8_keys_vnni,
-    pack_value_tiles_f32,
-    pack_value_tiles_vnni,
-)
-from ramify.kernels.cpu.online_softmax import jit
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu.abi import CACHE_LINE
+from ramify.kernels.cpu.attention_args import KVBlock, KVPlane, PrefetchRange, item_bytes
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
+    LANES,
     TILE_M,
     TILE_N,
-    attention_tile_1,
-    attention_tile_2,
-    attention_tile_4,
-    attention_tile_full,
-    load_element,
+    TILE_N_VECTORS,
+    bf16_dot,
+    broadcast,
+    constant,
+    f32,
+    fma,
+    i64,
+    load,
     load_i64,
+    offset,
     prefetch,
-    store_f32,
+    store,
+    vector_type,
 )
 
-_BLOCK, _TILE_N, _TILE_M = BLOCK_KEYS, TILE_N, TILE_M  # globals are constants to Numba
-_CACHE_LINE = CACHE_LINE
+_TILE_N, _TILE_M, _CACHE_LINE = TILE_N, TILE_M, CACHE_LINE  # globals are constants to Numba
+_int, _float = types.int64, types.float32
+
+
+def _make_tile(num_rows: int) -> Any:
+    @intrinsic
+    def tile(
+        _: Any, plane: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
+        scale: Any,
+    ) -> Any:  # fmt: skip
+        """c[r, :TILE_N] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
+
+        Strides in floats, or in words of pairs if `plane`, the plane that b is made of, is one; without pairs `scale` is not looked at. The +0 at the end
+        makes a sum of zeros +0 however many there were, so that trailing products by zero may be
+        left out.
+        """
+        pairs = plane.instance_class.vnni
+        add = bf16_dot if pairs else fma
+
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            _, a, a_stride, b, b_stride, c, c_stride, depth, scale = args
+            zero = constant(0.0, LANES)
+            sums = [
+                [cgutils.alloca_once(builder, vector_type(LANES)) for _ in range(TILE_N_VECTORS)]
+                for _ in range(num_rows)
+            ]
+            for row in sums:
+                for one in row:
+                    builder.store(zero, one)
+            starts = [builder.add(a, builder.mul(a_stride, i64(4 * r))) for r in range(num_rows)]
+            with cgutils.for_range(builder, depth) as loop:
+                line = offset(builder, b, builder.mul(loop.index, b_stride), 4)
+                lines = [
+                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES))
+                    for v in range(TILE_N_VECTORS)
+                ]
+                for row, start in zip(sums, starts, strict=True):
+                    x = load(builder, offset(builder, start, loop.index, 4), f32)
+                    wide = broadcast(builder, x, LANES)
+                    for one, other in zip(row, lines, strict=True):
+                        builder.store(add(builder, wide, other, builder.load(one)), one)
+            factor = broadcast(builder, scale, LANES)
+            for r, row in enumerate(sums):
+                into = builder.add(c, builder.mul(c_stride, i64(4 * r)))
+                for v, one in enumerate(row):
+                    total = builder.load(one)
+                    if pairs:
+                        total = builder.fmul(total, factor)
+                    total = builder.fadd(total, zero)
+                    store(builder, total, builder.add(into, i64(4 * LANES * v)))
+            return context.get_dummy_value()
+
+        return types.void(plane, *[_int] * 7, _float), code
+
+    return tile
+
+
+attention_tile_1, attention_tile_2, attention_tile_4, attention_tile_full = (
+    _make_tile(num_rows) for num_rows in (1, 2, 4, TILE_M)
+)
 
 
 @jit
@@ -47,56 +102,6 @@ def _prefetch_rows(block: KVBlock, begin: int, end: int) -> None:
         at = block.base + load_i64(block.offsets + 8 * i)
         for line in range(0, block.plane.width * item_bytes(block.plane), _CACHE_LINE):
             prefetch(at + line, 2)
-
-
-@jit
-def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
-    """Columns of [tiles, depth, TILE_N] float32, or words of pairs, from `count` keys.
-
-    A tile of a product lies in one piece: lines a power of two apart would share few places of
-    the first-level cache.
-    """
-    part, source = keys.plane, keys.base
-    rest = part.width % 8
-    whole = part.width - rest
-    for j in range(0, count, 8):
-        where, scale = keys.offsets + 8 * j, keys.scales + 4 * j
-        to = into + 4 * (j // _TILE_N * depth * _TILE_N + j % _TILE_N)
-        if is_vnni(part):
-            pack_8_keys_vnni(part, source, where, to, _TILE_N, part.width)
-        else:
-            pack_8_keys_f32(part, source, where, scale, to, _TILE_N, whole)
-    for d in range(whole, part.width):
-        for j in range(count):
-            at = source + load_i64(keys.offsets + 8 * j) + d * item_bytes(part)
-            x = load_plane_element(part, at) * load_element(keys.scales + 4 * j, 0)
-            tile = into + 4 * _TILE_N * (j // _TILE_N * depth + d)
-            store_f32(tile + 4 * (j % _TILE_N), x)
-
-
-@jit
-def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
-    """[stride / TILE_N, BLOCK_KEYS, TILE_N] float32; in pairs words of half as many keys."""
-    part, size = values.plane, item_bytes(values.plane)
-    if is_vnni(part):
-        pack_value_tiles_vnni(part, values.base, values.offsets, -(-count // 2), into,
-                         2 * _TILE_N * _BLOCK, part.width, stride)  # fmt: skip
-        return
-    tiles = part.width // _TILE_N
-    tile = 4 * _TILE_N * _BLOCK
-    pack_value_tiles_f32(part, values.base, values.offsets, values.scales, count, into, tile, tiles)
-    for d in range(tiles * _TILE_N, stride, _TILE_N):
-        for j in range(count):
-            at = values.base + load_i64(values.offsets + 8 * j) + d * size
-            factor = load_element(values.scales + 4 * j, 0)
-            to = into + tile * (d // _TILE_N) + 4 * _TILE_N * j
-            for i in range(_TILE_N):
-                x = (
-                    load_plane_element(part, at + i * size) * factor
-                    if d + i < part.width
-                    else np.float32(0.0)
-                )
-                store_f32(to + 4 * i, x)
 
 
 @jit

@@ -21,9 +21,9 @@ from ramify.kernels.cpu.attention_args import (
     is_vnni,
     item_bytes,
 )
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.online_softmax import (
     exp_and_sum,
-    jit,
     load_scales,
     mask_and_row_max,
     merge_state,

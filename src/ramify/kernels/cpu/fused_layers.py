@@ -9,9 +9,8 @@ from numba import prange
 
 from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.attention_args import QueryRows, with_address
-from ramify.kernels.cpu.jit import compile_cached
+from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_rope, token_range
-from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.op_list import run_op
 from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row

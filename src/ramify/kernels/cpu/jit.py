@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from ramify.kernels.cpu import simd
 
 logger = logging.getLogger(__name__)
-
 
 _DIRECTORY = Path(__file__).parent
 # `from ramify.kernels.cpu.m import ...` and `from ramify.kernels.cpu import m, n as o`, also in
@@ -24,6 +24,15 @@ _IMPORT = re.compile(
     r"^[ \t]*from ramify\.kernels\.cpu(?:\.(\w+) import|[ ]import (?:\(([^)]*)\)|(.*)))",
     re.MULTILINE,
 )
+
+
+jit = njit(nogil=True, error_model="numpy")
+
+
+@jit
+def data_address(array: Any) -> Any:
+    """Signed: to Numba, what is unsigned in one branch and signed in another is a float."""
+    return np.int64(array.ctypes.data)
 
 
 def imported_kernel_modules(source: str) -> set[str]:

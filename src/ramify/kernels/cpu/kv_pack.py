@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, ITEM_BYTES
-from ramify.kernels.cpu.attention_args import storage_kind
+from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, CACHE_LINE, ITEM_BYTES
+from ramify.kernels.cpu.attention_args import (
+    KVBlock,
+    is_vnni,
+    item_bytes,
+    load_plane_element,
+    storage_kind,
+)
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
     TILE_N,
     broadcast,
@@ -24,15 +32,19 @@ from ramify.kernels.cpu.simd import (
     i64,
     load,
     load_as_f32,
+    load_element,
+    load_i64,
     offset,
     shuffle,
     split_bf16_words,
     store,
+    store_f32,
     transpose_8x8,
     vector_type,
 )
 
 PREFETCH_KEYS = 16  # keys between those that are read and those that are fetched meanwhile
+_BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
 _int = types.int64
 
 
@@ -273,3 +285,53 @@ def pack_value_tiles_f32(
         return context.get_dummy_value()
 
     return types.void(plane, *[_int] * 7), code
+
+
+@jit
+def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
+    """Columns of [tiles, depth, TILE_N] float32, or words of pairs, from `count` keys.
+
+    A tile of a product lies in one piece: lines a power of two apart would share few places of
+    the first-level cache.
+    """
+    part, source = keys.plane, keys.base
+    rest = part.width % 8
+    whole = part.width - rest
+    for j in range(0, count, 8):
+        where, scale = keys.offsets + 8 * j, keys.scales + 4 * j
+        to = into + 4 * (j // _TILE_N * depth * _TILE_N + j % _TILE_N)
+        if is_vnni(part):
+            pack_8_keys_vnni(part, source, where, to, _TILE_N, part.width)
+        else:
+            pack_8_keys_f32(part, source, where, scale, to, _TILE_N, whole)
+    for d in range(whole, part.width):
+        for j in range(count):
+            at = source + load_i64(keys.offsets + 8 * j) + d * item_bytes(part)
+            x = load_plane_element(part, at) * load_element(keys.scales + 4 * j, 0)
+            tile = into + 4 * _TILE_N * (j // _TILE_N * depth + d)
+            store_f32(tile + 4 * (j % _TILE_N), x)
+
+
+@jit
+def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
+    """[stride / TILE_N, BLOCK_KEYS, TILE_N] float32; in pairs words of half as many keys."""
+    part, size = values.plane, item_bytes(values.plane)
+    if is_vnni(part):
+        pack_value_tiles_vnni(part, values.base, values.offsets, -(-count // 2), into,
+                         2 * _TILE_N * _BLOCK, part.width, stride)  # fmt: skip
+        return
+    tiles = part.width // _TILE_N
+    tile = 4 * _TILE_N * _BLOCK
+    pack_value_tiles_f32(part, values.base, values.offsets, values.scales, count, into, tile, tiles)
+    for d in range(tiles * _TILE_N, stride, _TILE_N):
+        for j in range(count):
+            at = values.base + load_i64(values.offsets + 8 * j) + d * size
+            factor = load_element(values.scales + 4 * j, 0)
+            to = into + tile * (d // _TILE_N) + 4 * _TILE_N * j
+            for i in range(_TILE_N):
+                x = (
+                    load_plane_element(part, at + i * size) * factor
+                    if d + i < part.width
+                    else np.float32(0.0)
+                )
+                store_f32(to + 4 * i, x)

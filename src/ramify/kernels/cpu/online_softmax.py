@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ramify.kernels.cpu.abi import BLOCK_KEYS
 from ramify.kernels.cpu.attention_args import AttentionParams, KVPlane, is_vnni
+from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.simd import (
     TILE_N,
     copy_row,
@@ -29,14 +29,6 @@ from ramify.kernels.cpu.vector_math import (
 
 _MASKED = np.float32(-np.inf)  # the score of a key that a row does not see
 _BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
-
-jit = njit(nogil=True, error_model="numpy")
-
-
-@jit
-def data_address(array: Any) -> Any:
-    """Signed: to Numba, what is unsigned in one branch and signed in another is a float."""
-    return np.int64(array.ctypes.data)
 
 
 @jit

@@ -8,9 +8,8 @@ import numpy as np
 from numba import prange
 
 from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
-from ramify.kernels.cpu.jit import compile_cached
+from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_rope
-from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 

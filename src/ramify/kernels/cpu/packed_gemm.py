@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, CACHE_LINE, F32, SILU_MUL, STORE
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
@@ -54,8 +52,8 @@ from ramify.kernels.cpu.gemm_microkernels import (
     vnni_tile_3,
     vnni_tile_4,
 )
-from ramify.kernels.cpu.online_softmax import data_address, jit
-from ramify.kernels.cpu.row_tiles import rms_scale_row, sum_squares
+from ramify.kernels.cpu.jit import data_address, jit
+from ramify.kernels.cpu.norm_rope import inverse_rms, rms_scale_row, sum_squares
 from ramify.kernels.cpu.simd import load_element, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
@@ -98,12 +96,6 @@ def round_up_to_cache_line(num_bytes: int) -> int:
 
 
 _round_up_to_cache_line = jit(round_up_to_cache_line)
-
-
-@jit
-def inverse_rms(total: float, width: int, eps: float) -> Any:
-    """1 / sqrt(mean square + eps) in float32."""
-    return np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
 
 
 @jit

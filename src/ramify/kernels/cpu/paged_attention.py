@@ -33,12 +33,10 @@ from ramify.kernels.cpu.decode_attention import (
     readable_in_place,
 )
 from ramify.kernels.cpu.elementwise import divide_f32, scale_to_f32
-from ramify.kernels.cpu.jit import compile_cached
+from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.online_softmax import (
     block_slots,
-    data_address,
     exp_and_sum,
-    jit,
     load_scales,
     mask_and_row_max,
     merge_state,

@@ -194,64 +194,6 @@ def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) 
     return builder.extract_element(vector, i32(0))
 
 
-def _make_tile(num_rows: int) -> Any:
-    @intrinsic
-    def tile(
-        _: Any, plane: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
-        scale: Any,
-    ) -> Any:  # fmt: skip
-        """c[r, :TILE_N] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
-
-        Strides in floats, or in words of pairs if `plane`, the plane that b is made of, is one; without pairs `scale` is not looked at. The +0 at the end
-        makes a sum of zeros +0 however many there were, so that trailing products by zero may be
-        left out.
-        """
-        pairs = plane.instance_class.vnni
-        add = bf16_dot if pairs else fma
-
-        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            _, a, a_stride, b, b_stride, c, c_stride, depth, scale = args
-            zero = constant(0.0, LANES)
-            sums = [
-                [cgutils.alloca_once(builder, vector_type(LANES)) for _ in range(TILE_N_VECTORS)]
-                for _ in range(num_rows)
-            ]
-            for row in sums:
-                for one in row:
-                    builder.store(zero, one)
-            starts = [builder.add(a, builder.mul(a_stride, i64(4 * r))) for r in range(num_rows)]
-            with cgutils.for_range(builder, depth) as loop:
-                line = offset(builder, b, builder.mul(loop.index, b_stride), 4)
-                lines = [
-                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES))
-                    for v in range(TILE_N_VECTORS)
-                ]
-                for row, start in zip(sums, starts, strict=True):
-                    x = load(builder, offset(builder, start, loop.index, 4), f32)
-                    wide = broadcast(builder, x, LANES)
-                    for one, other in zip(row, lines, strict=True):
-                        builder.store(add(builder, wide, other, builder.load(one)), one)
-            factor = broadcast(builder, scale, LANES)
-            for r, row in enumerate(sums):
-                into = builder.add(c, builder.mul(c_stride, i64(4 * r)))
-                for v, one in enumerate(row):
-                    total = builder.load(one)
-                    if pairs:
-                        total = builder.fmul(total, factor)
-                    total = builder.fadd(total, zero)
-                    store(builder, total, builder.add(into, i64(4 * LANES * v)))
-            return context.get_dummy_value()
-
-        return types.void(plane, *[_int] * 7, _float), code
-
-    return tile
-
-
-attention_tile_1, attention_tile_2, attention_tile_4, attention_tile_full = (
-    _make_tile(num_rows) for num_rows in (1, 2, 4, TILE_M)
-)
-
-
 @intrinsic
 def rescale_add_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: Any) -> Any:
     """into = into * old + block * new for `count` floats, a multiple of LANES."""

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.online_softmax import jit
+from ramify.kernels.cpu.jit import jit
 
 COUNTER_BYTES = (
     16  # bytes from the counters of an operation to those of the next: of tasks taken, tasks done
