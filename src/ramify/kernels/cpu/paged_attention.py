@@ -24,7 +24,7 @@ from ramify.kernels.cpu.attention_args import (
     QueryRows,
     is_vnni,
 )
-from ramify.kernels.cpu.attention_microkernels import pack_keys, pack_values, packed_block_gemm
+from ramify.kernels.cpu.attention_microkernels import packed_block_gemm
 from ramify.kernels.cpu.decode_attention import (
     MAX_IN_PLACE_ROWS,
     attend_block_in_place,
@@ -34,6 +34,7 @@ from ramify.kernels.cpu.decode_attention import (
 )
 from ramify.kernels.cpu.elementwise import divide_f32, scale_to_f32
 from ramify.kernels.cpu.jit import compile_cached, data_address, jit
+from ramify.kernels.cpu.kv_pack import pack_keys, pack_values
 from ramify.kernels.cpu.online_softmax import (
     block_slots,
     exp_and_sum,
