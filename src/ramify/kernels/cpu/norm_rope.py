@@ -1,6 +1,7 @@
-"""RMS norm and rotary positions of one row as LLVM IR, rounded where the reference code rounds.
+"""RMS norm and rotary embedding: of a row as LLVM IR, of all heads of some tokens as an op.
 
-What is left of a row beyond whole vectors goes through the same operations one element at a time.
+Rounded to the model's dtype after each step, as the reference (transformers) rounds. Elements
+beyond whole vectors go through the same operations one at a time.
 """
 
 from __future__ import annotations
@@ -36,73 +37,82 @@ def _element_address(builder: Any, address: Any, index: Any, kind: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def sum_squares(_: Any, row: Any, width: Any, kind: Any) -> Any:
-    """Of `width` elements of `kind`: lane by lane, across lanes, then what is left over."""
+    """Sum of squares of `width` elements of `kind`: by lane, across lanes, then the remainder."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         row, width, _ = args
         stored = kind.literal_value
-        lanes = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
+        sums = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
 
         def add(index: Any, n: int) -> None:
             x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, n)
-            total = llvm_intrinsic(builder, "fma", x, x, builder.load(lanes[n]))
-            builder.store(total, lanes[n])
+            acc = llvm_intrinsic(builder, "fma", x, x, builder.load(sums[n]))
+            builder.store(acc, sums[n])
 
         for_each_vector(builder, width, add)
-        rest = builder.extract_element(builder.load(lanes[1]), i32(0))
-        return builder.fadd(reduce_lanes(builder, builder.load(lanes[LANES]), builder.fadd), rest)
+        tail = builder.extract_element(builder.load(sums[1]), i32(0))
+        return builder.fadd(reduce_lanes(builder, builder.load(sums[LANES]), builder.fadd), tail)
 
     return _float(_int, _int, kind), code
 
 
 @intrinsic(prefer_literal=True)
 def rms_scale_row(
-    _: Any, row: Any, weight: Any, into: Any, width: Any, scale: Any, kind: Any, made: Any
+    _: Any, row: Any, weight: Any, into: Any, width: Any, scale: Any, kind: Any, target_kind: Any
 ) -> Any:
-    """into = weight * (row * scale), rounded to `kind` after each product; `made` is into's dtype.
+    """into = weight * (row * scale), rounded to `kind` after each product; `into` may be `row`.
 
-    `into` may be `row`.
+    `target_kind` is the storage kind of `into`.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         row, weight, into, width, scale, _, _ = args
-        stored, to = kind.literal_value, made.literal_value
+        stored, to_kind = kind.literal_value, target_kind.literal_value
 
-        def body(index: Any, n: int) -> None:
-            x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, n)
-            w = load_as_f32(builder, _element_address(builder, weight, index, stored), stored, n)
-            y = round_to(builder, builder.fmul(x, broadcast(builder, scale, n)), stored)
+        def body(index: Any, lanes: int) -> None:
+            x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, lanes)
+            w = load_as_f32(
+                builder, _element_address(builder, weight, index, stored), stored, lanes
+            )
+            y = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
             y = round_to(builder, builder.fmul(w, y), stored)
-            store(builder, f32_to_kind(builder, y, to), _element_address(builder, into, index, to))
+            store(
+                builder,
+                f32_to_kind(builder, y, to_kind),
+                _element_address(builder, into, index, to_kind),
+            )
 
         for_each_vector(builder, width, body)
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int, _int, _float, kind, made), code
+    return types.void(_int, _int, _int, _int, _float, kind, target_kind), code
 
 
 @intrinsic(prefer_literal=True)
 def rope_row(_: Any, row: Any, cos: Any, sin: Any, half: Any, kind: Any) -> Any:
-    """In place (a, b) -> (a cos - b sin, b cos + a sin), rounded to `kind` after each step.
+    """(a, b) -> (a cos - b sin, b cos + a sin) in place, rounded to `kind` after each step.
 
-    a and b are the first and second `half` elements of the row, cos and sin have `half`.
+    a and b are the first and the second `half` elements of the row; cos and sin have `half`.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         row, cos, sin, half, _ = args
         stored = kind.literal_value
-        other = _element_address(builder, row, half, stored)
+        second_half = _element_address(builder, row, half, stored)
 
-        def times(x: Any, y: Any) -> Any:
+        def multiply(x: Any, y: Any) -> Any:
             return round_to(builder, builder.fmul(x, y), stored)
 
-        def body(index: Any, n: int) -> None:
-            at = [_element_address(builder, one, index, stored) for one in (row, other, cos, sin)]
-            a, b, c, s = (load_as_f32(builder, one, stored, n) for one in at)
-            first = builder.fsub(times(a, c), times(b, s))
-            second = builder.fadd(times(b, c), times(a, s))
-            store(builder, f32_to_kind(builder, first, stored), at[0])
-            store(builder, f32_to_kind(builder, second, stored), at[1])
+        def body(index: Any, lanes: int) -> None:
+            addresses = [
+                _element_address(builder, address, index, stored)
+                for address in (row, second_half, cos, sin)
+            ]
+            a, b, c, s = (load_as_f32(builder, address, stored, lanes) for address in addresses)
+            rotated_a = builder.fsub(multiply(a, c), multiply(b, s))
+            rotated_b = builder.fadd(multiply(b, c), multiply(a, s))
+            store(builder, f32_to_kind(builder, rotated_a, stored), addresses[0])
+            store(builder, f32_to_kind(builder, rotated_b, stored), addresses[1])
 
         for_each_vector(builder, half, body)
         return context.get_dummy_value()
@@ -120,7 +130,7 @@ def inverse_rms(total: float, width: int, eps: float) -> Any:
 def _norm_rope_head(
     kind: int, head: int, head_dim: int, norm: int, eps: float, cos: int, sin: int
 ) -> None:
-    """One head in place: normalised if `norm` is the address of weights, then turned."""
+    """RMS norm, if `norm` (address of its weights) is not 0, then rope of one head, in place."""
     if kind == F32:
         if norm:
             scale = inverse_rms(sum_squares(head, head_dim, 0), head_dim, eps)
@@ -135,20 +145,20 @@ def _norm_rope_head(
 
 @jit
 def token_range(op: Any, num_rows: int, task: int) -> Any:
-    """Rows from, to."""
+    """Tokens [from, to) of a task."""
     return num_rows * task // op[11], num_rows * (task + 1) // op[11]
 
 
 @jit
 def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
-    """Queries and keys of some tokens in place.
+    """Norm and rope of the queries and keys of a task's tokens, in place in their QKV rows.
 
     Args:
-        op: [13] int64: F32 or BF16; address of the rows and bytes from row to row; heads of
-            queries, which come first in a row, then of keys, and elements of a head; addresses of
-            the query and key norms' weights [head_dim] (or 0), of cosines and of sines
-            [limit, head_dim / 2]; limit; the number of tasks; and a place where 1 is written if a
-            position is not below limit: its row is left as it is.
+        op: [13] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
+            query heads, which come first in a row, number of key heads, head_dim; addresses of the
+            query and key norms' weights [head_dim] (or 0), of cosines and of sines
+            [limit, head_dim / 2]; limit; number of tasks; and an output: set to 1 if a position is
+            not below limit, whose row is left unchanged.
         positions: [num_rows] int64.
     """
     kind, rows, stride = op[0], op[1], op[2]
@@ -160,8 +170,10 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
         if positions[token] < 0 or positions[token] >= limit:
             op[12] = 1
             continue
-        angle = positions[token] * (head_dim // 2) * size
+        angle_offset = positions[token] * (head_dim // 2) * size
         for head in range(num_q + num_k):
-            at = rows + stride * token + size * head_dim * head
+            head_address = rows + stride * token + size * head_dim * head
             norm = q_norm if head < num_q else k_norm
-            _norm_rope_head(kind, at, head_dim, norm, eps, cos + angle, sin + angle)
+            _norm_rope_head(
+                kind, head_address, head_dim, norm, eps, cos + angle_offset, sin + angle_offset
+            )
