@@ -30,7 +30,6 @@ from ramify.kernels.cpu.simd import (
     vector_type,
 )
 
-_TILE_N, _TILE_M, _CACHE_LINE = TILE_N, TILE_M, CACHE_LINE  # globals are constants to Numba
 _int, _float = types.int64, types.float32
 
 
@@ -97,7 +96,7 @@ def _prefetch_rows(block: KVBlock, begin: int, end: int) -> None:
     """Prefetch rows [begin, end) of a block into L2."""
     for i in range(begin, end):
         row = block.base + load_i64(block.offsets + 8 * i)
-        for line in range(0, block.plane.width * item_bytes(block.plane), _CACHE_LINE):
+        for line in range(0, block.plane.width * item_bytes(block.plane), CACHE_LINE):
             prefetch(row + line, 2)
 
 
@@ -117,23 +116,23 @@ def packed_block_gemm(
         prefetch_range: prefetched a share after each tile; all at once would delay the next tile.
     """
     row, prefetched = 0, prefetch_range.begin
-    keys_per_tile = -(-(prefetch_range.end - prefetch_range.begin) * _TILE_N // num_columns)
+    keys_per_tile = -(-(prefetch_range.end - prefetch_range.begin) * TILE_N // num_columns)
     while row < num_rows:
         left = num_rows - row
         a_at, c_row = a + 4 * row * a_stride, c + 4 * row * c_stride
-        rows = _TILE_M if left >= _TILE_M else (4 if left >= 4 else (2 if left >= 2 else 1))
-        for tile in range(num_columns // _TILE_N):
-            b_at, c_at = b + b_tile * tile, c_row + 4 * _TILE_N * tile
-            if rows == _TILE_M:
+        rows = TILE_M if left >= TILE_M else (4 if left >= 4 else (2 if left >= 2 else 1))
+        for tile in range(num_columns // TILE_N):
+            b_at, c_at = b + b_tile * tile, c_row + 4 * TILE_N * tile
+            if rows == TILE_M:
                 attention_tile_full(
-                    plane, a_at, a_stride, b_at, _TILE_N, c_at, c_stride, depth, scale
+                    plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale
                 )
             elif rows == 4:
-                attention_tile_4(plane, a_at, a_stride, b_at, _TILE_N, c_at, c_stride, depth, scale)
+                attention_tile_4(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
             elif rows == 2:
-                attention_tile_2(plane, a_at, a_stride, b_at, _TILE_N, c_at, c_stride, depth, scale)
+                attention_tile_2(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
             else:
-                attention_tile_1(plane, a_at, a_stride, b_at, _TILE_N, c_at, c_stride, depth, scale)
+                attention_tile_1(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
             if prefetched < prefetch_range.end:
                 end = min(prefetched + keys_per_tile, prefetch_range.end)
                 _prefetch_rows(prefetch_range.keys, prefetched, end)

@@ -44,11 +44,8 @@ from ramify.kernels.cpu.simd import (
 
 KEYS_PER_VECTOR = 8  # scores of a vector; `prefetch_keys` prefetches as many keys
 ROW_TILES = (1, 2, 4)  # query rows of a tile; the last row repeats where there are fewer
-_VECTORS_PER_TILE = {
-    1: 4,
-    2: 4,
-    4: 2,
-}  # output vectors per row that a tile of n rows computes at once
+# output vectors per row that a tile of n rows computes at once
+_VECTORS_PER_TILE = {1: 4, 2: 4, 4: 2}
 _int = types.int64
 
 

@@ -16,13 +16,6 @@ from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 
-_OP_KIND, _OP_NORM_ROPE, _COUNTER_BYTES, _OP_NUM_TASKS = (
-    OP_KIND,
-    OP_NORM_ROPE,
-    COUNTER_BYTES,
-    OP_NUM_TASKS,
-)  # globals are constants to Numba
-
 
 @jit
 def _write_kv(buffers: Any, slots: Any, planes: Any, token_bytes: Any, token_span: Any) -> None:
@@ -64,14 +57,14 @@ def _run_fused_layers(
     for worker in prange(num_workers):
         op_counters, layer = data_address(counters), 0
         for i in range(len(ops)):
-            if ops[i, _OP_KIND] != _OP_NORM_ROPE:
+            if ops[i, OP_KIND] != OP_NORM_ROPE:
                 run_op(ops[i], eps[i], positions, scratch[worker], op_counters, np.int64(worker))
-                op_counters += _COUNTER_BYTES
+                op_counters += COUNTER_BYTES
                 continue
             rows = QueryRows(buffers[0], buffers[1], buffers[2], buffers[5])
             key_address, value_address = planes[layer, 0], planes[layer, 1]
             layer += 1
-            total, done, task = ops[i, _OP_NUM_TASKS], 0, next_task(op_counters)
+            total, done, task = ops[i, OP_NUM_TASKS], 0, next_task(op_counters)
             while task < total:
                 norm_rope(ops[i], eps[i], positions, task)
                 token_span = token_range(ops[i], len(positions), task)
@@ -85,19 +78,19 @@ def _run_fused_layers(
                 done += 1
                 task = next_task(op_counters)
             finish_and_wait(op_counters, done, total)
-            op_counters += _COUNTER_BYTES
+            op_counters += COUNTER_BYTES
             for phase in range(len(starts) - 1):
                 phase_tasks = tasks[starts[phase] : starts[phase + 1]]
                 done, task = 0, next_task(op_counters)
                 while task < len(phase_tasks):
                     task = attend_task(
-                        params, with_address(keys, key_address), rope, with_address(values, value_address), phase_tasks, splits,
-                        task, op_counters, split_counters, tokens, token_positions, table, rows, state,
-                        task_scratch[worker],
+                        params, with_address(keys, key_address), rope, with_address(values, value_address),
+                        phase_tasks, splits, task, op_counters, split_counters, tokens, token_positions,
+                        table, rows, state, task_scratch[worker],
                     )  # fmt: skip
                     done += 1
                 finish_and_wait(op_counters, done, len(phase_tasks))
-                op_counters += _COUNTER_BYTES
+                op_counters += COUNTER_BYTES
 
 
 run_fused_layers = compile_cached(_run_fused_layers)

@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32, ITEM_BYTES
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
     LANES,
     bf16_dot,
@@ -38,7 +39,7 @@ NR = 2 * LANES
 # MR of the tiles. The accumulators of the largest hide the latency of FMA and fit into the registers
 # beside a row of weights and one element of A.
 MR_TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
-# micro-panels that each tile computes at once: tiles of few rows too need enough accumulators
+# micro-panels that each tile computes at once, so that small tiles have enough accumulators, too
 PANELS_PER_TILE = (4, 2, 1, 1, 1)
 K_UNROLL = 4  # k between two prefetches
 _int = types.int64
@@ -154,6 +155,58 @@ bf16_multi_panel_0, bf16_multi_panel_1 = (
 vnni_multi_panel_0, vnni_multi_panel_1 = (
     _make_tile(MR_TILES[i], PANELS_PER_TILE[i], BF16_VNNI) for i in range(2)
 )
+
+
+@jit
+def run_microkernel(
+    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, prefetch_at: int, prefetch_stride: int, c: int,
+    c_stride: int, depth: int,
+) -> None:  # fmt: skip
+    """Run the micro-kernel MR_TILES[tile] for `group` panels: 1, or PANELS_PER_TILE[tile]."""
+    if kind == F32:
+        if tile == 4:
+            f32_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 3:
+            f32_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 2:
+            f32_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1 and group == 1:
+            f32_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1:
+            f32_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif group == 1:
+            f32_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        else:
+            f32_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif kind == BF16_VNNI:
+        if tile == 4:
+            vnni_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 3:
+            vnni_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 2:
+            vnni_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1 and group == 1:
+            vnni_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1:
+            vnni_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif group == 1:
+            vnni_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        else:
+            vnni_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 4:
+        bf16_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 3:
+        bf16_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 2:
+        bf16_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 1 and group == 1:
+        bf16_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 1:
+        bf16_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif group == 1:
+        bf16_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    else:
+        bf16_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
 
 
 @intrinsic(prefer_literal=True)

@@ -49,7 +49,6 @@ from ramify.kernels.cpu.simd import (
 )
 
 PREFETCH_KEYS = 16  # keys from what is read to what is prefetched
-_BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
 _int = types.int64
 
 
@@ -303,17 +302,17 @@ def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
     whole = plane.width - tail
     for j in range(0, count, 8):
         offsets, scale = keys.offsets + 8 * j, keys.scales + 4 * j
-        target = into + 4 * (j // _TILE_N * depth * _TILE_N + j % _TILE_N)
+        target = into + 4 * (j // TILE_N * depth * TILE_N + j % TILE_N)
         if is_vnni(plane):
-            pack_8_keys_vnni(plane, base, offsets, target, _TILE_N, plane.width)
+            pack_8_keys_vnni(plane, base, offsets, target, TILE_N, plane.width)
         else:
-            pack_8_keys_f32(plane, base, offsets, scale, target, _TILE_N, whole)
+            pack_8_keys_f32(plane, base, offsets, scale, target, TILE_N, whole)
     for d in range(whole, plane.width):
         for j in range(count):
             address = base + load_i64(keys.offsets + 8 * j) + d * item_bytes(plane)
             x = load_plane_element(plane, address) * load_element(keys.scales + 4 * j, 0)
-            row = into + 4 * _TILE_N * (j // _TILE_N * depth + d)
-            store_f32(row + 4 * (j % _TILE_N), x)
+            row = into + 4 * TILE_N * (j // TILE_N * depth + d)
+            store_f32(row + 4 * (j % TILE_N), x)
 
 
 @jit
@@ -321,20 +320,20 @@ def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
     """Pack `count` values into [stride / TILE_N, BLOCK_KEYS, TILE_N]; VNNI: BLOCK_KEYS / 2 words."""
     plane, size = values.plane, item_bytes(values.plane)
     if is_vnni(plane):
-        pack_value_tiles_vnni(plane, values.base, values.offsets, -(-count // 2), into,
-                         2 * _TILE_N * _BLOCK, plane.width, stride)  # fmt: skip
+        pack_value_tiles_vnni(plane, values.base, values.offsets, -(-count // 2), into, 2 * TILE_N * BLOCK_KEYS,
+            plane.width, stride)  # fmt: skip
         return
-    tiles = plane.width // _TILE_N
-    tile = 4 * _TILE_N * _BLOCK
+    tiles = plane.width // TILE_N
+    tile = 4 * TILE_N * BLOCK_KEYS
     pack_value_tiles_f32(
         plane, values.base, values.offsets, values.scales, count, into, tile, tiles
     )
-    for d in range(tiles * _TILE_N, stride, _TILE_N):
+    for d in range(tiles * TILE_N, stride, TILE_N):
         for j in range(count):
             address = values.base + load_i64(values.offsets + 8 * j) + d * size
             scale = load_element(values.scales + 4 * j, 0)
-            target = into + tile * (d // _TILE_N) + 4 * _TILE_N * j
-            for i in range(_TILE_N):
+            target = into + tile * (d // TILE_N) + 4 * TILE_N * j
+            for i in range(TILE_N):
                 x = (
                     load_plane_element(plane, address + i * size) * scale
                     if d + i < plane.width

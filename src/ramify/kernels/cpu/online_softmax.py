@@ -30,7 +30,6 @@ from ramify.kernels.cpu.vector_math import (
 )
 
 _MASKED = np.float32(-np.inf)  # the score of a key that a row does not attend to
-_BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
 
 
 @jit
@@ -66,8 +65,8 @@ def visible_blocks(params: AttentionParams, task: Any, positions: Any) -> Any:
     for t in range(first, first + count):
         lowest, highest = min(lowest, positions[t]), max(highest, positions[t])
     if params.window:
-        block0 = max(block0, (lowest + 1 - params.window) // _BLOCK)
-    return block0, min(block1, highest // _BLOCK + 1), highest
+        block0 = max(block0, (lowest + 1 - params.window) // BLOCK_KEYS)
+    return block0, min(block1, highest // BLOCK_KEYS + 1), highest
 
 
 @jit
@@ -77,12 +76,12 @@ def visible_key_range(params: AttentionParams, num_visible: Any, first: int, cou
     `num_visible[row]`: keys of the block up to the row's position, the window left aside. It may be
     negative or exceed the block.
     """
-    low, high = _BLOCK, 0
+    low, high = BLOCK_KEYS, 0
     for r in range(first, first + count):
         end = num_visible[r]
-        high = max(high, min(end, _BLOCK))
+        high = max(high, min(end, BLOCK_KEYS))
         low = min(low, max(0, end - params.window) if params.window else 0)
-    return low // _TILE_N * _TILE_N, high
+    return low // TILE_N * TILE_N, high
 
 
 @jit

@@ -16,13 +16,6 @@ from ramify.kernels.cpu.norm_rope import norm_rope
 from ramify.kernels.cpu.packed_gemm import gemm_num_tasks, packed_gemm
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 
-_OP_KIND, _OP_NORM_ROPE, _OP_NUM_TASKS, _COUNTER_BYTES = (
-    OP_KIND,
-    OP_NORM_ROPE,
-    OP_NUM_TASKS,
-    COUNTER_BYTES,
-)  # globals are constants to Numba
-
 
 @jit
 def run_op(op: Any, eps: float, positions: Any, scratch: Any, counters: int, worker: int) -> None:
@@ -34,8 +27,8 @@ def run_op(op: Any, eps: float, positions: Any, scratch: Any, counters: int, wor
         counters: address of the op's counters.
         worker: index of the worker.
     """
-    if op[_OP_KIND] == _OP_NORM_ROPE:
-        total, done, task = op[_OP_NUM_TASKS], 0, next_task(counters)
+    if op[OP_KIND] == OP_NORM_ROPE:
+        total, done, task = op[OP_NUM_TASKS], 0, next_task(counters)
         while task < total:
             norm_rope(op, eps, positions, task)
             done += 1
@@ -63,7 +56,7 @@ def _run_ops(
     # Numba may make `worker` unsigned; `run_op` would be compiled twice.
     for worker in prange(num_workers):
         for i in range(len(ops)):
-            op_counters = data_address(counters) + _COUNTER_BYTES * i
+            op_counters = data_address(counters) + COUNTER_BYTES * i
             run_op(ops[i], eps[i], positions, scratch[worker], op_counters, np.int64(worker))
 
 

@@ -20,33 +20,13 @@ from ramify.kernels.cpu.gemm_microkernels import (
     MR_TILES,
     NR,
     PANELS_PER_TILE,
-    bf16_multi_panel_0,
-    bf16_multi_panel_1,
-    bf16_tile_0,
-    bf16_tile_1,
-    bf16_tile_2,
-    bf16_tile_3,
-    bf16_tile_4,
     copy_bytes,
     epilogue_add,
     epilogue_silu_mul,
     epilogue_store,
-    f32_multi_panel_0,
-    f32_multi_panel_1,
-    f32_tile_0,
-    f32_tile_1,
-    f32_tile_2,
-    f32_tile_3,
-    f32_tile_4,
     init_accumulators,
     pack_a_rows,
-    vnni_multi_panel_0,
-    vnni_multi_panel_1,
-    vnni_tile_0,
-    vnni_tile_1,
-    vnni_tile_2,
-    vnni_tile_3,
-    vnni_tile_4,
+    run_microkernel,
 )
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import inverse_rms, rms_scale_row, sum_squares
@@ -56,11 +36,7 @@ from ramify.kernels.cpu.task_queue import next_task_from_either_end
 MC = 96  # a multiple of every MR; MC x KC packed rows stay in L2
 PREFETCH_STRIPS = 4  # KC strips from what is read to what is prefetched
 KC = 128  # shorter chains are more accurate; 256 was no faster (float32, AVX2)
-# globals are constants to Numba
-_NR, _KC, _PANELS_PER_TILE, _MR_TILES = NR, KC, PANELS_PER_TILE, MR_TILES
-_PREFETCH_STRIPS, _K_UNROLL, _BF16_VNNI = PREFETCH_STRIPS, K_UNROLL, BF16_VNNI
-_PACK_UNIT = 8  # rows that are packed together
-
+_PACK_UNIT = 8  # rows, and elements of a row, that are packed at a time
 _LARGEST = len(MR_TILES) - 1
 
 
@@ -91,58 +67,6 @@ _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 
 @jit
-def _run_microkernel(
-    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, prefetch_at: int, prefetch_stride: int, c: int,
-    c_stride: int, depth: int,
-) -> None:  # fmt: skip
-    """Run the micro-kernel MR_TILES[tile] for `group` panels: 1, or PANELS_PER_TILE[tile]."""
-    if kind == F32:
-        if tile == 4:
-            f32_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 3:
-            f32_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 2:
-            f32_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1 and group == 1:
-            f32_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1:
-            f32_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif group == 1:
-            f32_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        else:
-            f32_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif kind == _BF16_VNNI:
-        if tile == 4:
-            vnni_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 3:
-            vnni_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 2:
-            vnni_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1 and group == 1:
-            vnni_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1:
-            vnni_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif group == 1:
-            vnni_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        else:
-            vnni_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 4:
-        bf16_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 3:
-        bf16_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 2:
-        bf16_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 1 and group == 1:
-        bf16_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 1:
-        bf16_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif group == 1:
-        bf16_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    else:
-        bf16_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-
-
-@jit
 def _rms_norm_rows(
     kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, eps: float, into: int
 ) -> None:
@@ -152,7 +76,7 @@ def _rms_norm_rows(
         if kind == F32:
             scale = inverse_rms(sum_squares(row, width, 0), width, eps)
             rms_scale_row(row, norm, target, width, scale, 0, 0)
-        elif kind == _BF16_VNNI:
+        elif kind == BF16_VNNI:
             scale = inverse_rms(sum_squares(row, 2 * width, 1), 2 * width, eps)
             rms_scale_row(row, norm, target, 2 * width, scale, 1, 1)
         else:
@@ -197,9 +121,9 @@ def _epilogue(
 ) -> None:
     """Epilogue of a panel of sums: its first `columns` into `out`; `edge_row` is a buffer of NR."""
     size = 4 if gemm.kind == F32 else 2
-    is_whole = columns == _NR
+    is_whole = columns == NR
     for r in range(num_rows):
-        row, up_row = sums + 4 * _NR * r, ups + 4 * _NR * r
+        row, up_row = sums + 4 * NR * r, ups + 4 * NR * r
         out_row = out + gemm.out_stride * r
         target = out_row if is_whole else edge_row
         if gemm.mode == ADD_RESIDUAL and not is_whole:
@@ -224,11 +148,11 @@ def _epilogue(
 @jit
 def _num_edge_tiles(tile: int, rows: int) -> int:
     """How many tiles of a block should have the next smaller MR, to compute the fewest padding rows."""
-    best, least = 0, -(-rows // _MR_TILES[tile]) * _MR_TILES[tile]
+    best, least = 0, -(-rows // MR_TILES[tile]) * MR_TILES[tile]
     if tile == _LARGEST:
         for count in (1, 2):
-            left = max(0, rows - count * _MR_TILES[tile - 1])
-            padded = count * _MR_TILES[tile - 1] + -(-left // _MR_TILES[tile]) * _MR_TILES[tile]
+            left = max(0, rows - count * MR_TILES[tile - 1])
+            padded = count * MR_TILES[tile - 1] + -(-left // MR_TILES[tile]) * MR_TILES[tile]
             if padded < least:
                 best, least = count, padded
     return best
@@ -248,47 +172,47 @@ def _gemm_block(
     """Multiply a block of packed rows with micro-panels [from, to), and run the epilogue."""
     size = 2 if gemm.kind == BF16 else 4
     out_bytes = 4 if gemm.kind == F32 else 2  # per element of the result
-    width, tile_rows, (panel, end) = gemm.width, _MR_TILES[tile], panels
+    width, tile_rows, (panel, end) = gemm.width, MR_TILES[tile], panels
     num_edge = _num_edge_tiles(tile, rows)
-    edge_rows = _MR_TILES[tile - 1] if num_edge else tile_rows
+    edge_rows = MR_TILES[tile - 1] if num_edge else tile_rows
     num_full = -(-(rows - num_edge * edge_rows) // tile_rows)
     full_rows = num_full * tile_rows
     padded = full_rows + num_edge * edge_rows
-    b_stride, c_stride = size * _NR * width, 4 * _NR * padded
+    b_stride, c_stride = size * NR * width, 4 * NR * padded
     # Each tile prefetches a share of a later strip between its own arithmetic; all at once would
     # delay its own loads. Panels are contiguous: the strip may be one of the next panel.
-    tile_prefetch = size * _NR * _KC // (num_full + num_edge)
-    prefetch_stride = tile_prefetch * _K_UNROLL // _KC
+    tile_prefetch = size * NR * KC // (num_full + num_edge)
+    prefetch_stride = tile_prefetch * K_UNROLL // KC
     unit = 2 if gemm.mode == SILU_MUL else 1  # panels per panel of the result
     while panel < end:
-        group = _PANELS_PER_TILE[tile]
+        group = PANELS_PER_TILE[tile]
         if panel + max(group, unit) > end:
             group = 1
         num_panels = max(group, unit)
         for p in range(num_panels):
-            bias = gemm.bias + 4 * _NR * (panel + p) if gemm.bias else 0
+            bias = gemm.bias + 4 * NR * (panel + p) if gemm.bias else 0
             init_accumulators(sums + c_stride * p, bias, padded)
         for p in range(0, num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
-            for k in range(0, width, _KC):
-                depth, b = min(_KC, width - k), weight + size * _NR * k
-                prefetch_at = b + _PREFETCH_STRIPS * size * _NR * _KC
+            for k in range(0, width, KC):
+                depth, b = min(KC, width - k), weight + size * NR * k
+                prefetch_at = b + PREFETCH_STRIPS * size * NR * KC
                 for t in range(num_full):
                     a = packed + 4 * tile_rows * (t * width + k)
-                    c = into + 4 * _NR * tile_rows * t
-                    _run_microkernel(gemm.kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride,
-                               depth)  # fmt: skip
+                    c = into + 4 * NR * tile_rows * t
+                    run_microkernel(gemm.kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c,
+                        c_stride, depth)  # fmt: skip
                     prefetch_at += tile_prefetch
                 for t in range(num_edge):
                     row = full_rows + t * edge_rows
-                    a, c = packed + 4 * (row * width + edge_rows * k), into + 4 * _NR * row
-                    _run_microkernel(gemm.kind, tile - 1, group, a, b, b_stride, prefetch_at, prefetch_stride, c,
-                               c_stride, depth)  # fmt: skip
+                    a, c = packed + 4 * (row * width + edge_rows * k), into + 4 * NR * row
+                    run_microkernel(gemm.kind, tile - 1, group, a, b, b_stride, prefetch_at, prefetch_stride,
+                        c, c_stride, depth)  # fmt: skip
                     prefetch_at += tile_prefetch
         for p in range(0, num_panels, unit):
-            column = (panel + p) // unit * _NR
+            column = (panel + p) // unit * NR
             out = gemm.out + gemm.out_stride * first + out_bytes * column
-            columns = min(_NR, gemm.num_columns - column)
+            columns = min(NR, gemm.num_columns - column)
             gate = sums + c_stride * p
             _epilogue(gemm, gate, gate + c_stride, rows, columns, out, edge_row)
         panel += num_panels
@@ -316,14 +240,13 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             workers that alternate would both pack all rows.
     """
     gemm = GemmArgs(
-        op[0], op[1], op[2], op[3], op[4], op[5], op[6],
-        op[7], op[8], op[9], op[10], op[11], op[12],
+        op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12]
     )  # fmt: skip
     block_rows, tile, num_n_splits = op[13], op[14], op[15]
-    tile_rows, total = _MR_TILES[tile], gemm_num_tasks(op)
+    tile_rows, total = MR_TILES[tile], gemm_num_tasks(op)
     packed = data_address(scratch)
     sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))
-    normed = sums + 4 * _NR * _PANELS_PER_TILE[0] * block_rows
+    normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
     edge_row = normed + 4 * _PACK_UNIT * gemm.width
     unit = 2 if gemm.mode == SILU_MUL else 1
     num_panel_groups = gemm.num_panels // unit
@@ -339,8 +262,8 @@ def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -
             packed_block = block
             num_edge, r = _num_edge_tiles(tile, rows), 0
             while r < rows:
-                is_edge = num_edge and rows - r <= num_edge * _MR_TILES[tile - 1]
-                mr = _MR_TILES[tile - 1] if is_edge else tile_rows
+                is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
+                mr = MR_TILES[tile - 1] if is_edge else tile_rows
                 into, count = packed + 4 * gemm.width * r, min(mr, rows - r)
                 _pack_a(gemm, eps, first + r, count, into, mr, normed)
                 r += mr

@@ -21,7 +21,6 @@ from ramify.kernels.cpu.jit import jit
 
 COUNTER_BYTES = 16  # of an op's two counters
 SPINS_BEFORE_YIELD = 1000  # about 50 µs on x86
-_SPINS_BEFORE_YIELD = SPINS_BEFORE_YIELD  # globals are constants to Numba
 _BACK = 1 << 32
 _i64, _int = ir.IntType(64), types.int64
 
@@ -102,7 +101,7 @@ def finish_and_wait(counters: int, done: int, num_tasks: int) -> None:
     spins = 0
     while _atomic_load(counters + 8) < num_tasks:
         spins += 1
-        if spins < _SPINS_BEFORE_YIELD:
+        if spins < SPINS_BEFORE_YIELD:
             _pause()
         else:
             _yield_cpu()
