@@ -98,13 +98,9 @@ class InPlaceBlock(NamedTuple):
     # address of [BLOCK_KEYS] int64: bytes from the plane's address; readable `PREFETCH_KEYS` further
     key_offsets: int
     value_offsets: int
-    queries: (
-        int  # address of [num_heads, num_rows, key_dim] float32; VNNI: bf16 in half of each row
-    )
-    scores: (
-        int  # address of a buffer [num_heads, padded rows, BLOCK_KEYS] float32; then the weights
-    )
-    block_output: int  # address of a buffer [num_heads, padded rows, value_stride] float32
+    queries: int  # address of [num_heads, num_rows, key_dim] float32; VNNI: bf16, half of each row
+    scores: int  # address of [num_heads, padded rows, BLOCK_KEYS] float32; weights afterwards
+    block_output: int  # address of [num_heads, padded rows, value_stride] float32
     next_offsets: int  # of the keys of the next block, which may be the next task's first
     next_count: int
     next_head: int

@@ -218,14 +218,8 @@ def attend_block_in_place(
                     else:
                         _pv_visible_only(params, block, (low + begin, low + end), h, slots, value_scales,
                             weights + 4 * begin, output)  # fmt: skip
-                merge_state(
-                    state,
-                    state_rows[stats // 2],
-                    row_stats[stats],
-                    row_stats[stats + 1],
-                    output,
-                    stride,
-                )
+                row = state_rows[stats // 2]
+                merge_state(state, row, row_stats[stats], row_stats[stats + 1], output, stride)
 
 
 @jit

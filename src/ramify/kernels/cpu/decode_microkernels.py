@@ -240,37 +240,30 @@ def qk_in_place(
             with cgutils.for_range(builder, rounds) as loop:
                 start = builder.mul(begin, i64(KEYS_PER_VECTOR))
                 start = builder.add(start, builder.mul(loop.index, i64(count * lanes)))
-                first_keys = [builder.add(start, i64(i * lanes)) for i in range(count)]
-                for word in chain.from_iterable(sums):
-                    builder.store(constant(0.0, lanes), word)
+                firsts = [builder.add(start, i64(i * lanes)) for i in range(count)]
+                for acc in chain.from_iterable(sums):
+                    builder.store(constant(0.0, lanes), acc)
                 with cgutils.for_range(builder, builder.udiv(width, i64(8))) as chunks:
                     element = builder.mul(chunks.index, i64(8))
-                    columns = [columns_of(first, element, lanes) for first in first_keys]
+                    columns = [columns_of(first, element, lanes) for first in firsts]
                     query_offset = builder.mul(element, i64(query_size))
                     for d in range(len(columns[0])):
-                        query_at = builder.add(query_offset, i64(4 * d))
+                        at = builder.add(query_offset, i64(4 * d))
                         for row, accs in zip(rows, sums, strict=True):
-                            word = load(builder, builder.add(row, query_at), f32)
-                            x, vectors = (
-                                broadcast(builder, word, lanes),
-                                [group[d] for group in columns],
-                            )
+                            word = load(builder, builder.add(row, at), f32)
+                            x = broadcast(builder, word, lanes)
+                            vectors = [group[d] for group in columns]
                             accumulate_rows(builder, add, x, vectors, accs)
                 for r, accs in enumerate(sums):
                     out_row = builder.add(into, builder.mul(stride, i64(r)))
-                    addresses = [offset(builder, out_row, first, 4) for first in first_keys]
+                    addresses = [offset(builder, out_row, first, 4) for first in firsts]
                     store_accumulators(builder, accs, addresses, scale=args[11] if vnni else None)
 
         def emit(num_rows: int) -> None:
             rows = row_addresses(builder, queries, row_bytes, last, num_rows)
             rounds = builder.udiv(groups, i64(per_pass))
-            score_groups(
-                rows,
-                i64(0),
-                rounds,
-                per_pass // per_vector,
-                KEYS_PER_VECTOR * per_vector,
-            )
+            count, lanes = per_pass // per_vector, KEYS_PER_VECTOR * per_vector
+            score_groups(rows, i64(0), rounds, count, lanes)
             done = builder.mul(rounds, i64(per_pass))
             if per_pass > 1:
                 score_groups(rows, done, builder.sub(groups, done), 1, KEYS_PER_VECTOR)
@@ -325,23 +318,19 @@ def pv_in_place(
                 column = builder.add(begin, builder.mul(loop.index, i64(8 * vectors)))
                 start = builder.add(source, builder.mul(column, i64(ITEM_BYTES[stored])))
                 first = offset(builder, into, column, 4)
-                out_rows = [
+                lines = [
                     builder.add(first, builder.mul(into_stride, i64(r))) for r in range(num_rows)
                 ]
-                addresses = [
-                    [builder.add(at, i64(32 * v)) for v in range(vectors)] for at in out_rows
-                ]
+                addresses = [[builder.add(at, i64(32 * v)) for v in range(vectors)] for at in lines]
                 for accs, at in zip(sums, addresses, strict=True):
                     load_accumulators(builder, at, accs, is_deinterleaved=split)
 
                 with cgutils.for_range(builder, count) as keys:
-                    next_offset = load_offset(
+                    ahead = load_offset(
                         builder, offsets, builder.add(keys.index, i64(PREFETCH_KEYS))
                     )
                     for line in range(0, 8 * vectors * ITEM_BYTES[stored], CACHE_LINE):
-                        emit_prefetch(
-                            builder, builder.add(builder.add(start, next_offset), i64(line)), 3
-                        )
+                        emit_prefetch(builder, builder.add(builder.add(start, ahead), i64(line)), 3)
                         prefetch()
                     at = builder.add(start, load_offset(builder, offsets, keys.index))
                     value = _load_values(builder, at, stored, vectors)

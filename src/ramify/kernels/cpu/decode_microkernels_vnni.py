@@ -97,13 +97,8 @@ def pv_in_place_vnni(
                     """Add the values of two keys (indices, or None), times word `word` of the weights."""
                     values = _load_value_pairs(builder, start, offsets, keys, at_once)
                     for row, accs in zip(rows, sums, strict=True):
-                        accumulate_rows(
-                            builder,
-                            bf16_dot,
-                            load_broadcast(builder, row, word, lanes),
-                            values,
-                            accs,
-                        )
+                        weight = load_broadcast(builder, row, word, lanes)
+                        accumulate_rows(builder, bf16_dot, weight, values, accs)
 
                 with builder.if_then(builder.icmp_signed("!=", first_is_odd, i64(0)), likely=False):
                     add_pair([None, i64(0)], i64(0))

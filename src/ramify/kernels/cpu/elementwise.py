@@ -69,24 +69,20 @@ def f32_to_kind(builder: Any, x: Any, kind: int) -> Any:
 
 def _convert(
     builder: Any,
-    source_row: tuple[Any, int],
-    target_row: tuple[Any, int],
+    row: tuple[Any, int],
+    into: tuple[Any, int],
     width: Any,
     transform: Callable[[Any, Any], Any],
     scalar: Any,
 ) -> None:
-    """target = transform(source, scalar) in float32; a row is its address and storage kind."""
-    (source, source_kind), (target, target_kind) = source_row, target_row
+    """into = transform(row, scalar) in float32; both are an address and a storage kind."""
+    (source, stored), (target, kind) = row, into
 
     def body(index: Any, lanes: int) -> None:
-        x = load_as_f32(
-            builder, offset(builder, source, index, ITEM_BYTES[source_kind]), source_kind, lanes
-        )
+        x = load_as_f32(builder, offset(builder, source, index, ITEM_BYTES[stored]), stored, lanes)
         x = transform(x, broadcast(builder, scalar, lanes))
         store(
-            builder,
-            f32_to_kind(builder, x, target_kind),
-            offset(builder, target, index, ITEM_BYTES[target_kind]),
+            builder, f32_to_kind(builder, x, kind), offset(builder, target, index, ITEM_BYTES[kind])
         )
 
     for_each_vector(builder, width, body)

@@ -68,13 +68,9 @@ def _run_fused_layers(
             while task < total:
                 norm_rope(ops[i], eps[i], positions, task)
                 token_span = token_range(ops[i], len(positions), task)
-                _write_kv(
-                    buffers,
-                    slots,
-                    (key_address, value_address),
-                    (keys.token_stride, values.token_stride),
-                    token_span,
-                )
+                kv_addresses = (key_address, value_address)
+                token_bytes = (keys.token_stride, values.token_stride)
+                _write_kv(buffers, slots, kv_addresses, token_bytes, token_span)
                 done += 1
                 task = next_task(op_counters)
             finish_and_wait(op_counters, done, total)

@@ -349,11 +349,8 @@ def _output_addresses(builder: Any, into: Any, kind: int) -> list[Any]:
 
 def silu(builder: Any, x: Any, kind: int) -> Any:
     """x / (1 + exp(-x)) of a float32 vector, rounded to `kind`; takes exp of -|x| only."""
-    exp, zero, one = (
-        exp_f32 if kind == F32 else exp_bf16,
-        constant(0.0, LANES),
-        constant(1.0, LANES),
-    )
+    exp = exp_f32 if kind == F32 else exp_bf16
+    zero, one = constant(0.0, LANES), constant(1.0, LANES)
     e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", x)))
     negative = builder.fcmp_ordered("<", x, zero)
     numerator = builder.select(negative, builder.fmul(x, e), x)

@@ -224,14 +224,9 @@ def pack_value_tiles_vnni(
             def copy_columns(begin: Any, steps: Any, count: int) -> None:
                 with cgutils.for_range(builder, steps) as chunks:
                     column = builder.add(begin, builder.mul(chunks.index, i64(count)))
-                    values = [
-                        load(
-                            builder,
-                            offset(builder, start, column, 2),
-                            vector_type(count, ir.IntType(16)),
-                        )
-                        for start in starts
-                    ]
+                    vector = vector_type(count, ir.IntType(16))
+                    addresses = [offset(builder, start, column, 2) for start in starts]
+                    values = [load(builder, address, vector) for address in addresses]
                     if count * ITEM_BYTES[BF16] >= CACHE_LINE:
                         for next_start in next_starts:
                             emit_prefetch(builder, offset(builder, next_start, column, 2), 3)

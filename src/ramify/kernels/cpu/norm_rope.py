@@ -76,11 +76,8 @@ def rms_scale_row(
             )
             y = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
             y = round_to(builder, builder.fmul(w, y), stored)
-            store(
-                builder,
-                f32_to_kind(builder, y, to_kind),
-                _element_address(builder, into, index, to_kind),
-            )
+            y = f32_to_kind(builder, y, to_kind)
+            store(builder, y, _element_address(builder, into, index, to_kind))
 
         for_each_vector(builder, width, body)
         return context.get_dummy_value()

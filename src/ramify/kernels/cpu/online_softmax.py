@@ -14,13 +14,7 @@ import numpy as np
 from ramify.kernels.cpu.abi import BLOCK_KEYS
 from ramify.kernels.cpu.attention_args import AttentionParams, KVPlane, is_vnni
 from ramify.kernels.cpu.jit import data_address, jit
-from ramify.kernels.cpu.simd import (
-    TILE_N,
-    copy_row,
-    load_element,
-    rescale_add_row,
-    store_f32,
-)
+from ramify.kernels.cpu.simd import TILE_N, copy_row, load_element, rescale_add_row, store_f32
 from ramify.kernels.cpu.vector_math import (
     exp_minus_max,
     exp_minus_max_vnni,
@@ -124,8 +118,6 @@ def merge_state(
         return
     new_max = max(old_max, max_score)
     old_scale, block_scale = exp_scalar(old_max - new_max), exp_scalar(max_score - new_max)
-    state[row, width], state[row, width + 1] = (
-        new_max,
-        old_weight * old_scale + weight * block_scale,
-    )
+    state[row, width] = new_max
+    state[row, width + 1] = old_weight * old_scale + weight * block_scale
     rescale_add_row(into, old_scale, block_output, block_scale, width)

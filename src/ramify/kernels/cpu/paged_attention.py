@@ -106,23 +106,10 @@ def _attend_packed_tile(
                         params, values.plane, values.base, offsets, (begin, end), weights, output
                     )
                 else:
-                    _pv(
-                        params,
-                        values,
-                        weights + 4 * begin,
-                        1,
-                        (low + begin, low + end),
-                        output,
-                        prefetch_range,
-                    )
-            merge_state(
-                state,
-                state_rows[first_row + r],
-                row_stats[2 * r],
-                row_stats[2 * r + 1],
-                output,
-                stride,
-            )
+                    weights, key_range = weights + 4 * begin, (low + begin, low + end)
+                    _pv(params, values, weights, 1, key_range, output, prefetch_range)
+            row = state_rows[first_row + r]
+            merge_state(state, row, row_stats[2 * r], row_stats[2 * r + 1], output, stride)
 
 
 @jit
@@ -255,11 +242,8 @@ def attend_task(
     # Offsets are read `PREFETCH_KEYS` past their end, so an array follows each: behind those of keys
     # and values, the next block's.
     rope_offsets, ints = ints[:BLOCK_KEYS], ints[BLOCK_KEYS:]
-    slots, next_slots, ints = (
-        ints[:BLOCK_KEYS],
-        ints[BLOCK_KEYS : 2 * BLOCK_KEYS],
-        ints[2 * BLOCK_KEYS :],
-    )
+    slots, next_slots = ints[:BLOCK_KEYS], ints[BLOCK_KEYS : 2 * BLOCK_KEYS]
+    ints = ints[2 * BLOCK_KEYS :]
     key_offsets, next_key_offsets = ints[:BLOCK_KEYS], ints[BLOCK_KEYS : 2 * BLOCK_KEYS]
     ints = ints[2 * BLOCK_KEYS :]
     value_offsets, next_value_offsets = ints[:BLOCK_KEYS], ints[BLOCK_KEYS : 2 * BLOCK_KEYS]
@@ -346,12 +330,8 @@ def attend_task(
             pack_values(value_block, packed_values, stride, num_keys)
             head_queries = queries + 4 * depth * (h - head0) * num_rows
             # to be prefetched: the next head, block or task
-            keys_ahead, values_ahead, head, num_ahead = (
-                next_keys_at,
-                next_values_at,
-                next_head0,
-                next_count,
-            )
+            keys_ahead, values_ahead = next_keys_at, next_values_at
+            head, num_ahead = next_head0, next_count
             if h + 1 < head1:
                 keys_ahead, values_ahead, head, num_ahead = keys_at, values_at, h + 1, num_keys
             next_key_block = KVBlock(

@@ -202,11 +202,8 @@ def rescale_add_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: An
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         into, old, block, new, count = args
-        vec, old_scale, new_scale = (
-            vector_type(LANES),
-            broadcast(builder, old, LANES),
-            broadcast(builder, new, LANES),
-        )
+        vec = vector_type(LANES)
+        old_scale, new_scale = broadcast(builder, old, LANES), broadcast(builder, new, LANES)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
             at = offset(builder, into, loop.index, 4 * LANES)
             x = builder.fmul(load(builder, at, vec), old_scale)
