@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ramify.attention.exactness import PROBE_ROW_COUNTS, Exactness, ProbeStore
 from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
-from ramify.models.ops.functional import RMSNorm, silu_and_mul
+from ramify.models.ops.functional import rms_norm, silu_and_mul
 from ramify.models.ops.probe import probe_row_op, sample_rows
+from ramify.models.ops.protocol import RowFunction
 from ramify.models.ops.torch_linear import (
     Linear,
-    RowFunction,
     choose_torch_linear,
     probe_counts,
     strategy_order,
 )
-
-Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,9 @@ class LayerBuilder:
         self._record(verdict)
         return linear
 
-    def rms_norm(self, name: str, eps: float) -> Norm:
+    def rms_norm(self, name: str, eps: float) -> RowFunction:
         """RMS norm over contiguous rows, with the weight of that name."""
-        norm = RMSNorm(self._weights[name], eps)
+        norm = partial(rms_norm, weight=self._weights[name], eps=eps)
         width, dtype = len(self._weights[name]), self.dtype
         return self.rows("rms_norm", norm, (width,), lambda: (sample_rows(width, dtype=dtype),))
 

@@ -13,19 +13,22 @@ from torch import Tensor
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
 from ramify.attention.mla import MlaQuery, UpProjection
 from ramify.attention.sparse_index import IndexQuery
-from ramify.models.builder import GatedMlp, LayerBuilder, Norm
+from ramify.models.builder import GatedMlp, LayerBuilder
 from ramify.models.config import ModelConfig
 from ramify.models.deepseek_config import IndexConfig, MlaConfig
 from ramify.models.moe import Experts
-from ramify.models.ops.functional import RotaryTable, apply_rotary
+from ramify.models.ops.functional import (
+    apply_rotary,
+    deinterleave_rope,
+    layer_norm,
+    per_head_matmul,
+)
 from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.protocol import Attention, RowFunction
 from ramify.models.ops.torch_linear import Linear
+from ramify.models.rope import RotaryTable
 
-# attend(layer, query, latent [T, latent_dim], rope [T, rope_dim][, index key [T, dim]]) ->
-# [T, num_heads, value_dim]. The callee stores what follows the query and attends.
-Attention = Callable[..., Tensor]
 LATENT_NORM_EPS = 1e-6  # of the norms between low-rank projections, whatever rms_norm_eps says
-Rotate = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +37,22 @@ class _Indexer:
 
     query: Linear
     key: Linear
-    key_norm: Norm
+    key_norm: RowFunction
     weights: Linear  # float32
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: Norm
+    attention_norm: RowFunction
     q_a: Linear | None
-    q_norm: Norm | None
+    q_norm: RowFunction | None
     q_b: Linear
     kv_a: Linear
-    latent_norm: Norm
+    latent_norm: RowFunction
     up: UpProjection
     indexer: _Indexer | None
     o_proj: Linear
-    mlp_norm: Norm
+    mlp_norm: RowFunction
     mlp: GatedMlp | Experts
 
 
@@ -146,7 +149,9 @@ class DeepseekDecoder:
         index = IndexQuery(index_q, own.weights(x.float()))
         return MlaQuery(nope, rope, layer.up, index), latent, key, index_key
 
-    def _rope_first_dims(self, rope: Rotate, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rope_first_dims(
+        self, rope: Callable[..., Tensor], heads: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         """Only the first `rope_dim` of each head carry position."""
         dim = self._mla.rope_dim
         return torch.cat((rope(heads[..., :dim].contiguous(), cos, sin), heads[..., dim:]), -1)
@@ -214,7 +219,7 @@ class DeepseekDecoder:
             weights=build.linear(f"{prefix}weights_proj"),
         )
 
-    def _choose_rotary(self, num_heads: int) -> Rotate:
+    def _choose_rotary(self, num_heads: int) -> Callable[..., Tensor]:
         shape = (num_heads, self._mla.rope_dim)
 
         def samples() -> tuple[Tensor, ...]:
@@ -223,29 +228,3 @@ class DeepseekDecoder:
             return (heads, *self._rotary.cos_sin(positions))
 
         return self._build.rows("rope", apply_rotary, shape, samples)
-
-
-def deinterleave_rope(x: Tensor) -> Tensor:
-    """[..., dim] whose rotary pairs are neighbours, as halves: what `apply_rotary` expects.
-
-    Queries and keys are rearranged alike, so that their products stay what they are.
-    """
-    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return halves
-
-
-def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [T, heads, n] times a matrix per head [heads, n, m]: [T, heads, m].
-
-    Rows are filled up to a multiple of `FP32_ROW_MULTIPLE`, as for `Linear`.
-    """
-    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % FP32_ROW_MULTIPLE)).transpose(0, 1).contiguous()
-    return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension, in float32."""
-    wide = x.float()
-    wide = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return (wide * scale * weight.float() + bias.float()).to(x.dtype)

@@ -15,15 +15,9 @@ from ramify.models.config import ModelConfig
 from ramify.models.heads import Heads, HeadsBuilder, RotaryHeads
 from ramify.models.ops.cpu_layer_attention import FusedAttentionArgs
 from ramify.models.ops.cpu_layers import FusedLayers, LayerOps
-from ramify.models.ops.probe import mark_nonfinite_rows
-from ramify.models.ops.torch_linear import Linear, RowFunction
-
-# attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
-# callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `fused_args`, an
-# `ops.cpu_layer_attention.FusedAttentionArgs` for this step, a short step may do so without calling it. If it has an
-# attribute `output_rows`, [R] int64 ascending, only these are wanted: the last layer may leave out the others
-# behind K/V, and give it only their queries.
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from ramify.models.ops.functional import mark_nonfinite_rows
+from ramify.models.ops.protocol import Attention, RowFunction
+from ramify.models.ops.torch_linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ramify.models.builder import LayerBuilder, Norm
+from ramify.models.builder import LayerBuilder
 from ramify.models.config import ModelConfig
-from ramify.models.ops.cpu_linear import QKNormRope
-from ramify.models.ops.functional import RMSNorm, RotaryTable, apply_rotary
+from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.functional import apply_rotary, rms_norm
 from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.protocol import RowFunction
+from ramify.models.rope import RotaryTable
 
 # heads(rows [T, (num_heads + 2 * num_kv_heads) * head_dim], *angles) -> q, k, v [T, heads, head_dim]
 Heads = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -100,8 +103,8 @@ class HeadsBuilder:
 
         return heads
 
-    def _norm(self, weight: Tensor, num_heads: int) -> Norm:
-        norm = RMSNorm(weight, self._config.rms_norm_eps)
+    def _norm(self, weight: Tensor, num_heads: int) -> RowFunction:
+        norm = partial(rms_norm, weight=weight, eps=self._config.rms_norm_eps)
         shape = (num_heads, self._config.head_dim)
 
         def samples() -> tuple[Tensor, ...]:

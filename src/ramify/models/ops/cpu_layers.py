@@ -20,15 +20,15 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
-from ramify.models.ops.cpu_linear import PackedLinear, QKNormRope
-from ramify.models.ops.probe import mark_nonfinite_rows
+from ramify.models.ops.cpu_linear import PackedLinear
+from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.functional import mark_nonfinite_rows
+from ramify.models.ops.protocol import Attention
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ramify.models.ops.cpu_layer_attention import FusedAttentionArgs
-
-    Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see `dense`
 
 # What one call computes at most: so many rows, or so many products of two numbers. By their peaks that
 # is 0.3 s of two cores that multiply bfloat16 (Zen 4), 0.7 s of two with AVX2. Where a layer takes

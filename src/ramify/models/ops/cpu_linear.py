@@ -15,10 +15,7 @@ from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     OP_GEMM,
-    OP_NORM_ROPE,
     OP_OUT,
-    OP_OUT_OF_RANGE,
-    OP_ROWS,
     OP_X,
     OP_X_STRIDE,
     SILU_MUL,
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 # worker goes on in the block that it has packed, so that more tasks cost nothing.
 GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
 MAX_CACHED_OPS = 64  # numbers of rows, of one product
-ROPE_ROWS_PER_TASK = 4  # of a task, at least: a row takes a microsecond or so
 
 _NO_POSITIONS = np.zeros(0, np.int64)
 
@@ -260,104 +256,3 @@ def _gemm_partition(num_rows: int, num_panel_groups: int, num_workers: int) -> t
     )
     num_n_splits = min(-(-tasks // num_blocks), num_panel_groups)
     return block_rows, tile, num_n_splits
-
-
-class QKNormRope:
-    """Norms of heads and rotary positions, in place, in one pass over the rows of q, k and v.
-
-    Args:
-        cos, sin: [positions, head_dim / 2] in the model's dtype, float32 or bfloat16.
-        num_q, num_k: heads of a row that are turned: queries first, then keys.
-        norms: weights [head_dim] for queries and for keys, and their eps; None: not normalised.
-    """
-
-    def __init__(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        num_q: int,
-        num_k: int,
-        norms: tuple[Tensor, Tensor, float] | None = None,
-    ) -> None:
-        from ramify.kernels.cpu import op_list
-
-        self._run_ops = op_list.run_ops
-        self._tables = cos.contiguous(), sin.contiguous()
-        self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
-        self.eps = 0.0 if norms is None else float(norms[2])  # of the norms, if there are any
-        self._shape = num_q, num_k, 2 * cos.shape[1]
-        weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
-        self._fixed = (
-            *self._shape,
-            *weights,
-            *(table.data_ptr() for table in self._tables),
-            len(cos),
-        )
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Dtype, positions, heads of queries and of keys, elements of each."""
-        return self._tables[0].dtype, len(self._tables[0]), *self._shape
-
-    def op(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
-        """What `op_list.run_ops` is told; the address of the rows is still to be put at `OP_ROWS`."""
-        num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
-        return (
-            ROW_KINDS[self._tables[0].dtype],
-            0,
-            row_bytes,
-            *self._fixed,
-            num_tasks,
-            0,
-            0,
-            0,
-            0,
-            OP_NORM_ROPE,
-        )
-
-    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
-
-        Returns rows.
-
-        Raises:
-            ConfigError: shapes or dtypes disagree.
-            IndexError: a position is outside the tables; its row is as it was.
-        """
-        num_q, num_k, head_dim = self._shape
-        fits = rows.dim() == 2 and rows.shape[1] >= (num_q + num_k) * head_dim
-        if not fits or rows.dtype != self._tables[0].dtype or rows.stride(1) != 1:
-            raise ConfigError(
-                f"rows are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}; they must "
-                f"be {self._tables[0].dtype} [tokens, at least {(num_q + num_k) * head_dim}]"
-            )
-        self.check_positions(positions, len(rows))
-        num_workers = torch.get_num_threads()
-        row_bytes = rows.stride(0) * rows.element_size()
-        numbers = np.array([self.op(len(rows), row_bytes, num_workers)], np.int64)
-        numbers[0, OP_ROWS] = rows.data_ptr()
-        set_num_threads(num_workers)
-        where, scratch = positions.contiguous().numpy(), thread_scratch(num_workers, 0, 1)
-        self._run_ops(numbers, np.array([self.eps]), where, num_workers, *scratch)
-        self.raise_if_out_of_range(numbers[0])
-        return rows
-
-    def check_positions(self, positions: Tensor, num_rows: int) -> None:
-        """Raises ConfigError unless they are [num_rows] int64."""
-        if positions.shape != (num_rows,) or positions.dtype != torch.int64:
-            raise ConfigError(
-                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
-                f"[{num_rows}]"
-            )
-
-    def check_position_range(self, positions: Tensor) -> None:
-        """Raises IndexError if one of them, at least one, is outside the tables."""
-        found = positions.numpy()  # torch takes longer over so few
-        if found.min() < 0 or found.max() >= len(self._tables[0]):
-            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
-
-    def raise_if_out_of_range(self, op: NDArray[np.int64]) -> None:
-        """Raises IndexError where the kernel met a position outside the tables."""
-        if op[OP_OUT_OF_RANGE]:
-            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")

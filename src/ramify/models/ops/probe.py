@@ -71,10 +71,3 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """As in `Exactness.dtype`."""
     return str(dtype).removeprefix("torch.")
-
-
-def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:
-    """Make NaN of hidden rows [T, hidden_size] whose part of `kept`, [T, ...] each, is not finite."""
-    for each in kv:
-        if not math.isfinite(each.sum(dtype=torch.float32).item()):  # inf or NaN: so is the sum
-            hidden[~each.isfinite().flatten(1).all(-1)] = torch.nan

@@ -21,6 +21,7 @@ from ramify.attention.exactness import (
 from ramify.errors import ConfigError
 from ramify.models.ops import cpu_linear
 from ramify.models.ops.probe import dtype_name, random_rows
+from ramify.models.ops.protocol import RowFunction
 
 # oneDNN picks the layout of packed weights for a number of rows. Of 1, 16, 64 and 512, 16 was never
 # slower by more than the noise, at any number of rows (measured, AVX2, 896 x 4864 and back).
@@ -32,8 +33,6 @@ PROBE_COUNTS = (
     (1, 2, 5, 16, 64),
 )
 PROBE_MULTIPLY_ADDS = 80e9  # per matrix: about 1 s on two AVX2 cores, once per machine
-
-RowFunction = Callable[[Tensor], Tensor]
 
 
 class Linear:
