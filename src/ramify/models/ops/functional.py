@@ -17,8 +17,8 @@ from ramify.attention.exactness import FP32_ROW_MULTIPLE
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / RMS(x) * weight over the last dimension.
 
-    The mean and the division are float32; the result is rounded to x's dtype before it meets the
-    weight, as in the models' reference code.
+    Mean and division are float32; their result is rounded to x's dtype before the multiplication
+    with the weight, as in the models' reference code.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension, in float32."""
+    """(x - mean) / deviation * weight + bias over the last dimension, in float32 with eps 1e-6."""
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -36,39 +36,40 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, all [rows, width].
 
-    Not torch's silu: the scalar code for the last few elements of its float32 kernel rounds
-    differently from the vector code, so that a row's bits depend on the rows beside it.
+    Not torch's silu: its float32 kernel computes the last few elements with scalar code that rounds
+    differently from the vector code, so a row's bits depend on the rows beside it.
     """
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
 def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """x [rows, heads, head_dim] turned by the angles of `RotaryTable.cos_sin`; contiguous."""
+    """x * cos + rotate_half(x) * sin for x [rows, heads, head_dim]; cos, sin of `RotaryTable.cos_sin`."""
     first, second = x.chunk(2, -1)
     return (x * cos).add_(torch.cat((second, first), -1).mul_(signed_sin))
 
 
 def deinterleave_rope(x: Tensor) -> Tensor:
-    """[..., dim] whose rotary pairs are neighbours, as halves: what `apply_rotary` expects.
+    """Reorder x [..., dim] from interleaved rotary pairs to halves, as `apply_rotary` expects them.
 
-    Queries and keys are rearranged alike, so that their products stay what they are.
+    Queries and keys are reordered alike, so that their dot products do not change.
     """
     halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves
 
 
 def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [T, heads, n] times a matrix per head [heads, n, m]: [T, heads, m].
+    """x [T, heads, n] times a matrix per head [heads, n, m] -> [T, heads, m].
 
-    Rows are filled up to a multiple of `FP32_ROW_MULTIPLE`, as for `Linear`.
+    Pads T to a multiple of `FP32_ROW_MULTIPLE`, as the `padded` linear does.
     """
     rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % FP32_ROW_MULTIPLE)).transpose(0, 1).contiguous()
     return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
 
 
 def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:
-    """Make NaN of hidden rows [T, hidden_size] whose part of `kept`, [T, ...] each, is not finite."""
-    for each in kv:
-        if not math.isfinite(each.sum(dtype=torch.float32).item()):  # inf or NaN: so is the sum
-            hidden[~each.isfinite().flatten(1).all(-1)] = torch.nan
+    """Fill a row of hidden [T, hidden_size] with NaN if its row of a kv tensor [T, ...] is not finite."""
+    for plane in kv:
+        # An inf or NaN anywhere makes the sum inf or NaN.
+        if not math.isfinite(plane.sum(dtype=torch.float32).item()):
+            hidden[~plane.isfinite().flatten(1).all(-1)] = torch.nan

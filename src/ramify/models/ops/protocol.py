@@ -1,4 +1,4 @@
-"""What a decoder calls and is given: types that families and operations share."""
+"""Types of what a decoder calls: attention of a step, and functions of rows."""
 
 from __future__ import annotations
 
