@@ -122,8 +122,9 @@ class DeepseekDecoder:
         hidden = F.embedding(token_ids, self._embedding)
         cos, sin = self._rotary.cos_sin(positions)
         for number, layer in enumerate(self._layers):
-            x = layer.attention_norm(hidden)
-            attn_out = attend(number, *self._query_and_kv(layer, x, cos, sin))
+            attn_out = attend(
+                number, *self._query_and_kv(layer, layer.attention_norm(hidden), cos, sin)
+            )
             hidden = hidden + layer.o_proj(attn_out.flatten(1))
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden

@@ -1,4 +1,4 @@
-"""Dense decoder-only transformers of the Llama family: Llama, Mistral, Qwen2, Qwen3. Variants are configuration."""
+"""Dense decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3; variants are configuration."""
 
 from __future__ import annotations
 

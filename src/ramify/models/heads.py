@@ -53,7 +53,7 @@ class HeadsBuilder:
         self.counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """What `Heads` take after the rows, once per step: the positions [T], or cos and signed sin of them."""
+        """What `Heads` take after the rows, computed once per step: positions, or their cos and signed sin."""
         return (positions,) if self.fused else self._rotary.cos_sin(positions)
 
     def of(self, prefix: str) -> Heads:

@@ -68,7 +68,7 @@ def attention_spec(
 def build_attention(
     config: ModelConfig, spec: AttentionSpec, backend: AttentionBackend
 ) -> AttentionBackend | MlaAttention:
-    """Wrap a backend for this model: MLA, with sparse index where the model has one; else the backend itself."""
+    """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index."""
     mla = config.mla
     if mla is None:
         return backend

@@ -181,7 +181,7 @@ def load_weights(
 def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
     """Safetensors files of a checkpoint, each with the tensors that the index says it holds.
 
-    A single model.safetensors wins over an index, as in transformers: the index is a leftover of other weights.
+    A single model.safetensors wins over an index, as in transformers: the index is left over.
     """
     single = path / "model.safetensors"
     if single.is_file():

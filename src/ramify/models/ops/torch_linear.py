@@ -231,7 +231,7 @@ def _batch_variant_counts(linear: Linear, weight: Tensor) -> tuple[int, ...]:
 
 
 def probe_counts(weight: Tensor) -> tuple[int, ...]:
-    """The row counts to probe a matrix of this size at: the largest set of PROBE_COUNTS that is affordable."""
+    """The largest set of PROBE_COUNTS that is affordable for a matrix of this size."""
     affordable = [
         counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
     ]
