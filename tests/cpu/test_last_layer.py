@@ -19,8 +19,8 @@ from ramify.engine.step import SampleSpec, StepPlan
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
 from ramify.params import SamplingParams
-from tests.cpu.test_chain import decoder, ids, one_by_one
-from tests.cpu.test_inline import outcome, plan_of, runner_of
+from tests.cpu.test_fused_attention import outcome, plan_of, runner_of
+from tests.cpu.test_fused_layers import decoder, ids, one_by_one
 from tests.cpu.tiny_models import DENSE
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
