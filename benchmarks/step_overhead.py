@@ -75,7 +75,9 @@ class Cell:
             self.core.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
             if at == num_running - 1:
                 running = self.core.scheduler.running
-                while len(running) < num_running or any(one.is_prefill for one in running):
+                while len(running) < num_running or any(
+                    one.sequence.num_uncomputed > 1 for one in running
+                ):
                     self.core.step()
         self.totals: list[float] = []
         self.parts: dict[str, list[float]] = defaultdict(list)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ramify.engine.llm import LLM
     from ramify.engine.sessions.session import AsyncSession, Session
     from ramify.errors import RamifyError
-    from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
+    from ramify.outputs import FinishReason, RequestOutput
+    from ramify.params import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -27,14 +28,14 @@ _HOMES = {
     "LLM": "ramify.engine.llm",
     "AsyncSession": "ramify.engine.sessions.session",
     "CacheKey": "ramify.cache",
-    "FinishReason": "ramify.params",
+    "FinishReason": "ramify.outputs",
     "PrefixCache": "ramify.cache",
     "RadixAttentionBlock": "ramify.attention.blocks.attention_block",
     "RadixAttentionPlanner": "ramify.attention.planner",
     "RadixAttentionWithPagedKVCache": "ramify.attention.blocks.paged_kv_cache",
     "RadixSequence": "ramify.attention.sequence",
     "RamifyError": "ramify.errors",
-    "RequestOutput": "ramify.params",
+    "RequestOutput": "ramify.outputs",
     "SamplingParams": "ramify.params",
     "StructuredOutput": "ramify.params",
     "Session": "ramify.engine.sessions.session",

@@ -1,10 +1,16 @@
-"""What the user asked for, and what that came to. Every default has its reason beside it."""
+"""Configuration: the options of an engine, and what they come to on one model and machine.
+
+Each option is a field of a section, declared once with its default and help text; the command line
+and the options table of the docs are made from them. The comment above a default gives its reason.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from numbers import Integral
+from typing import Any
 
+from ramify.cache.policies import POLICIES
 from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -12,84 +18,164 @@ KV_DTYPES = ("auto", "int8", "fp8")
 SPECULATIVE_METHODS = ("off", "ngram", "tree", "auto")
 SPECULATIVE_SAMPLING = ("exact", "rejection")
 MAY_BE_NONE = ("max_waiting", "kv_cache_tokens", "kv_cache_memory", "max_model_len")
-MAX_TIMEOUT_S = 1e6  # 11 days; threads cannot wait for any time
-POLICIES = (
-    "auto",
-    "lru",
-    "lfu",
-    "slru",
-    "fifo",
-    "priority",
-    "cost",
-)  # of ramify.cache.eviction_queue, which is above this layer
+# 11 days; a lock cannot wait for longer than its platform's limit
+MAX_TIMEOUT_S = 1e6
+
+
+def option(default: Any, help: str) -> Any:  # noqa: A002 - the word of typer and argparse
+    """A field of a section: an option with its default and help text."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """Which weights, and in which precision they compute."""
+    """The weights, and the precision that they compute in."""
 
-    model: str = "ramify-tiny"  # ships with the package: every command works without a download
-    dtype: str = "auto"  # the checkpoint's own; float16 becomes float32 on CPU
-    max_model_len: int | None = None  # the model's own context
+    # ships with the package: every command works without a download
+    model: str = option(
+        "ramify-tiny",
+        "Checkpoint directory, id of a model in the Hugging Face cache, or "
+        "`ramify-tiny`, which is part of the package.",
+    )
+    dtype: str = option(
+        "auto",
+        "Precision of weights and arithmetic: `auto` (that of the checkpoint; float16 "
+        "becomes float32 on CPU), `float32` or `bfloat16`.",
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest request in tokens, prompt and output together. `None`: the model's own context.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSection:
-    """The page pool and what is kept in it."""
+    """The page pool and the prefix cache in it."""
 
-    page_size: int = 16  # short enough to share most of a prefix, long enough for cheap tables
-    kv_cache_tokens: int | None = None  # rounds down to pages
-    kv_cache_memory: int | None = None  # bytes; used when kv_cache_tokens is not given
-    kv_dtype: str = "auto"  # that of the model; int8 and fp8 hold more tokens, and round
-    prefix_cache: bool = True  # never changes an answer, so there is no reason to start without
-    policy: str = "auto"  # follows the traffic; the others are fixed rules
+    # short enough to share most of a prefix, long enough for cheap tables
+    page_size: int = option(
+        16,
+        "Tokens per page, the unit of allocation and sharing.",
+    )
+    kv_cache_tokens: int | None = option(
+        None,
+        "Size of the K/V pool in tokens, rounded down to pages. `None`: as `kv_cache_memory` says.",
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "Size of the K/V pool in bytes. `None`: enough for `max_num_seqs` requests of "
+        "`max_model_len`, at most 30 % of the free memory.",
+    )
+    kv_dtype: str = option(
+        "auto",
+        "Precision of K/V: `auto` (that of the model), `int8` or `fp8`. The last two "
+        "hold more tokens in the same memory, with rounding.",
+    )
+    # never changes an answer, so there is no reason to start without
+    prefix_cache: bool = option(
+        True,
+        "Share the K/V of common prefixes. With `exact` it never changes an answer.",
+    )
+    # auto follows the traffic; the others are fixed rules
+    policy: str = option(
+        "auto",
+        "Eviction policy: `auto` (learns from the traffic), `lru`, `lfu`, `slru`, "
+        "`fifo`, `priority` (set by `llm.cache.core.set_priority`) or `cost`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
-    """How much one step may do, and who comes first.
+    """Limits of a step, and of the queue.
 
-    `coalesce_steps` holds new prompts back for up to so many decode steps, until those that wait
+    `coalesce_steps` defers new prompts for up to this many decode steps, until the waiting prompts
     fill a step. It helps where short prompts trickle in while others decode: a step with one short
-    prompt costs almost as much as one with several, and each makes the decodes wait. It costs
-    the prompts that wait a first token that is later by up to so many steps.
+    prompt costs almost as much as a step with several, and delays every decode. The price is a first
+    token that comes up to this many steps later.
     """
 
-    max_num_seqs: int = 64  # beyond it a step on a few cores only gets longer, not more efficient
-    max_batch_tokens: int = 512  # matmuls are near their peak, and a decode step waits for 1 chunk
-    coalesce_steps: int = 0  # a prompt that waits for company waits in vain, unless many are short
-    max_waiting: int | None = None  # requests; a library has no one to send away, a server has
+    # with more, a step on a few cores only gets longer, not more efficient
+    max_num_seqs: int = option(
+        64,
+        "Most requests that run at once.",
+    )
+    # GEMMs are near their peak, and a decode step waits for one chunk
+    max_batch_tokens: int = option(
+        512,
+        "Most new tokens per step. Longer prompts are computed in chunks of this size.",
+    )
+    coalesce_steps: int = option(
+        0,
+        "Hold new prompts back for at most this many decode steps until they fill a "
+        "step. 0: never. Helps where many short prompts arrive during decode; delays "
+        "their first token.",
+    )
+    max_waiting: int | None = option(
+        None,
+        "Most requests that may wait; the next one is refused. `None`: no limit.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSection:
-    """Which attention, and whether answers may depend on the cache by rounding."""
+    """The attention backend, and whether a cache hit may change rounding."""
 
-    attention_backend: str = "auto"  # the first of the table that supports the model
-    exact: bool = True  # an answer that a cache hit can change is not worth having on CPU
-    verify_sample: float = 0.0  # share of the requests whose hits `verify_hits` computes again
+    attention_backend: str = option(
+        "auto",
+        "Attention backend by name. `auto`: the first that supports the model; `ramify "
+        "info` lists all, with reasons.",
+    )
+    # an answer that a cache hit can change is not worth having on CPU
+    exact: bool = option(
+        True,
+        "Logits are bit-identical whatever was cached, chunked, batched or preempted, "
+        "for one machine, library versions, thread count and dtype.",
+    )
+    verify_sample: float = option(
+        0.0,
+        "Share of requests (0 to 1) whose cache hits are recomputed cold and compared: "
+        "by `AsyncLLM` when it is idle, by `LLM` in `verify_hits()`. Needs `exact`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeSection:
-    """Whether tokens are guessed, several of which one step verifies."""
+    """Speculative decoding: drafts that one step verifies."""
 
-    speculative: str = "off"  # or "ngram", "tree", "auto": both; no token changes by it
-    max_draft_tokens: int = 15  # with the token before them, 2 whole tiles of 8 rows
-    speculative_sampling: str = "exact"  # or "rejection": keeps the distribution, not the tokens
+    speculative: str = option(
+        "off",
+        "Speculative decoding: `off`, `ngram` (drafts from the request's own text), "
+        "`tree` (from cached text) or `auto` (both). Output tokens stay the same.",
+    )
+    # with the token before them, 2 whole tiles of 8 rows
+    max_draft_tokens: int = option(
+        15,
+        "Most draft tokens that one step verifies per request.",
+    )
+    speculative_sampling: str = option(
+        "exact",
+        "`exact`: the tokens of no speculation. `rejection`: keeps the distribution "
+        "only, accepts more drafts; needs `exact=False`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckSection:
-    """How closely the engine watches itself."""
+    """Audits of the engine's bookkeeping while it runs."""
 
-    check_sample: float = 0.001  # share of the steps after which everything is recounted
-    step_timeout_s: float = 300.0  # a step that takes longer is reported as stuck; 0 for never
+    check_sample: float = option(
+        0.001,
+        "Share of steps (0 to 1) after which the engine recounts its pages, leases and queues.",
+    )
+    step_timeout_s: float = option(
+        300.0,
+        "A step that takes longer is reported as stuck, in seconds. 0: never.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What was asked, frozen; `EngineConfig.of` takes flat options."""
+    """All sections; `EngineConfig.of` makes it from flat options."""
 
     model: ModelSection = field(default_factory=ModelSection)
     cache: CacheSection = field(default_factory=CacheSection)
@@ -100,19 +186,21 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **options: object) -> EngineConfig:
-        """Build from flat options.
+        """Build a configuration from flat options.
 
         Raises:
             UnknownOptionError: a name that no section has.
             ConfigError: a value outside its range.
         """
-        homes = {one.name: home for home, section in _SECTIONS.items() for one in fields(section)}
-        asked: dict[str, dict[str, object]] = {home: {} for home in _SECTIONS}
+        section_of = {
+            option.name: name for name, section in SECTIONS.items() for option in fields(section)
+        }
+        values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in options.items():
-            if name not in homes:
-                raise UnknownOptionError(name, homes)
-            asked[homes[name]][name] = _plain(value)
-        config = cls(**{home: cls_(**asked[home]) for home, cls_ in _SECTIONS.items()})
+            if name not in section_of:
+                raise UnknownOptionError(name, section_of)
+            values[section_of[name]][name] = _plain(value)
+        config = cls(**{name: section(**values[name]) for name, section in SECTIONS.items()})
         config.validate()
         return config
 
@@ -159,7 +247,9 @@ class EngineConfig:
                 f"attention_backend={self.attention.attention_backend!r} but it must be a name"
             )
         if self.cache.policy not in POLICIES:
-            raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {POLICIES}")
+            raise ConfigError(
+                f"policy={self.cache.policy!r} but it must be one of {tuple(POLICIES)}"
+            )
         self._validate_speculation()
 
     def _validate_speculation(self) -> None:
@@ -191,7 +281,7 @@ def _plain(value: object) -> object:
     return value
 
 
-_SECTIONS = {
+SECTIONS: dict[str, type[Any]] = {
     "model": ModelSection,
     "cache": CacheSection,
     "scheduler": SchedulerSection,
@@ -203,7 +293,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """What the options came to for one model on one machine."""
+    """The options as resolved for one model on one machine."""
 
     requested: EngineConfig
     max_model_len: int  # tokens, prompt and output together
@@ -236,7 +326,7 @@ MEMORY_SHARE = 0.3  # of the free memory: weights, activations and the page cach
 def resolve(
     requested: EngineConfig, *, model_max_len: int, token_bytes: int, free_memory: int
 ) -> ResolvedConfig:
-    """Fit what was asked to a model and a machine.
+    """Fit the requested options to a model and a machine.
 
     Args:
         model_max_len: tokens that the model's positions allow.

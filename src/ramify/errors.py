@@ -2,33 +2,34 @@
 
 RamifyError
 ├─ ConfigError                    an option has a value that cannot work
-│  ├─ UnknownOptionError          an option nobody knows
+│  ├─ UnknownOptionError          there is no such option
 │  ├─ PoolTooSmallError           the pool cannot hold a single request
 │  └─ UnsupportedBackendError     no attention backend can serve this model and device
 ├─ ModelError                     a checkpoint cannot be used
 │  ├─ CheckpointError             files are missing, truncated or contradict each other
-│  └─ UnsupportedModelError       the architecture or one of its settings is not built here
-├─ RequestError                   one request is at fault; its neighbours go on
+│  └─ UnsupportedModelError       the architecture, or one of its settings, is not supported
+├─ RequestError                   the request is at fault; its batch mates are not affected
 │  ├─ EmptyPromptError
 │  ├─ PromptTooLongError
 │  ├─ RequestTooLargeError        the request alone needs more pages than the pool has
 │  ├─ TokenOutOfRangeError
 │  ├─ InvalidParamsError          a sampling parameter outside its range
-│  ├─ DeadEndError                the allowed tokens lead nowhere
+│  ├─ DeadEndError                no token is allowed next
 │  ├─ ChatTemplateError           no chat template, or it cannot render these messages
 │  ├─ UnknownRequestError         no live request has this id
-│  └─ OverloadedError             too many requests wait; says when to try again
-├─ CacheError                     misuse of the cache core, or too little room in it
+│  └─ OverloadedError             the queue is full; says when to try again
+│     └─ TokensWaitError          too many prompt tokens are queued
+├─ CacheError                     misuse of the cache core, or too few pages
 │  ├─ OutOfPagesError             nothing was evicted and nothing was changed
 │  ├─ InvalidKeyError             atoms or a namespace that cannot be compared
 │  ├─ LeaseError                  a lease was released before, or belongs to another cache
-│  ├─ PinError                    a prefix that cannot be pinned, or a pin that is not there
+│  ├─ PinError                    a prefix that cannot be pinned, or no such pin
 │  ├─ SlotOutOfRangeError         a slot that no page of the pool has
-│  ├─ PageOwnershipError          a page was given back or published by someone who does not own it
+│  ├─ PageOwnershipError          a page was given back or published by a caller that does not own it
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
 ├─ StepMemoryError                a forward pass ran out of memory
-├─ StepFailedError                a request could not be served; it was told
-├─ DrainingError                  the engine finishes what it has and takes nothing new
+├─ StepFailedError                a request failed in its steps; its caller was notified
+├─ DrainingError                  the engine is shutting down and takes no new requests
 └─ EngineStoppedError             the engine was closed, or a bug has ended it
 """
 
@@ -41,11 +42,11 @@ class RamifyError(Exception):
     """Base of everything raised on purpose."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As it is: for another process its text and fields are no arguments to make it of."""
-        return _remade, (type(self), self.args, self.__dict__)
+        """Pickle text and fields: the message is no argument of a subclass's `__init__`."""
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _remade(kind: type[RamifyError], args: tuple[object, ...], fields: dict[str, object]) -> object:
+def _rebuild(kind: type[RamifyError], args: tuple[object, ...], fields: dict[str, object]) -> object:
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
     return error
@@ -56,7 +57,7 @@ class ConfigError(RamifyError, ValueError):
 
 
 class UnknownOptionError(ConfigError):
-    """An option nobody knows."""
+    """There is no option of this name."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name, self.known = name, tuple(sorted(known))
@@ -79,8 +80,8 @@ class UnsupportedBackendError(ConfigError):
 
     def __init__(self, asked: str, reasons: dict[str, str]) -> None:
         self.asked, self.reasons = asked, dict(reasons)
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        super().__init__(f"attention_backend={asked!r} cannot be used here ({told})")
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(f"attention_backend={asked!r} cannot be used here ({listed})")
 
 
 class ModelError(RamifyError):
@@ -92,15 +93,15 @@ class CheckpointError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture, or one of its settings, is not built here."""
+    """The architecture, or one of its settings, is not supported."""
 
 
 class RequestError(RamifyError, ValueError):
-    """One request is at fault; its neighbours in the batch go on."""
+    """A request is at fault; its batch mates are not affected."""
 
 
 class EmptyPromptError(RequestError):
-    """A prompt without a single token."""
+    """The prompt has no token."""
 
     def __init__(self) -> None:
         super().__init__("the prompt has 0 tokens but at least 1 is needed; send some text")
@@ -123,7 +124,7 @@ class RequestTooLargeError(RequestError):
 
     def __init__(self, num_prompt: int, max_tokens: int, max_pages: int, page_size: int) -> None:
         self.num_prompt, self.max_tokens = num_prompt, max_tokens
-        self.num_pages = -(-(num_prompt + max_tokens - 1) // page_size)  # the last needs no K/V
+        self.num_pages = -(-(num_prompt + max_tokens - 1) // page_size)  # no K/V for the last token
         self.max_pages = max_pages
         room = max_pages * page_size + 1 - num_prompt
         way_out = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
@@ -154,7 +155,7 @@ class InvalidParamsError(RequestError):
 
 
 class DeadEndError(RequestError):
-    """No token is allowed after those that were drawn, or its grammar became too much work."""
+    """No token is allowed next, or the grammar needs too much work to say which."""
 
     def __init__(self, num_tokens: int, reason: str) -> None:
         self.num_tokens, self.reason = num_tokens, reason
@@ -179,7 +180,7 @@ class UnknownRequestError(RequestError, KeyError):
 
 
 class OverloadedError(RequestError):
-    """As many requests wait as may; nothing was queued."""
+    """The queue is full; nothing was queued."""
 
     def __init__(self, num_waiting: int, limit: int, retry_after_s: float) -> None:
         self.num_waiting, self.limit, self.retry_after_s = num_waiting, limit, retry_after_s
@@ -190,7 +191,7 @@ class OverloadedError(RequestError):
 
 
 class TokensWaitError(OverloadedError):
-    """So many prompt tokens wait that one more prompt would wait for too long."""
+    """Too many prompt tokens are queued; nothing was queued."""
 
     def __init__(self, queued: int, num_tokens: int, limit: int, retry_after_s: float) -> None:
         self.num_waiting, self.limit, self.retry_after_s = queued, limit, retry_after_s
@@ -202,11 +203,11 @@ class TokensWaitError(OverloadedError):
 
 
 class CacheError(RamifyError):
-    """Misuse of the cache core, or too little room in it."""
+    """Misuse of the cache core, or too few pages."""
 
 
 class OutOfPagesError(CacheError):
-    """The pages asked for cannot be had; nothing was evicted and nothing was changed."""
+    """Fewer pages are free or evictable than requested; nothing was evicted or changed."""
 
     def __init__(self, asked: int, free: int, evictable: int, total: int) -> None:
         self.asked, self.free, self.evictable, self.total = asked, free, evictable, total
@@ -221,19 +222,19 @@ class InvalidKeyError(CacheError, ValueError):
 
 
 class LeaseError(CacheError):
-    """A lease was released before, was replaced by a newer one, or is another cache's."""
+    """A lease was released before, was replaced, or belongs to another cache."""
 
 
 class PinError(CacheError):
-    """Nothing to pin, no budget left for it, or no such pin; nothing changed."""
+    """Nothing to pin, no budget left for the pin, or no such pin; nothing changed."""
 
 
 class PageOwnershipError(CacheError):
-    """A page was given back, or published, by someone who does not own it."""
+    """A page was given back or published by a caller that does not own it."""
 
 
 class SlotOutOfRangeError(CacheError, IndexError):
-    """A slot that no page of the pool has, as a hole (-1) in a block table would give."""
+    """A slot outside the pool, from a hole (-1) in a block table for instance."""
 
     def __init__(self, low: int, high: int, num_slots: int) -> None:
         self.low, self.high, self.num_slots = low, high, num_slots
@@ -248,22 +249,22 @@ class InvariantError(CacheError):
 
 
 class StepMemoryError(RamifyError, MemoryError):
-    """A forward pass, or a copy of pages, ran out of memory; nothing of it counts."""
+    """A forward pass, or a copy of pages, ran out of memory; the step had no effect."""
 
-    def __init__(self, num_tokens: int, told: str) -> None:
+    def __init__(self, num_tokens: int, cause: str) -> None:
         self.num_tokens = num_tokens
         super().__init__(
-            f"a step of {num_tokens} tokens ran out of memory ({told}); free some, or start with "
+            f"a step of {num_tokens} tokens ran out of memory ({cause}); free some, or start with "
             "a smaller kv_cache_tokens, max_batch_tokens or max_model_len"
         )
 
 
 class StepFailedError(RamifyError):
-    """A request failed in its steps, or by a fault of the engine; it holds no pages any more."""
+    """A request failed in its steps, or by a fault of the engine; its pages are released."""
 
 
 class DrainingError(RamifyError):
-    """The engine finishes the requests that it has and takes no new ones; nothing was queued."""
+    """The engine is shutting down; nothing was queued."""
 
     def __init__(self, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -274,4 +275,4 @@ class DrainingError(RamifyError):
 
 
 class EngineStoppedError(RamifyError):
-    """The engine was closed, or a bug has ended it; it answers nothing any more."""
+    """The engine was closed, or a bug has ended it."""

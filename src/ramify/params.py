@@ -1,45 +1,53 @@
-"""What a caller asks of one request, and what it gets back."""
+"""Options of a request: sampling, stop conditions, structured output."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 from ramify.errors import InvalidParamsError
+from ramify.outputs import (
+    CacheReport,
+    Completion,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprob,
+    Usage,
+)
 
-
-class FinishReason(str, Enum):
-    """Why a request ended."""
-
-    STOP = "stop"  # a stop token, a stop string or end of sequence
-    LENGTH = "length"  # max_tokens, or the end of the model's context
-    ABORT = "abort"  # the caller withdrew it
-    ERROR = "error"  # it could not be served; RequestOutput.error says why
-
-    def __str__(self) -> str:
-        """The plain word."""
-        return self.value
+# The outputs were defined here once; users import them from both places.
+__all__ = [
+    "CacheReport",
+    "Completion",
+    "FinishReason",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+    "TokenLogprob",
+    "Usage",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """A format that the output must follow, token by token: exactly one of these.
+    """A format that constrains the output, token by token: exactly one of the fields is given.
 
     Args:
         json_schema: a JSON schema; the output is JSON that satisfies it.
-        json_object: True: any JSON object.
-        regex: the whole output matches it (Rust's syntax: no look-around, no back references).
+        json_object: True allows any JSON object.
+        regex: matches the whole output (Rust's syntax: no look-around, no back references).
         grammar: a context-free grammar, in Lark's EBNF with a rule `start`, or GBNF with `root`.
-        choice: one of these texts.
+        choice: the output is one of these texts.
 
     Raises:
         InvalidParamsError: none or several are given, or one is malformed, too long or too deep.
     """
 
-    json_schema: Mapping[str, object] | str | None = None  # kept as text
+    json_schema: Mapping[str, object] | str | None = None  # stored as text
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
@@ -52,9 +60,9 @@ class StructuredOutput:
         given = [name for name in names if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
-            found = ", ".join(given) or "nothing"
+            formats = ", ".join(given) or "nothing"
             allowed = f"exactly one of {', '.join((*names, 'json_object'))}"
-            raise InvalidParamsError("structured", found, allowed)
+            raise InvalidParamsError("structured", formats, allowed)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
@@ -78,28 +86,30 @@ class StructuredOutput:
 
 
 def _is_deep(schema: object) -> bool:
-    """Whether it is nested deeper than is allowed; without recursion, which it would exhaust."""
+    """Whether a schema is nested deeper than MAX_FORMAT_DEPTH; iterative, as recursion could overflow."""
     level: list[object] = [schema]
     for _ in range(MAX_FORMAT_DEPTH + 1):
         below: list[object] = []
-        for one in level:
-            if isinstance(one, Mapping):
-                below += one.values()
-            elif isinstance(one, list | tuple):
-                below += one
-        if not below or len(below) > MAX_FORMAT_BYTES:  # or its text will be too long
+        for value in level:
+            if isinstance(value, Mapping):
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+        # A level of so many values makes a text that is refused for its length.
+        if not below or len(below) > MAX_FORMAT_BYTES:
             return False
         level = below
     return True
 
 
 def _schema_text(schema: object) -> str:
-    """A schema as JSON text."""
+    """Serialise a schema to JSON text."""
     too_deep = InvalidParamsError(
         "json_schema", "deeper", f"at most {MAX_FORMAT_DEPTH} levels deep; use $defs and $ref"
     )
     if isinstance(schema, str):
-        if len(schema) > MAX_FORMAT_BYTES:  # before anything reads it
+        # Refuse a long text before it is parsed.
+        if len(schema) > MAX_FORMAT_BYTES:
             raise InvalidParamsError(
                 "json_schema", f"{len(schema)} bytes", f"at most {MAX_FORMAT_BYTES} bytes"
             )
@@ -121,34 +131,34 @@ def _schema_text(schema: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends.
+    """How the tokens of a request are sampled, and when it ends.
 
-    Scores pass through the options in this order: `logit_bias`, repetition, presence and frequency
-    penalty, what is allowed at all, temperature, `top_k`, `top_p`, `min_p`. It is that of Hugging
-    Face transformers. Log probabilities that are reported are those before all of this.
+    Logits pass through the options in the order of Hugging Face transformers: `logit_bias`,
+    repetition, presence and frequency penalty, allowed tokens and grammar, temperature, `top_k`,
+    `top_p`, `min_p`. Reported log probabilities are those before all of them.
 
     Args:
         temperature: 0 is greedy whatever top_k, top_p and min_p are.
         top_k: keep the k likeliest tokens; None keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass; 1 keeps all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
-        repetition_penalty: positive scores of tokens in prompt or output are divided by it,
-            negative ones multiplied; 1 changes nothing.
-        presence_penalty: taken off the score of each token that is in the output.
-        frequency_penalty: taken off the same for each time that it is there.
-        logit_bias: token id -> what is added to its score, in -100..100.
-        allowed_token_ids: no other token is ever drawn; None allows all.
-        structured: a format that the text must follow; see `StructuredOutput`.
+        repetition_penalty: positive logits of tokens in prompt or output are divided by it,
+            negative logits multiplied; 1 changes nothing.
+        presence_penalty: subtracted from the logit of each token that is in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: token id -> value in -100..100 that is added to its logit.
+        allowed_token_ids: sample from these tokens only; None allows all.
+        structured: a format that constrains the text; see `StructuredOutput`.
         seed: draws depend on (seed, position) only; None draws a fresh seed per request.
-        n: answers to give; answer i draws as a request of its own with seed + i would.
-        max_tokens: at most this many output tokens; None means up to the end of the context.
-        min_tokens: no stop text, stop token or end of sequence ends the output before so many;
-            a structured output that is complete, and an end of sequence that is the only
-            token allowed, end it all the same.
-        stop: texts that end the output; a text that matches is not part of the output.
+        n: number of answers; answer i draws as a separate request with seed + i would.
+        max_tokens: output tokens at most; None: up to the context length.
+        min_tokens: stop strings, stop tokens and end of sequence are ignored before this many
+            tokens. A complete structured output, and an end of sequence that is the only
+            allowed token, still end the output.
+        stop: strings that end the output; the matching string is not part of the output.
         stop_token_ids: token ids that end the output, beside the model's own.
-        ignore_eos: go on after the model's own end-of-sequence tokens.
-        logprobs: None, or how many of the likeliest tokens to report per output token.
+        ignore_eos: continue after the model's own end-of-sequence tokens.
+        logprobs: likeliest tokens to report per output token; None reports none.
         prompt_logprobs: the same for the prompt; such a request reads nothing from the cache.
 
     Raises:
@@ -202,7 +212,7 @@ class SamplingParams:
         return dict(self.logit_bias)
 
     def _check_ends(self) -> None:
-        """Options that say when the output ends."""
+        """Validate the options that end the output."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not _is_list(stop) or not all(isinstance(text, str) and text for text in stop):
             raise InvalidParamsError("stop", self.stop, "non-empty strings")
@@ -220,7 +230,7 @@ class SamplingParams:
             raise InvalidParamsError("min_tokens", self.min_tokens, limit)
 
     def _check_scores(self) -> None:
-        """Options that change scores or forbid tokens."""
+        """Validate the options that change logits or forbid tokens."""
         penalty = self.repetition_penalty
         low, high = REPETITION_PENALTIES
         if not _is_number(penalty) or not low <= penalty <= high:
@@ -246,7 +256,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", tuple(plain.items()))
         ids = self.allowed_token_ids
         if ids is not None:
-            if not _is_list(ids) or not ids or not all(_is_int(one) and one >= 0 for one in ids):
+            if (
+                not _is_list(ids)
+                or not ids
+                or not all(_is_int(token) and token >= 0 for token in ids)
+            ):
                 raise InvalidParamsError(
                     "allowed_token_ids", ids, "None (all) or at least one token id >= 0"
                 )
@@ -255,7 +269,7 @@ class SamplingParams:
             raise InvalidParamsError("structured", self.structured, "None or a StructuredOutput")
 
     def _make_plain(self) -> None:
-        """Numbers of other packages as Python's own."""
+        """Convert numbers of other packages (NumPy scalars) to int and float."""
         for name in (
             "n",
             "top_k",
@@ -276,13 +290,14 @@ MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
 MAX_BIAS = 100.0  # the OpenAI API's limit
 MAX_PENALTY = 2.0  # the OpenAI API's limit
-REPETITION_PENALTIES = (0.01, 100.0)  # beyond them float32 may overflow; usual are 1 to 1.5
+REPETITION_PENALTIES = (0.01, 100.0)  # float32 may overflow outside; usual are 1 to 1.5
 MAX_FORMAT_BYTES = 65536  # of a schema, grammar, regex or list of choices, as UTF-8
 MAX_FORMAT_DEPTH = 64  # of objects and lists in a JSON schema
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, tuple | list | set | frozenset)  # a generator could be read only once
+    # no generator: it could be read only once
+    return isinstance(value, tuple | list | set | frozenset)
 
 
 def _is_int(value: object) -> bool:
@@ -291,116 +306,3 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural-log probability of one token, and of the likeliest ones at its place."""
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]  # token id -> logprob, likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One generated continuation."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    stop_reason: str | int | None = None  # the stop text or stop token id that ended it
-
-
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """Where the prompt's K/V came from.
-
-    read + shared + computed = prompt tokens; fewer when the request ended before its prompt was
-    computed.
-    """
-
-    read_tokens: int  # found in the cache
-    shared_tokens: int  # attached to pages that another request computed while this one ran
-    computed_tokens: int  # computed for this request
-    recomputed_tokens: int = 0  # computed again after preemption, outputs included
-    reason: str | None = None  # why nothing was read, when something forbade it
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt that were dealt with."""
-        return self.read_tokens + self.shared_tokens + self.computed_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """When things happened, in seconds; None where the request did not get that far."""
-
-    queue_s: float  # from arrival to its first step
-    ttft_s: float | None  # from arrival to the first output token
-    total_s: float  # from arrival to the end
-    decode_tokens_per_s: float | None  # output tokens after the first, per second
-    preemptions: int = 0
-    num_drafted: int = 0  # guesses that steps verified
-    num_accepted: int = 0  # of them right: output tokens that took no step of their own
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts in the form that API users expect."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        """Prompt and completion together."""
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """Everything about one ended request.
-
-    A request that could not be served has `error` set, finish reason `error`, and whatever
-    tokens it had produced. The text, token ids, logprobs and finish reason of the request are
-    those of its first completion.
-    """
-
-    request_id: int
-    prompt: str | None  # None when the prompt came as token ids
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    metrics: RequestMetrics
-    cache: CacheReport
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
-    error: Exception | None = field(default=None, compare=False)
-
-    @property
-    def text(self) -> str:
-        """Text of the first completion."""
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Output token ids of the first completion."""
-        return self.completions[0].token_ids
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Log probabilities of the first completion's tokens, or None when not asked for."""
-        return self.completions[0].logprobs
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the first completion ended."""
-        return self.completions[0].finish_reason
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts; cached = read + shared."""
-        cached = self.cache.read_tokens + self.cache.shared_tokens
-        num_output = sum(len(one.token_ids) for one in self.completions)
-        return Usage(len(self.prompt_token_ids), num_output, cached)

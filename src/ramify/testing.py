@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import ConfigError
 from ramify.models.config import FAMILIES, ModelConfig
-from ramify.params import TokenLogprob
+from ramify.outputs import TokenLogprob
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -178,9 +178,9 @@ class FakeExecutor:
         wrong = np.flatnonzero(positions != np.arange(len(slots)))
         if len(wrong):
             place = int(wrong[0])
-            told = {_NEVER: "nothing", _POISONED: "what a failed step left"}
-            found = told.get(int(positions[place]), f"K/V of position {positions[place]}")
-            raise AssertionError(f"position {place} is read from slot {slots[place]}: {found}")
+            names = {_NEVER: "nothing", _POISONED: "what a failed step left"}
+            content = names.get(int(positions[place]), f"K/V of position {positions[place]}")
+            raise AssertionError(f"position {place} is read from slot {slots[place]}: {content}")
         before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])[: len(slots)]
         expected = before * np.uint64(_MULTIPLIER) + (tokens.astype(np.uint64) + np.uint64(1)) * (
             np.uint64(_STRIDE)
@@ -191,8 +191,8 @@ class FakeExecutor:
             raise AssertionError(
                 f"position {place} is read from slot {slots[place]}: K/V of another context"
             )
-        found_tokens: list[int] = tokens.tolist()
-        return found_tokens
+        token_ids: list[int] = tokens.tolist()
+        return token_ids
 
     def _write(self, plan: StepPlan) -> None:
         """Each token after the one before it, wherever the block table says that one is."""

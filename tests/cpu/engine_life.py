@@ -26,12 +26,14 @@ from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
 from ramify.engine.step import StepPlan, StepResult
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
 from ramify.kv.pool import KVPool
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
 from ramify.models.loader import Decoder, load_model
-from ramify.params import Completion, FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import Completion, FinishReason, RequestOutput
+from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
 
 MAX_TOKENS = 160  # of a request, prompt and answers

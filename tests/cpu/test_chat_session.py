@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ramify.engine.llm import LLM
 from ramify.engine.sessions.session import Session
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, InvalidParamsError, PromptTooLongError
 from ramify.params import SamplingParams
 from ramify.testing import TINY_CHAT_TEMPLATE, write_tiny_checkpoint
@@ -50,9 +51,9 @@ def tokenizer_of(folder: Path, template: str = TINY_CHAT_TEMPLATE) -> Tokenizer:
 def talking(tokenizer: Tokenizer) -> tuple[LLM, Callable[[Sequence[int]], None]]:
     script: list[int] = []
     bench = Bench(page_size=1, next_token=lambda context: script.pop(0))
-    bench.core.vocab_size = 400
-    bench.core.eos_token_ids = frozenset({END})
-    bench.core._detokenizer_factory = lambda: Detokenizer(tokenizer)
+    bench.core.lifecycle.vocab_size = 400
+    bench.core.lifecycle.eos_token_ids = frozenset({END})
+    bench.core.lifecycle.detokenizer_factory = lambda: Detokenizer(tokenizer)
 
     def say(ids: Sequence[int]) -> None:
         script[:] = ids

@@ -24,7 +24,8 @@ from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.deepseek_config import MoeConfig
 from ramify.models.loader import load_model, load_weights, read_config
 from ramify.models.moe import route
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle
 from tests.cpu.engine_cases import Engine, Model, Sizes, assert_idle, differences
 
@@ -177,7 +178,7 @@ def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -
 
 def test_every_operation_is_accounted_for(oracle_of: Callable[[str], Oracle]) -> None:
     """What only these models compute has been probed: router, heads, index, norms."""
-    names = {one.operation for one in engine(oracle_of("v32").path).exactness()}
+    names = {one.operation for one in engine(oracle_of("v32").path).engine.exactness()}
 
     assert names >= {"sigmoid router", "per-head matmul", "index scores", "layer_norm", "linear"}
 

@@ -13,7 +13,7 @@ from ramify.cache import CacheKey
 from ramify.engine.execution.local_executor import is_out_of_memory
 from ramify.errors import StepFailedError, StepMemoryError
 from ramify.kv.pool import KVPool
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 from tests.cpu.engine_life import CELLS, Life, SmallModel
@@ -62,7 +62,7 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     expected = answers(llm.generate(prompts, PARAMS))
     if is_pinned:
         llm.core.cache.pin(CacheKey(STEM[:8], llm.core.namespaces.base), "somebody")
-    spoil(llm.runner.pool, cached_pages(llm, STEM)[3:4], plane)
+    spoil(llm.engine.runner.pool, cached_pages(llm, STEM)[3:4], plane)
 
     outputs = llm.generate(prompts, PARAMS)
 
@@ -94,7 +94,7 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
     llm.step()
     request = max(llm.core.scheduler.running, key=lambda one: len(one.prompt_ids))
     assert request.sequence.row is not None
-    spoil(llm.runner.pool, llm.core.table.pages(request.sequence.row)[2:3], "v")
+    spoil(llm.engine.runner.pool, llm.core.table.pages(request.sequence.row)[2:3], "v")
 
     while llm.has_unfinished():
         llm.step()
@@ -155,7 +155,7 @@ def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> N
     llm = started(checkpoint, "float32", "auto")
     expected = answers(llm.generate([STEM, [80, 81]], PARAMS))
     llm.cache.clear()
-    forward, sizes = llm.decoder.forward, list[int]()
+    forward, sizes = llm.engine.decoder.forward, list[int]()
 
     def greedy(token_ids: torch.Tensor, *others: object) -> torch.Tensor:
         sizes.append(len(token_ids))
@@ -163,7 +163,7 @@ def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> N
             torch.empty(2**60)  # more than any machine has
         return forward(token_ids, *others)  # type: ignore[arg-type]
 
-    llm.runner.model = _Stand(llm.decoder, greedy)  # type: ignore[assignment]
+    llm.engine.runner.model = _Stand(llm.engine.decoder, greedy)  # type: ignore[assignment]
     outputs = llm.generate([STEM, [80, 81]], PARAMS)
 
     assert answers(outputs) == expected

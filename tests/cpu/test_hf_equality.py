@@ -25,7 +25,8 @@ import torch
 from ramify.cache import CacheKey
 from ramify.engine.llm import LLM
 from ramify.models.loader import read_config
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.engine_cases import LLAMA3_ROPE
 

@@ -16,7 +16,7 @@ from ramify.errors import (
     InvalidParamsError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, RequestOutput, TokenLogprob
+from ramify.outputs import FinishReason, RequestOutput, TokenLogprob
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 
@@ -115,7 +115,7 @@ def test_params_for_all_or_one_each(llm: LLM) -> None:
 
     assert [len(output.token_ids) for output in outputs] == [1, 3, 2]
     assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
-    with pytest.raises(InvalidParamsError, match=r"2 of them.*as many as the 3 prompts"):
+    with pytest.raises(InvalidParamsError, match=r"2 values.*as many as the 3 prompts"):
         llm.generate(["a", "b", "c"], each[:2])
 
 

@@ -26,7 +26,7 @@ from ramify.errors import (
     UnknownOptionError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import write_tiny_checkpoint
 from tests.cpu.engine_cases import assert_idle
 
@@ -273,7 +273,7 @@ def test_options_take_torch_dtypes_and_numpy_integers(make: Callable[..., LLM]) 
     """What a caller has at hand is understood."""
     llm = make(dtype=torch.bfloat16, kv_cache_tokens=np.int64(512))
 
-    assert llm.decoder.dtype == torch.bfloat16
+    assert llm.engine.decoder.dtype == torch.bfloat16
     assert llm.config.kv_cache_tokens == 512
 
 

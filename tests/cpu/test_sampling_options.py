@@ -19,13 +19,13 @@ from transformers import (
 
 from ramify.engine.execution.sampler import (
     Row,
-    draw_tokens,
+    Rows,
     filter_logits,
     sample_batch,
     sample_token,
 )
 from ramify.engine.logits.logits_processors import LogitsProcessor
-from ramify.engine.step import SampleSpec
+from ramify.engine.step import SampledTokens, SampleSpec
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
 
@@ -63,6 +63,12 @@ def shaped(row: Row, place: int = 0, **options: Any) -> Row:
     shaping = draw_of(SamplingParams(**options), **known).logits
     assert shaping is not None
     return shaping.apply(row, place)
+
+
+def drawn_alone(logits: Rows, draw: SampleSpec) -> SampledTokens:
+    drawn, failed = sample_batch(logits, [draw])
+    assert not failed
+    return drawn[draw.request_id]
 
 
 def kept(row: Row, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -283,8 +289,9 @@ def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
     assert sample_token(row, draw_of(only)) == END
     row[:] = -np.inf
     row[8] = 1.0
-    with pytest.raises(FloatingPointError, match="no token is left for request 7 at position 1"):
-        draw_tokens(row[None], draw_of(only))
+    _, failed = sample_batch(row[None], [draw_of(only)])
+    assert isinstance(failed[7], FloatingPointError)
+    assert "no token is left for request 7 at position 1" in str(failed[7])
 
 
 # -- batches ---------------------------------------------------------------------------------
@@ -309,11 +316,11 @@ def test_batch_mates_change_nothing(seed: int) -> None:
         rows.append(np.stack([scores(seed * 50 + number + at) for at in range(len(draft) + 1)]))
         if draft:  # the first guess is right
             draw = draw_of(params, output=(2, 3), draft=draft, seed=number)
-            draft = (draw_tokens(rows[-1], draw).token_ids[0], *draft[1:])
+            draft = (drawn_alone(rows[-1], draw).token_ids[0], *draft[1:])
         draw = draw_of(params, output=(2, 3), draft=draft, seed=number)
         starts.append(sum(map(len, rows[:-1])))
         draws.append(SampleSpec(number, starts[-1], 3, params, number, 0, draft, draw.logits))
-    alone = {draw.request_id: draw_tokens(own, draw) for own, draw in zip(rows, draws, strict=True)}
+    alone = {draw.request_id: drawn_alone(own, draw) for own, draw in zip(rows, draws, strict=True)}
     logits = np.concatenate(rows)
 
     together, failed = sample_batch(logits, draws)

@@ -15,10 +15,12 @@ from starlette.testclient import TestClient
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
+from ramify.server.generation import Generation
 from ramify.server.prompt_renderer import PromptRenderer
-from ramify.server.service import Generation, Service
+from ramify.server.service import Service
 from ramify.testing import FakeExecutor
 from tests.cpu.talker import HASTY_TEMPLATE, TALKER_TEMPLATE, tokenizer_with
 
@@ -45,7 +47,7 @@ class Talk:
         )
         self.tokenizer, self.answer = tokenizer, list[int]()
         self.llm = AsyncLLM.from_core(core, tokenizer)
-        self.service = Service(self.llm, tokenizer, model="m", max_model_len=2048, page_size=PAGE)
+        self.service = Service(self.llm, tokenizer, model="m")
         self.generations: list[Generation] = []
         self.service.listeners.append(self.generations.append)
 

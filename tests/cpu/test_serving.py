@@ -47,7 +47,7 @@ def test_weights_change_and_old_prefixes_are_never_hit(old: Path, new: Path) -> 
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in outputs] == wanted[path]
         assert outputs[0].cache.read_tokens == 0
-        assert llm.path == path
+        assert llm.engine.path == path
         warm = llm.generate(PROMPTS, PARAMS)
         assert all(one.cache.read_tokens for one in warm)
         assert [one.token_ids for one in warm] == wanted[path]
@@ -98,7 +98,7 @@ def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="running='now'"):
         llm.reload_weights(old, running="now")  # type: ignore[arg-type]
 
-    assert llm.path == old
+    assert llm.engine.path == old
     assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted
 
 

@@ -21,9 +21,11 @@ from ramify.engine.logits import grammar as structured
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import DeadEndError, InvalidParamsError
-from ramify.params import FinishReason, RequestOutput, SamplingParams, StructuredOutput
+from ramify.outputs import FinishReason, RequestOutput
+from ramify.params import SamplingParams, StructuredOutput
 from ramify.testing import FakeExecutor, write_tiny_checkpoint
 
 VOCAB, END = 300, 2

@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError, CheckpointError, RequestError
 from ramify.testing import write_tiny_checkpoint
 

@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts_for(llm: LLM, num: int = 4) -> list[tuple[int, ...]]:
-    return random_prompts(num, llm.model_config.vocab_size, llm.config.max_model_len)
+    return random_prompts(num, llm.engine.model_config.vocab_size, llm.config.max_model_len)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
@@ -41,7 +41,7 @@ def test_every_way_of_computing_gives_the_same_bits(checkpoint: Path, kv_dtype: 
 def test_a_backend_that_depends_on_the_cache_is_found(checkpoint: Path) -> None:
     """With the layer and the position: K/V of layer 0 is never wrong, it precedes attention."""
     llm = LLM(checkpoint, kv_cache_tokens=2048)
-    llm.runner.backend = CutAtNodeBoundary(llm.attention_spec, CPU)
+    llm.engine.runner.backend = CutAtNodeBoundary(llm.engine.attention_spec, CPU)
 
     found = [
         one

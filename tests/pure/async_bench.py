@@ -59,7 +59,7 @@ class AsyncBench:
         """When the thread is over: no request, no page, no lease."""
         core = self.bench.core
         assert not core.has_unfinished
-        assert not core._requests
+        assert not core.live
         assert not self.llm._engine_thread._collectors
         for pin in core.cache.pins():
             core.cache.unpin(pin)
@@ -75,7 +75,7 @@ async def no_request(llm: AsyncLLM) -> bool:
 
     def look(core: EngineCore) -> bool:
         core.cache.check()
-        return not core._requests
+        return not core.live
 
     return await llm.run(look)
 

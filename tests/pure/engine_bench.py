@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ramify.config import EngineConfig, resolve
-from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.output_processor import IncrementalDetokenizer
+from ramify.engine.core import EngineCore
+from ramify.engine.request import IncrementalDetokenizer
 from ramify.engine.speculation.drafter import Drafter
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor, fake_next_token
 
 VOCAB, EOS = 50, 0
@@ -155,7 +156,7 @@ class Bench:
         stats = self.core.cache.stats()
         assert (stats.num_leases, stats.private_pages) == (0, 0)
         assert stats.evictable_pages == stats.cached_pages
-        assert not self.core._requests
+        assert not self.core.live
         return self.outputs
 
     def assert_nothing_leaked(self) -> None:

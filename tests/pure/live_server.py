@@ -20,10 +20,10 @@ import ramify
 from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
-from ramify.server.http.timeout_protocol import TimeoutProtocol
-from ramify.server.http.uvicorn_server import DrainingServer
+from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
@@ -64,7 +64,7 @@ class Live:
         def look(core: EngineCore) -> bool:
             core.cache.check()
             stats = core.cache.stats()
-            return not core._requests and not stats.num_leases and not stats.private_pages
+            return not core.live and not stats.num_leases and not stats.private_pages
 
         return self.look(look) and not self.server.service.quotas._usage
 
@@ -134,7 +134,7 @@ def live(
 ) -> Iterator[Live]:
     """Listens until the end of the block."""
     llm, gate = fake_engine(**options)
-    service = Service(llm, TOKENIZER, model=model, max_model_len=2048, page_size=PAGE_SIZE)
+    service = Service(llm, TOKENIZER, model=model)
     server = Server(service, keys, local_admin=local_admin)
     found: list[tuple[str, asyncio.AbstractEventLoop]] = []
 

@@ -15,9 +15,11 @@ from ramify.config import EngineConfig, resolve
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.server.app import Server
-from ramify.server.service import Generation, Service
+from ramify.server.generation import Generation
+from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
 from ramify.testing import FakeExecutor
 
@@ -89,9 +91,6 @@ class ServerBench:
             self.llm,
             tokenizer,
             model="tiny",
-            max_model_len=config.max_model_len,
-            page_size=page_size,
-            prefix_cache=prefix_cache,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)
@@ -117,7 +116,7 @@ class ServerBench:
             pass
 
     def assert_nothing_left(self) -> None:
-        assert not self.core._requests
+        assert not self.core.live
         assert not self.llm._engine_thread._collectors
         assert not [use for use in self.service.quotas._usage.values() if use.live]
         for pin in self.core.cache.pins():

@@ -13,7 +13,8 @@ from ramify.errors import (
     DrainingError,
     EngineStoppedError,
 )
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason
+from ramify.params import SamplingParams
 from tests.pure.async_bench import AsyncBench, expected, run, until_idle
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

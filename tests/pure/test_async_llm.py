@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.serving.streams import merge_outputs
 from ramify.errors import (
     InvalidParamsError,
@@ -16,7 +16,8 @@ from ramify.errors import (
     PromptTooLongError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 from tests.pure.async_bench import AsyncBench, expected, no_request, run, until_idle
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -177,7 +178,9 @@ def test_a_request_cancelled_before_it_was_queued_never_is() -> None:
                 await late
             made.gate.open()
             assert list((await other).token_ids) == expected(PROMPT, 1)
-            assert await llm.run(lambda core: next(core._ids)) == 1  # one id was given out
+            assert (
+                await llm.run(lambda core: next(core.lifecycle._ids)) == 1
+            )  # one id was given out
 
     run(main())
     made.assert_nothing_left()

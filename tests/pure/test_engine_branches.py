@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import accepts_drafts, max_drafts
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import VOCAB, Bench, expected
 
@@ -173,7 +173,7 @@ def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
     request_id = bench.add(PROMPT, n=3, max_tokens=30, ignore_eos=True)
     for _ in range(4):
         bench.step()
-    leader = bench.core._requests[request_id]
+    leader = bench.core.lifecycle.requests[request_id]
     leader.max_len = len(leader.sequence.tokens) + 1  # it ends first, as one with a stop text may
     bench.step()
     assert leader.is_finished

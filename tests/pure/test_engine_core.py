@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ramify.engine.request import RECOMPUTED_FOR_LOGPROBS
 from ramify.errors import StepFailedError
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from tests.pure.engine_bench import Bench, expected
 
 # -- random workloads ------------------------------------------------------------------------

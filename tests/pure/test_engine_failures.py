@@ -8,7 +8,8 @@ import pytest
 from ramify.engine.llm import LLM
 from ramify.engine.step import StepPlan, StepResult
 from ramify.errors import OutOfPagesError, StepFailedError, UnknownRequestError
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, expected
 

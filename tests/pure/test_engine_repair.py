@@ -15,7 +15,7 @@ from ramify.errors import (
     StepMemoryError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import FakeExecutor
 from tests.pure.engine_bench import Bench, LetterDecoder, expected
 
@@ -332,7 +332,7 @@ def test_a_request_that_breaks_the_scheduler_is_found_and_told() -> None:
     bench = Bench()
     prompts = served(bench)
     bad = bench.add([*STEM, 5], max_tokens=3)
-    doomed = bench.core._requests[bad]
+    doomed = bench.core.lifecycle.requests[bad]
     doomed.namespace = 7  # type: ignore[assignment]
     doomed.reset_for_recompute()
 

@@ -14,7 +14,8 @@ from ramify.errors import (
     RequestTooLargeError,
     TokenOutOfRangeError,
 )
-from ramify.params import CacheReport, FinishReason, SamplingParams
+from ramify.outputs import CacheReport, FinishReason
+from ramify.params import SamplingParams
 from tests.pure.engine_bench import EOS, Bench, expected
 
 # -- what ends a request, and what it reports ------------------------------------------------
@@ -186,14 +187,14 @@ def test_a_prompt_that_can_never_be_served_is_refused(
         bench.core.add_request(prompt, SamplingParams(max_tokens=6))
 
     bench.core.cache.check()
-    assert len(bench.core._requests) == 1
+    assert len(bench.core.live) == 1
     assert list(bench.run()[key].token_ids) == expected([7] * 6, 4, ends=())
 
 
 def test_stop_texts_need_a_tokenizer() -> None:
     """Without one they could never be found."""
     bench = Bench()
-    bench.core._detokenizer_factory = None
+    bench.core.lifecycle.detokenizer_factory = None
 
     with pytest.raises(InvalidParamsError, match="no tokenizer"):
         bench.core.add_request([1], SamplingParams(stop="x"))

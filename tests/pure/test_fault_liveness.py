@@ -104,7 +104,7 @@ class _BrokenMatcher:
 def test_who_breaks_the_making_of_steps_fails_alone() -> None:
     """What raises there is no forward pass: all is repaired, nobody else is blamed twice."""
     bench = Bench()
-    bench.core._grammar_compiler = lambda spec: _BrokenMatcher()
+    bench.core.lifecycle.grammar_compiler = lambda spec: _BrokenMatcher()
     prompts = served(bench, steps=0)
     bad = bench.add([9] * 5, max_tokens=3, structured=StructuredOutput(regex="a+"))
     assert_answered(bench, prompts)
@@ -143,7 +143,7 @@ def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
     bench = Bench(max_batch_tokens=16)
     prompts = served(bench, steps=0)
     bad = bench.add([9] * 200, max_tokens=3, ignore_eos=True)
-    renew = bench.core.start_over
+    reset = bench.core.context.reset
 
     def sabotage() -> None:
         scheduler = bench.core.scheduler
@@ -156,12 +156,12 @@ def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
 
         monkeypatch.setattr(scheduler, "schedule", broken)
 
-    def start_over() -> None:
-        renew()
+    def reset_and_sabotage() -> None:
+        reset()
         sabotage()
 
     sabotage()
-    monkeypatch.setattr(bench.core, "start_over", start_over)
+    monkeypatch.setattr(bench.core.context, "reset", reset_and_sabotage)
     for _ in range(500):
         bench.step()
     assert "cannot schedule this" in str(bench.outputs[bad].error)

@@ -18,6 +18,7 @@ MAX_LINES = 500  # 400 is the aim
 DECISIONS = (
     "ramify",
     "ramify.errors",
+    "ramify.outputs",
     "ramify.params",
     "ramify.config",
     "ramify.cache",
@@ -30,7 +31,7 @@ DECISIONS = (
     "ramify.engine.llm",
     "ramify.engine.async_llm",
 )
-CORE_MAY_IMPORT = frozenset({"ramify.cache", "ramify.config", "ramify.params", "ramify.errors"})
+CORE_MAY_IMPORT = frozenset({"ramify.cache", "ramify.params", "ramify.outputs", "ramify.errors"})
 
 
 def python_files(*folders: str) -> Iterator[Path]:

@@ -7,14 +7,15 @@ import pytest
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.llm import LLM
-from ramify.engine.progress import progress_bar
+from ramify.engine.offline import progress_bar
 from ramify.errors import (
     ConfigError,
     InvalidParamsError,
     OutOfPagesError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput
+from ramify.params import SamplingParams
 from tests.pure.engine_bench import Bench, expected
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -40,7 +41,7 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
 
     assert [one.cache.read_tokens for one in outputs] == [4, 0, 0, 0]
     assert llm.generate(PROMPT, asked(1), priority=3)[0].cache.read_tokens == 4
-    with pytest.raises(InvalidParamsError, match="2 of them"):
+    with pytest.raises(InvalidParamsError, match="2 values"):
         llm.generate([PROMPT] * 3, tenant=["a", "b"])
     with pytest.raises(InvalidParamsError, match="priority"):
         llm.generate(PROMPT, priority="x")  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ def test_an_engine_without_a_model_says_so() -> None:
     with pytest.raises(ConfigError, match="without a model"):
         llm.reload_weights("ramify-tiny")
     with pytest.raises(ConfigError, match="without a model"):
-        print(llm.num_weight_bytes)  # noqa: T201
+        print(llm.engine)  # noqa: T201
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_what_is_warmed_is_a_list_of_prompts() -> None:
     """A bare text says neither whose it is nor that it is one."""
     llm, _ = made()
 
-    with pytest.raises(InvalidParamsError, match="a WarmPrompt each"):
+    with pytest.raises(InvalidParamsError, match="a list of WarmPrompt"):
         llm.cache.warm(["a text"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="whole number"):
         llm.cache.unpin(None)  # type: ignore[arg-type]

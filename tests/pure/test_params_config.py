@@ -17,16 +17,15 @@ from ramify.errors import (
     RequestError,
     UnknownOptionError,
 )
-from ramify.params import (
+from ramify.outputs import (
     CacheReport,
     Completion,
     FinishReason,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
-    StructuredOutput,
     TokenLogprob,
 )
+from ramify.params import SamplingParams, StructuredOutput
 
 
 def resolved(
@@ -108,9 +107,11 @@ def test_other_options_have_stated_values(name: str, value: object) -> None:
         EngineConfig.of(**{name: value})
 
 
-def test_the_policies_are_those_of_the_cache() -> None:
-    """The list of names is written below the table that it is about, and must be its keys."""
-    assert set(config_module.POLICIES) == set(POLICIES)
+def test_a_registered_policy_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`policy` takes every name of the cache's table, also one that a user has added."""
+    monkeypatch.setitem(POLICIES, "mine", POLICIES["lru"])
+
+    assert EngineConfig.of(policy="mine").cache.policy == "mine"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from ramify.engine.llm import LLM
 from ramify.engine.step import StepPlan, StepResult
 from ramify.engine.weight_reload import swap_weights
 from ramify.errors import OverloadedError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 from ramify.testing import FakeExecutor
 from tests.pure.async_bench import AsyncBench, run
 from tests.pure.engine_bench import Bench, expected

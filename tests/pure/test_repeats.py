@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.engine.speculation.ngram import MAX_COMPARED, MAX_PLACES, NgramIndex
+from ramify.engine.speculation.ngram import MAX_CANDIDATES, MAX_COMPARED, NgramIndex
 
 
 def of(text: list[int]) -> NgramIndex:
@@ -86,7 +86,7 @@ def test_the_work_for_a_token_is_bounded() -> None:
 
     assert repeats.propose(4)
 
-    assert 0 < reads <= MAX_PLACES * (2 * MAX_COMPARED + 2) + 3
+    assert 0 < reads <= MAX_CANDIDATES * (2 * MAX_COMPARED + 2) + 3
 
 
 def test_the_index_is_in_proportion_to_the_text() -> None:

@@ -149,7 +149,7 @@ def test_prompts_are_not_cut_into_slivers() -> None:
         before = {one.id: one.sequence.num_computed for one in bench.core.scheduler.running}
         bench.step()
         for one in bench.core.scheduler.running:
-            if one.is_prefill:
+            if one.sequence.num_uncomputed > 1:
                 start = before.get(one.id, 0)
                 chunks.append((start, one.sequence.num_computed - start))
 
@@ -173,7 +173,7 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
         bench.core.step()
 
     core, queue = bench.core, bench.core.scheduler.waiting
-    assert not core._requests
+    assert not core.live
     assert not core.scheduler.running
     assert not core.scheduler._requeued
     assert not core.planner._by_lease
@@ -346,7 +346,7 @@ def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
     for tenant, cost, job in jobs:
         if job == "add":
             key = bench.add([1], tenant=tenant)
-            one = bench.core._requests[key]
+            one = bench.core.lifecycle.requests[key]
             queue.add(one, cost)
             live[key] = one
         elif (found := queue.peek()) is not None:
@@ -405,7 +405,7 @@ def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> No
     for at in range(20):
         key = bench.add([2 + at] * 3, max_tokens=1)
         with_prompt += any(event.request_id > 0 for event in bench.step())
-        waited = bench.core._requests.get(key)
+        waited = bench.core.lifecycle.requests.get(key)
         assert waited is None or hold
 
     bench.run()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ramify.server.paths import ENDPOINTS
+from ramify.server.routes import ENDPOINTS
 from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
 from tests.pure.server_bench import Answer, ServerBench, chat, run
 

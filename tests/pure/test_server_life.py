@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 
-from ramify.server.http.timeout_protocol import TimeoutProtocol
+from ramify.server.http.uvicorn_server import TimeoutProtocol
 from tests.pure.live_server import Live, events, live, until
 
 CHAT = {"messages": [{"role": "user", "content": "Who lives in Rome?"}], "max_tokens": 64}
@@ -39,7 +39,7 @@ def in_thread(pool: ThreadPoolExecutor, one: Live, **fields: object) -> "Future[
 
 
 def num_live(one: Live) -> int:
-    return int(one.look(lambda core: len(core._requests)))
+    return int(one.look(lambda core: len(core.live)))
 
 
 def test_it_is_ready_and_alive(shared: Live) -> None:

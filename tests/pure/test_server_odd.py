@@ -93,8 +93,8 @@ def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
     for at in range(20):
         encoder.encode("<|user|>" + "word " * at + "<|end|>\n", "ann")
 
-    assert sum(encoder._lengths.values()) == len(encoder._known) < 20
-    assert len(encoder._lengths) <= len(encoder._known)
+    assert sum(encoder._lengths.values()) == len(encoder._remembered) < 20
+    assert len(encoder._lengths) <= len(encoder._remembered)
 
 
 def test_who_goes_away_pays_for_what_was_computed() -> None:

@@ -12,13 +12,13 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ramify.engine.core import StepOutput
-from ramify.engine.stats import EngineStats
+from ramify.engine.core import EngineCore
 from ramify.errors import ConfigError
+from ramify.outputs import StepOutput
+from ramify.server.generation import Generation
 from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
-from ramify.server.service import Generation
 from ramify.server.tenants import ApiKeys
 from tests.pure.live_server import TOKENIZER, Live, ids, live
 
@@ -378,7 +378,7 @@ def test_the_load_is_told_while_there_is_some(empty: Live) -> None:
 
 def test_the_line_has_rates(empty: Live) -> None:
     """Tokens per second of the time that passed."""
-    engine = empty.look(EngineStats.of)
+    engine = empty.look(EngineCore.stats)
     line = LoadSnapshot(300, 70, 30, engine).line(LoadSnapshot(100, 50, 10, engine), 2.0)
     assert line is not None
     assert line.startswith("in=100 tok/s out=10 tok/s ")

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from ramify.server.http.timeout_protocol import TimeoutProtocol
+from ramify.server.http.uvicorn_server import TimeoutProtocol
 
 
 class Impatient(TimeoutProtocol):

@@ -9,7 +9,8 @@ import pytest
 
 from ramify.engine.llm import LLM
 from ramify.errors import EngineStoppedError, InvalidParamsError
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason
+from ramify.params import SamplingParams
 from tests.pure.async_bench import LIMIT_S, AsyncBench, expected, run, until_idle
 from tests.pure.engine_bench import Bench
 
@@ -73,7 +74,7 @@ def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
                 assert event.new_token_ids
                 break
             if kept is not None:
-                with pytest.raises(InvalidParamsError, match="being made"):
+                with pytest.raises(InvalidParamsError, match="running answer"):
                     session.append([1])
                 await kept.aclose()
                 with pytest.raises(StopAsyncIteration):
@@ -85,9 +86,9 @@ def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
             other = session.stream(asked(2))
             async with session.stream(asked(1500)) as stream:
                 await anext(stream)
-                with pytest.raises(InvalidParamsError, match="being made"):
+                with pytest.raises(InvalidParamsError, match="running answer"):
                     await anext(other)  # which must not end what the first one is making
-                with pytest.raises(InvalidParamsError, match="being made"):
+                with pytest.raises(InvalidParamsError, match="running answer"):
                     session.rollback(1)
             tokens = [
                 token async for event in session.stream(asked(2)) for token in event.new_token_ids
@@ -319,7 +320,7 @@ def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
                 reader = asyncio.create_task(anext(stream))
                 await begun.wait()
                 await stream.aclose()
-                with pytest.raises(InvalidParamsError, match="being made"):
+                with pytest.raises(InvalidParamsError, match="running answer"):
                     session.append([1])
                 if cancels:
                     reader.cancel()

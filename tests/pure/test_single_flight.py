@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from tests.pure.engine_bench import Bench, expected
 from tests.pure.test_engine_branches import Guesser
 

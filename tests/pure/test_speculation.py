@@ -18,7 +18,8 @@ from ramify.engine.speculation.drafter import (
     accepts_drafts,
 )
 from ramify.errors import ConfigError
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput
+from ramify.params import SamplingParams
 from tests.pure.engine_bench import VOCAB, Bench, expected
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ramify.engine.request import Request
 from ramify.engine.speculation.drafter import AdaptiveDrafter
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.testing import fake_next_token
 from tests.pure.engine_bench import Bench
 
@@ -102,7 +102,7 @@ class Guessing(RuleBasedStateMachine):
             assert one.sequence.num_draft == 0
             assert one.sequence.tokens.tolist() == [*one.prompt_ids, *one.output_ids]
             assert len(one.sequence.tokens) < one.max_len
-            assert one.guessing.num_accepted <= one.guessing.num_drafted
+            assert one.num_accepted_tokens <= one.num_draft_tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):

@@ -1,4 +1,4 @@
-"""`ramify chat`: a conversation in the terminal, with an engine of its own or any OpenAI URL."""
+"""`ramify chat`: a conversation in the terminal, with an engine in this process or an OpenAI server."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Annotated, Any, Protocol, TextIO
 
+import typer
+
+from ramify.cli.options import DEFAULT_MODEL, engine_options, exit_on_error
 from ramify.errors import ConfigError, RamifyError
 from ramify.params import SamplingParams
 
-HELP = "/exit ends, /clear begins anew, Ctrl-C stops an answer, Ctrl-D ends"
+HELP = "/exit ends, /clear starts a new conversation, Ctrl-C stops an answer, Ctrl-D ends"
 TIMEOUT_S = 600.0
 Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnUsage:
-    """What a turn took; None where a server does not say."""
+    """Token counts of a turn; None where a server does not report them."""
 
     prompt: int | None = None
     cached: int | None = None
     output: int | None = None
 
     def line(self, total_s: float) -> str:
-        """For the end of a turn."""
+        """Format the line shown at the end of a turn."""
         if self.prompt is None:
             return f"[{total_s:.1f} s]"
         if self.cached is None:
@@ -42,17 +45,17 @@ class TurnUsage:
 
 
 class Backend(Protocol):
-    """Who answers."""
+    """Answers a conversation: an engine in this process, or a server."""
 
     name: str
 
     def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
-        """Pieces of text, and at the end what it took. Closing it ends the request."""
+        """Yield pieces of text, then the usage. Closing the iterator ends the request."""
         ...
 
 
 class ChatError(RamifyError):
-    """This turn was not answered; the conversation goes on."""
+    """A turn failed; the conversation can continue."""
 
 
 class RemoteBackend:
@@ -77,8 +80,8 @@ class RemoteBackend:
 
     def _first_model(self) -> str:
         try:
-            with self._open("/models", None) as answer:
-                return str(json.load(answer)["data"][0]["id"])
+            with self._open("/models", None) as response:
+                return str(json.load(response)["data"][0]["id"])
         except (ChatError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{self._base} lists no model: {error}") from error
 
@@ -100,34 +103,34 @@ class RemoteBackend:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        use = TurnUsage()
-        with self._open("/chat/completions", body | self._options) as answer:
-            for event in _events(answer):
+        usage = TurnUsage()
+        with self._open("/chat/completions", body | self._options) as response:
+            for event in _events(response):
                 if event.get("error"):
                     raise ChatError(str(event["error"].get("message", event["error"])))
-                use = _usage_of(event.get("usage")) or use
+                usage = _usage_of(event.get("usage")) or usage
                 for choice in event.get("choices") or ():
                     text = (choice.get("delta") or {}).get("content")
                     if text:
                         yield text
-        yield use
+        yield usage
 
 
-def _events(answer: Any) -> Iterator[dict[str, Any]]:
+def _events(response: Any) -> Iterator[dict[str, Any]]:
     try:
-        for line in answer:
+        for line in response:
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                 yield json.loads(line[5:])
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ChatError(f"the answer broke off: {error}") from error
 
 
-def _usage_of(told: Mapping[str, Any] | None) -> TurnUsage | None:
-    if not told:
+def _usage_of(usage: Mapping[str, Any] | None) -> TurnUsage | None:
+    if not usage:
         return None
-    details = told.get("prompt_tokens_details") or {}
+    details = usage.get("prompt_tokens_details") or {}
     return TurnUsage(
-        told.get("prompt_tokens"), details.get("cached_tokens"), told.get("completion_tokens")
+        usage.get("prompt_tokens"), details.get("cached_tokens"), usage.get("completion_tokens")
     )
 
 
@@ -139,7 +142,7 @@ def _message_of(body: bytes) -> str:
 
 
 class LocalBackend:
-    """An engine of its own, stepped here."""
+    """An engine in this process, stepped by this thread."""
 
     def __init__(self, model: str, params: SamplingParams, options: Mapping[str, Any]) -> None:
         from ramify.engine.llm import LLM
@@ -168,16 +171,17 @@ class LocalBackend:
             llm.take_output(request_id)
         if output.error is not None:
             raise ChatError(str(output.error))
-        used = output.usage
-        yield TurnUsage(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+        usage = output.usage
+        yield TurnUsage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
 class Chat:
-    """The conversation.
+    """Reads the user's lines, sends the conversation to a backend and prints its answers.
 
     Args:
-        lines: what is typed, one line a turn.
-        out: for the answers; what is not an answer goes to `notes`.
+        lines: returns the user's next line; None at the end of the input.
+        out: receives the answers.
+        notes: receives everything else: usage, errors, help.
     """
 
     def __init__(
@@ -190,11 +194,11 @@ class Chat:
         system: str | None = None,
     ) -> None:
         self._backend, self._lines, self._out, self._notes = backend, lines, out, notes
-        self._begin: list[Message] = [] if system is None else [_message("system", system)]
-        self.messages = list(self._begin)
+        self._initial: list[Message] = [] if system is None else [_message("system", system)]
+        self.messages = list(self._initial)
 
     def run(self) -> None:
-        """Until /exit or the end of the input."""
+        """Answer lines until /exit or the end of the input."""
         self._note(f"{self._backend.name}: {HELP}")
         while True:
             try:
@@ -205,7 +209,7 @@ class Chat:
             if line is None or line.strip() == "/exit":
                 return
             if line.strip() == "/clear":
-                self.messages = list(self._begin)
+                self.messages = list(self._initial)
                 self._note("cleared")
             elif line.strip().startswith("/"):
                 self._note(HELP)
@@ -213,14 +217,14 @@ class Chat:
                 self._turn(line.strip())
 
     def _turn(self, text: str) -> None:
-        """One question and its answer; what was said up to a Ctrl-C stays in the conversation."""
-        asked = [*self.messages, _message("user", text)]
-        start, pieces, use = time.monotonic(), [], TurnUsage()
-        answer = self._backend.answer(asked)
+        """Send a question; after Ctrl-C the partial answer stays in the conversation."""
+        messages = [*self.messages, _message("user", text)]
+        start, pieces, usage = time.monotonic(), [], TurnUsage()
+        answer = self._backend.answer(messages)
         try:
             for piece in answer:
                 if isinstance(piece, TurnUsage):
-                    use = piece
+                    usage = piece
                     continue
                 pieces.append(piece)
                 self._out.write(piece)
@@ -236,8 +240,8 @@ class Chat:
                 close()
         self._out.write("\n")
         self._out.flush()
-        self.messages = [*asked, _message("assistant", "".join(pieces))]
-        self._note(use.line(time.monotonic() - start))
+        self.messages = [*messages, _message("assistant", "".join(pieces))]
+        self._note(usage.line(time.monotonic() - start))
 
     def _note(self, text: str) -> None:
         self._notes.write(text + "\n")
@@ -249,8 +253,44 @@ def _message(role: str, text: str) -> Message:
 
 
 def read_line() -> str | None:
-    """The next line of stdin, with a prompt if somebody types; None at its end."""
+    """Read the next line of stdin, with a prompt on a terminal; None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+
+
+@engine_options("dtype")
+def chat(
+    engine: dict[str, Any],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Checkpoint as for `serve`; with --url a model name that the server lists."
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a server with OpenAI's API, in place of an engine in this process."
+        ),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Output tokens of an answer at most.")
+    ] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+) -> None:
+    """Chat in the terminal; each turn shows how many of its prompt tokens were cached.
+
+    /exit ends, /clear starts a new conversation, Ctrl-C stops an answer.
+    """
+    with exit_on_error():
+        if url is not None:
+            options = {"max_tokens": max_tokens, "temperature": temperature}
+            backend: Backend = RemoteBackend(url, key=api_key, model=model, options=options)
+        else:
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+            backend = LocalBackend(model or DEFAULT_MODEL, params, engine)
+    Chat(backend, lines=read_line, out=sys.stdout, notes=sys.stderr, system=system).run()

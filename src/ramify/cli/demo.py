@@ -1,28 +1,43 @@
-"""One document, many questions, three times: cache off, cold, warm."""
+"""`ramify demo`: many questions about one document, with the cache off, cold and warm."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ramify.engine.llm import LLM
+import typer
+
+from ramify.cli.options import (
+    DEFAULT_MODEL,
+    MODEL_HELP,
+    AsJson,
+    engine_options,
+    exit_on_error,
+    milliseconds,
+)
 from ramify.errors import ConfigError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ramify.engine.llm import LLM
 
 MAX_ANSWER_TOKENS = 24
 OFF, COLD, WARM = "cache off", "cold", "warm"
+KINDS = ("computed", "read", "shared")
 
 
 @dataclass(frozen=True, slots=True)
 class Quiz:
-    """A document and questions about it; `answers` are None where nobody knows them."""
+    """A document with questions about it; an answer is None where it is not known."""
 
     document: str
     questions: tuple[str, ...]
@@ -31,7 +46,7 @@ class Quiz:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All questions asked at once, one time."""
+    """All questions of a quiz, answered in one batch."""
 
     name: str
     outputs: tuple[RequestOutput, ...]
@@ -40,11 +55,11 @@ class Round:
     @property
     def ttft_s(self) -> float:
         """Median time from submission to the first token of an answer."""
-        return median(one.metrics.ttft_s or 0.0 for one in self.outputs)
+        return median(output.metrics.ttft_s or 0.0 for output in self.outputs)
 
     def tokens(self, kind: str) -> int:
         """Sum of the `read`, `shared` or `computed` prompt tokens."""
-        return sum(getattr(one.cache, f"{kind}_tokens") for one in self.outputs)
+        return sum(getattr(output.cache, f"{kind}_tokens") for output in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +73,8 @@ class DemoResult:
     def same_answers(self) -> bool:
         """Whether every question got the same tokens in every round."""
         return all(
-            len({one.outputs[at].token_ids for one in self.rounds}) == 1
-            for at in range(len(self.quiz.questions))
+            len({run.outputs[number].token_ids for run in self.rounds}) == 1
+            for number in range(len(self.quiz.questions))
         )
 
     @property
@@ -69,9 +84,12 @@ class DemoResult:
 
     @property
     def num_right(self) -> int:
-        """Of them, how many the last round answered exactly."""
-        texts = (one.text.strip() for one in self.rounds[-1].outputs)
-        return sum(a is not None and a == b for a, b in zip(self.quiz.answers, texts, strict=True))
+        """Questions that the last round answered with the known answer, word for word."""
+        texts = (output.text.strip() for output in self.rounds[-1].outputs)
+        return sum(
+            answer is not None and answer == text
+            for answer, text in zip(self.quiz.answers, texts, strict=True)
+        )
 
     @property
     def speed_up(self) -> float:
@@ -79,39 +97,36 @@ class DemoResult:
         return self.rounds[0].ttft_s / self.rounds[-1].ttft_s
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for machines."""
+        """The questions with their answers, and the rounds with their figures."""
+        texts = {run.name: [output.text.strip() for output in run.outputs] for run in self.rounds}
+        last = texts[self.rounds[-1].name]
         return {
             "questions": [
                 {
                     "question": question,
                     "expected": answer,
-                    **{one.name: one.outputs[at].text.strip() for one in self.rounds},
-                    "right": None
-                    if answer is None
-                    else self.rounds[-1].outputs[at].text.strip() == answer,
+                    **{name: answers[number] for name, answers in texts.items()},
+                    "right": None if answer is None else last[number] == answer,
                 }
-                for at, (question, answer) in enumerate(
+                for number, (question, answer) in enumerate(
                     zip(self.quiz.questions, self.quiz.answers, strict=True)
                 )
             ],
             "rounds": [
                 {
-                    "name": one.name,
-                    "median_ttft_s": one.ttft_s,
-                    "total_s": one.total_s,
-                    **{f"{kind}_tokens": one.tokens(kind) for kind in KINDS},
-                    "ttft_s": [output.metrics.ttft_s for output in one.outputs],
+                    "name": run.name,
+                    "median_ttft_s": run.ttft_s,
+                    "total_s": run.total_s,
+                    **{f"{kind}_tokens": run.tokens(kind) for kind in KINDS},
+                    "ttft_s": [output.metrics.ttft_s for output in run.outputs],
                 }
-                for one in self.rounds
+                for run in self.rounds
             ],
             "same_answers": self.same_answers,
             "right": self.num_right,
             "known": self.num_known,
             "ttft_speed_up": self.speed_up,
         }
-
-
-KINDS = ("computed", "read", "shared")
 
 
 def builtin_quiz() -> Quiz:
@@ -137,22 +152,21 @@ def load_quiz(path: Path, num_questions: int) -> Quiz:
                 f"--document {path} must hold document and questions (each with question, and "
                 f"answer if it is known): {error!r}"
             ) from error
-    subjects = list(dict.fromkeys(re.findall(r"[^\W\d_]{4,}", text)))
-    if not subjects:
+    words = list(dict.fromkeys(re.findall(r"[^\W\d_]{4,}", text)))
+    if not words:
         raise ConfigError(f"--document {path} has no word of 4 letters to ask about")
-    step = max(1, len(subjects) // num_questions)
-    asked = subjects[::step][:num_questions]
-    questions = tuple(f"What does the document say about {subject}?" for subject in asked)
+    subjects = words[:: max(1, len(words) // num_questions)][:num_questions]
+    questions = tuple(f"What does the document say about {subject}?" for subject in subjects)
     return Quiz(text, questions, (None,) * len(questions))
 
 
-def _from_json(found: dict[str, Any]) -> Quiz:
-    entries = list(found["questions"])
+def _from_json(quiz: dict[str, Any]) -> Quiz:
+    entries = list(quiz["questions"])
     if not entries:
         raise ValueError("there are 0 questions, at least 1 is needed")
     answers = [entry.get("answer") for entry in entries]
     return Quiz(
-        str(found["document"]),
+        str(quiz["document"]),
         tuple(str(entry["question"]) for entry in entries),
         tuple(None if answer is None else str(answer) for answer in answers),
     )
@@ -167,9 +181,11 @@ def run_demo(
     """Ask all questions at once with the cache off, then twice with one that starts empty.
 
     Args:
-        options: of `LLM`; `prefix_cache` is the demo's own to choose.
-        on_answer: called with the round's name as each answer is complete.
+        options: options of `LLM`; the demo sets `prefix_cache` itself.
+        on_answer: called with the round's name when an answer is complete.
     """
+    from ramify.engine.llm import LLM
+
     params = SamplingParams(max_tokens=MAX_ANSWER_TOKENS)
     without = LLM(model, **options | {"prefix_cache": False})
     prompts = _prompts(without, quiz)
@@ -199,11 +215,11 @@ def _prompts(llm: LLM, quiz: Quiz) -> list[Sequence[int]]:
             )
             for question in quiz.questions
         ]
-    return [tokenizer.encode(f"{quiz.document}\n\n{one}\n") for one in quiz.questions]
+    return [tokenizer.encode(f"{quiz.document}\n\n{question}\n") for question in quiz.questions]
 
 
 def _warm_up(llm: LLM, prompts: list[Sequence[int]]) -> None:
-    """The first calls into torch are slower; what they leave in the cache goes."""
+    """Make the first, slower calls into torch, then clear the cache."""
     llm.generate([prompts[0][:8]], SamplingParams(max_tokens=2))
     llm.cache.clear()
 
@@ -221,3 +237,87 @@ def _ask(
         if output.error is not None:
             raise output.error
     return Round(name, tuple(outputs), time.perf_counter() - start)
+
+
+@engine_options("dtype", "page_size", "max_batch_tokens", "attention_backend", "exact")
+def demo(
+    engine: dict[str, Any],
+    model: Annotated[str, typer.Option("--model", help=MODEL_HELP)] = DEFAULT_MODEL,
+    document: Annotated[
+        Path | None, typer.Option(help="A text to ask about, or JSON like the built-in quiz.")
+    ] = None,
+    num_questions: Annotated[
+        int, typer.Option(min=1, help="Number of questions about a text of your own.")
+    ] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Ask 32 questions about one document: cache off, cold, warm.
+
+    Exit code 0 means that all three rounds gave the same answers, 1 that they did not.
+    """
+    with exit_on_error():
+        quiz = builtin_quiz() if document is None else load_quiz(document, num_questions)
+        with _progress(3 * len(quiz.questions)) as advance:
+            result = run_demo(model, quiz, engine, advance)
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=2, ensure_ascii=False))
+    else:
+        _print_demo(result)
+    raise typer.Exit(0 if result.same_answers else 1)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """Show a progress bar on stderr, or one line per round where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        rounds: set[str] = set()
+
+        def announce(name: str) -> None:
+            if name not in rounds:
+                rounds.add(name)
+                typer.echo(f"asking: {name}", err=True)
+
+        yield announce
+        return
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)
+
+
+def _print_demo(result: DemoResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    answers = Table(box=None, title="Answers", title_justify="left")
+    for heading in ("", "question", "answer", "expected"):
+        answers.add_column(heading)
+    outputs = result.rounds[-1].outputs
+    for question, answer, output in zip(
+        result.quiz.questions, result.quiz.answers, outputs, strict=True
+    ):
+        text = output.text.strip()
+        mark = " " if answer is None else "✓" if text == answer else "✗"
+        answers.add_row(mark, question, text, "" if answer in (None, text) else answer)
+    console.print(answers, markup=False)
+    rounds = Table(box=None, title="\nPrompt tokens and time", title_justify="left")
+    rounds.add_column("round")
+    for heading in (*KINDS, "TTFT (median)", "all answers"):
+        rounds.add_column(heading, justify="right")
+    for run in result.rounds:
+        counts = [f"{run.tokens(kind):,}" for kind in KINDS]
+        rounds.add_row(run.name, *counts, milliseconds(run.ttft_s), milliseconds(run.total_s))
+    console.print(rounds)
+    num = len(result.quiz.questions)
+    if result.num_known:
+        console.print(f"\n{result.num_right} of {result.num_known} answers are right.")
+    same = "the same tokens" if result.same_answers else "NOT the same tokens"
+    console.print(f"All three rounds gave {same} for all {num} questions.")
+    console.print(
+        f"Warm, the first token comes {result.speed_up:.1f}x sooner than without a cache."
+    )

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine in a thread of its own, for programs that run on event loops."""
+"""`AsyncLLM`: a checkpoint and its engine in a thread of its own, for asyncio programs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from ramify.config import EngineConfig, ModelSection, ResolvedConfig
 from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.serving.engine_thread import EngineThread, Health
 from ramify.engine.serving.streams import LoopDispatcher, OutputCollector, Stream
 from ramify.engine.sessions.session import AsyncSession, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode, encode_chat
 from ramify.engine.weight_reload import swap_weights, validate_running_mode
 from ramify.errors import ConfigError, RequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.execution.assembly import LocalEngine
     from ramify.engine.text.tokenizer import Tokenizer
 
 _MODEL = ModelSection()
-MAX_WAITING = 1024  # requests: beyond, a server does better to say no than to let everybody wait
-LONG_TEXT = 8192  # characters; tokenising more than that would hold up the other streams
-JOIN_S = 5.0  # at the interpreter's exit, for a step that is being computed
+MAX_WAITING = 1024  # requests; a server does better to refuse more than to let all of them wait
+LONG_TEXT = 8192  # characters; tokenising more on the event loop would hold up other streams
+JOIN_S = 5.0  # wait at exit for the step that is being computed
 T = TypeVar("T")
 
 
@@ -42,11 +43,11 @@ class AsyncLLM:
     Args:
         model: as `LLM`.
         progress: bars on stderr while weights load, if it is a terminal.
-        max_waiting: requests that may wait; one more is an OverloadedError. None: any number.
+        max_waiting: requests that may wait; one more raises OverloadedError. None: any number.
         options: those of `LLM`.
 
-    The constructor loads the model in the caller's thread. The engine's thread starts with the
-    first request and ends with `aclose`, `drain`, or `async with`.
+    The constructor loads the model in the caller's thread. The engine thread starts with the first
+    request and ends with `aclose`, `drain`, or `async with`.
 
     Raises:
         ConfigError, ModelError: see `LLM`.
@@ -62,19 +63,19 @@ class AsyncLLM:
     ) -> None:
         if not isinstance(model, str | Path):
             raise ConfigError(f"model={model!r} but it must be a directory or a name")
-        asked = EngineConfig.of(model=str(model), max_waiting=max_waiting, **options)
+        config = EngineConfig.of(model=str(model), max_waiting=max_waiting, **options)
         from ramify.engine.execution.assembly import LocalEngine
 
-        self._engine: LocalEngine | None = LocalEngine(asked, progress=progress)
+        self._engine: LocalEngine | None = LocalEngine(config, progress=progress)
         self._attach_core(self._engine.core, self._engine.tokenizer)
 
     @classmethod
     def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
-        """The same over an engine of your own, which nobody else may touch from now on."""
-        made = cls.__new__(cls)
-        made._engine = None  # noqa: SLF001 - its own class
-        made._attach_core(core, tokenizer)  # noqa: SLF001
-        return made
+        """An `AsyncLLM` over an engine of your own, which nothing else may touch from now on."""
+        llm = cls.__new__(cls)
+        llm._engine = None  # noqa: SLF001 - its own class
+        llm._attach_core(core, tokenizer)  # noqa: SLF001
+        return llm
 
     @classmethod
     def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> AsyncLLM:
@@ -93,15 +94,15 @@ class AsyncLLM:
             weakref.WeakKeyDictionary()
         )
         self._lock = threading.Lock()
-        # nobody closed it, or the program ends: the thread must not be in a step by then
+        # If nobody closes it: the thread must not be in a step when the interpreter ends.
         self._finalizer = weakref.finalize(self, _end, self._engine_thread)
 
     @property
     def engine(self) -> LocalEngine:
-        """What was made of the checkpoint: sizes, backend, exactness.
+        """The engine built from the checkpoint: sizes, backend, exactness.
 
         Raises:
-            ConfigError: nothing was: see `from_core`.
+            ConfigError: this `AsyncLLM` was made by `from_core`.
         """
         if self._engine is None:
             raise ConfigError("this AsyncLLM was made by from_core, over an engine without a model")
@@ -119,14 +120,14 @@ class AsyncLLM:
         salt: str = "",
         max_shared: int | None = None,
     ) -> Stream:
-        """The increments of an answer as they come: see `Stream`, also for the errors.
+        """The increments of an answer as they are generated; for errors see `Stream`.
 
         Args:
             prompt: a text or token ids.
             priority, tenant, salt: see `LLM.generate`.
-            max_shared: only so many of its first tokens are kept for others; by default all.
+            max_shared: share only this many of the first tokens with other requests; None: all.
         """
-        make = partial(encode, prompt, self.tokenizer)
+        encode_prompt = partial(encode, prompt, self.tokenizer)
         is_long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
         options = {
             "prompt": prompt if isinstance(prompt, str) else None,
@@ -135,7 +136,7 @@ class AsyncLLM:
             "salt": salt,
             "max_shared": max_shared,
         }
-        return self._stream(make, params, options, in_thread=is_long)
+        return self._stream(encode_prompt, params, options, in_thread=is_long)
 
     def stream_chat(
         self,
@@ -147,10 +148,10 @@ class AsyncLLM:
         salt: str = "",
         **template_options: Any,
     ) -> Stream:
-        """The same for a conversation, through the model's chat template."""
-        make = partial(encode_chat, messages, self.tokenizer, **template_options)
+        """`stream` of a conversation, rendered by the model's chat template."""
+        encode_prompt = partial(encode_chat, messages, self.tokenizer, **template_options)
         options = {"priority": priority, "tenant": tenant, "salt": salt}
-        return self._stream(make, params, options, in_thread=True)
+        return self._stream(encode_prompt, params, options, in_thread=True)
 
     async def generate(
         self,
@@ -161,9 +162,9 @@ class AsyncLLM:
         tenant: str = "",
         salt: str = "",
     ) -> RequestOutput:
-        """One whole answer; cancelling the task ends the request. For many, `asyncio.gather`.
+        """One whole answer; cancelling the task aborts it. For many, use `asyncio.gather`.
 
-        A request that failed while it ran has `output.error`; the other errors are those of
+        A request that fails while it runs has `output.error`; the other errors are those of
         `Stream`.
         """
         stream = self.stream(prompt, params, priority=priority, tenant=tenant, salt=salt)
@@ -179,7 +180,7 @@ class AsyncLLM:
         salt: str = "",
         **template_options: Any,
     ) -> RequestOutput:
-        """The whole answer to a conversation, through the model's chat template."""
+        """`generate` for a conversation, rendered by the model's chat template."""
         stream = self.stream_chat(
             messages, params, priority=priority, tenant=tenant, salt=salt, **template_options
         )
@@ -187,18 +188,19 @@ class AsyncLLM:
 
     def _stream(
         self,
-        make: Callable[[], Sequence[int]],
+        encode_prompt: Callable[[], Sequence[int]],
         params: SamplingParams | None,
         options: dict[str, Any],
         *,
         in_thread: bool,
     ) -> Stream:
+        """A stream that encodes its prompt, in another thread if `in_thread`, and submits it."""
         chosen = params or SamplingParams()
 
         async def submit(final_only: bool) -> OutputCollector:
-            ids = await asyncio.to_thread(make) if in_thread else make()
+            ids = await asyncio.to_thread(encode_prompt) if in_thread else encode_prompt()
             if isinstance(chosen, SamplingParams) and chosen.structured is not None:
-                await asyncio.to_thread(self._compile_grammar, chosen)  # a format may take a second
+                await asyncio.to_thread(self._compile_grammar, chosen)  # may take a second
             collector = OutputCollector(self._dispatcher(), final_only=final_only)
             self._engine_thread.submit(collector, ids, chosen, **options)
             return collector
@@ -206,16 +208,16 @@ class AsyncLLM:
         return Stream(submit, self._engine_thread.abort)
 
     def _dispatcher(self) -> LoopDispatcher:
-        """The one of the running event loop."""
+        """The dispatcher of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            outlet = self._dispatchers.get(loop)
-            if outlet is None:
-                outlet = self._dispatchers[loop] = LoopDispatcher(loop)
-            return outlet
+            dispatcher = self._dispatchers.get(loop)
+            if dispatcher is None:
+                dispatcher = self._dispatchers[loop] = LoopDispatcher(loop)
+            return dispatcher
 
     async def abort(self, request_id: int) -> None:
-        """End a live request; its reader gets an output with the finish reason `abort`.
+        """Abort a live request; its reader gets an output with the finish reason `abort`.
 
         Raises:
             UnknownRequestError: no live request has this id.
@@ -238,54 +240,54 @@ class AsyncLLM:
         """A prompt that grows turn by turn, branches and goes back: see `AsyncSession`.
 
         Args:
-            begin: what a plain session begins with: a text or token ids.
-            messages, system: for a conversation through the chat template: its first messages, or
-                the text of a system message before them. `messages=[]` begins with nothing.
+            begin: the text or token ids that a plain session begins with.
+            messages, system: for a conversation: its first messages ([] for none), and the text of
+                a system message before them.
             priority, tenant, salt: of every turn, as in `generate`.
             pin: keep the newest turn from eviction, if the budget for pins allows.
-            ttl_s: how long a pin lives without being hit; None: until `aclose`.
+            ttl_s: seconds without a hit after which a pin expires; None: until `aclose`.
             template_options: `tools`, and further variables of the template.
 
         Raises:
-            RequestError: what it begins with cannot be tokenised, or there is no chat template.
+            RequestError: the beginning cannot be tokenised, or there is no chat template.
         """
-        transcript = open_transcript(self, begin, messages, system, template_options)
+        transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
         return AsyncSession(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
-    async def _warm(self, many: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
-        room = asyncio.Semaphore(self.config.max_num_seqs)
+    async def _warm(self, prompts: Sequence[WarmPrompt]) -> list[RequestOutput | Exception]:
+        permits = asyncio.Semaphore(self.config.max_num_seqs)
 
-        async def compute(one: WarmPrompt) -> RequestOutput | Exception:
-            make = partial(one.ids, self.tokenizer)
-            options = {"priority": -1, "tenant": one.tenant, "salt": one.salt}
-            async with room:
+        async def compute(prompt: WarmPrompt) -> RequestOutput | Exception:
+            ids = partial(prompt.ids, self.tokenizer)
+            options = {"priority": -1, "tenant": prompt.tenant, "salt": prompt.salt}
+            async with permits:
                 try:
-                    return await self._stream(make, WARM_PARAMS, options, in_thread=True).whole()
+                    return await self._stream(ids, WARM_PARAMS, options, in_thread=True).whole()
                 except RequestError as error:
                     return error
 
-        return list(await asyncio.gather(*map(compute, many)))
+        return list(await asyncio.gather(*map(compute, prompts)))
 
     # -- the engine --------------------------------------------------------------------------
 
     async def run(self, call: Callable[[EngineCore], T]) -> T:
-        """`call(core)` in the engine's thread, between two steps; for all that touches the core.
+        """Return `call(core)`, run in the engine thread between two steps.
 
-        While it runs nobody's answer goes on. If the caller is cancelled before it began, it is
-        not run.
+        The only way to touch the core. All requests wait while it runs. If the caller is cancelled
+        before it begins, it does not run.
 
         Raises:
-            EngineStoppedError: the engine has ended; and whatever `call` raises.
+            EngineStoppedError: the engine has ended; also anything that `call` raises.
         """
         return await asyncio.wrap_future(self._engine_thread.call(call))
 
     async def reload_weights(
         self, model: str | Path, *, running: Literal["finish", "restart"] = "finish"
     ) -> None:
-        """Serve with other weights of the same model: see `LLM.reload_weights`.
+        """Replace the weights, as `LLM.reload_weights` does.
 
-        They are loaded in another thread while requests go on. With "finish", requests that come
-        after that wait until those before them have ended.
+        Loads them in another thread while requests go on. With "finish", requests that come after
+        that wait until the live ones have ended.
         """
         validate_running_mode(running)
         swap = await asyncio.to_thread(self.engine.load_weights, model)
@@ -297,26 +299,27 @@ class AsyncLLM:
 
     @property
     def cache(self) -> AsyncCacheView:
-        """What is cached: the calls of `CacheView` as coroutines."""
+        """The calls of `CacheView` as coroutines."""
         return AsyncCacheView(self, self.tokenizer, self._warm)
 
     async def stats(self) -> EngineStats:
-        """Requests that run and wait, work done so far, and the cache's statistics."""
-        return await self.run(EngineStats.of)
+        """Running and waiting requests, work done so far, and `PrefixCache.stats()`."""
+        return await self.run(EngineCore.stats)
 
     def health(self) -> Health:
-        """Whether the engine is alive, and how old its last step is; waits for nothing."""
+        """State of the engine thread and age of its last step; does not wait for it."""
         return self._engine_thread.health()
 
     # -- the end -----------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no new requests, let those that are there finish, then end.
+        """Take no new requests, let the live ones finish, then end the engine.
 
-        New ones get a DrainingError. Those that are left after `timeout_s` are aborted and told.
+        New requests get a DrainingError. After `timeout_s` the rest are aborted; their readers get
+        an output with the finish reason `abort`.
 
         Returns:
-            whether all have finished.
+            whether all requests have finished.
         """
         was_over = self._engine_thread.ended.done()
         self._engine_thread.drain()
@@ -330,7 +333,7 @@ class AsyncLLM:
         return was_over or not self._engine_thread.has_aborted
 
     async def aclose(self) -> None:
-        """End the engine after the step that is being computed; live requests are aborted."""
+        """End the engine after the present step; live requests are aborted."""
         self._engine_thread.stop()
         await asyncio.shield(asyncio.wrap_future(self._engine_thread.ended))
         self._engine_thread.join()

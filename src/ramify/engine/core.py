@@ -1,32 +1,27 @@
-"""The engine without tensors: requests in, steps planned, carried out, committed and told."""
+"""The step loop: schedule → plan → execute → commit → update. Knows no tensors.
+
+`EngineCore` holds the loop and the calls of its owner. Its state is in `context`, the beginning and
+end of requests in `lifecycle`, and what happens when a call raises in `failure_recovery`.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
-import secrets
 import time
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from ramify.attention.planner import RadixAttentionPlanner
-from ramify.cache import Salt
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
-from ramify.engine.hit_verifier import HitVerifier
-from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
-from ramify.engine.output_processor import (
-    IncrementalDetokenizer,
-    append_sampled_tokens,
-    flush_held_text,
-    take_stable_text,
-)
+from ramify.engine.lifecycle import RequestLifecycle
+from ramify.engine.logits.logits_processors import GrammarMatcher
+from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
-from ramify.engine.request import Request
+from ramify.engine.request import IncrementalDetokenizer, Request
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
@@ -38,55 +33,34 @@ from ramify.engine.scheduling.validation import (
 from ramify.engine.speculation.drafter import Drafter, create_drafter, propose_drafts
 from ramify.engine.step import Executor, StepPlan, StepResult
 from ramify.engine.watchdog import Watchdog
-from ramify.errors import CacheError, InvalidParamsError, UnknownRequestError
-from ramify.kv.block_table import PagedBlockTable
-from ramify.params import (
-    CacheReport,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutput,
-    TokenLogprob,
+from ramify.errors import (
+    CacheError,
+    InvalidParamsError,
+    OutOfPagesError,
+    UnknownRequestError,
 )
+from ramify.kv.block_table import PagedBlockTable
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step did for one answer of a request.
-
-    `text` and `logprobs` are what may be shown at once: text that may still turn out to begin a
-    stop text comes later. `output` is there when all answers of the request have ended. Unpacks to
-    (request_id, list of new token ids, whether the request has ended).
-    """
-
-    request_id: int
-    new_token_ids: tuple[int, ...]
-    output: RequestOutput | None = None
-    index: int = 0  # of the answer
-    text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None  # of this answer, when it has ended
-    cache: CacheReport | None = None  # with the first tokens of the first answer
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.request_id, list(self.new_token_ids), self.output is not None))
-
-
 class EngineCore:
-    """Single-threaded by contract: whoever owns it calls `step` until nothing is unfinished.
+    """Runs requests to completion: `add_request`, then `step` until `has_unfinished` is false.
+
+    Not thread-safe: one thread makes every call (`AsyncLLM` has a thread for that).
 
     Args:
-        config: sizes; `config.requested` says whether prefixes are shared.
-        executor: carries out the steps.
-        vocab_size: token ids are below it.
-        eos_token_ids: the model's own ends of sequence.
-        namespace: what the K/V depends on beside the tokens: model, weights, dtype.
-        detokenizer_factory: makes a decoder per request; None when the model has no tokenizer.
-        drafter: guesses tokens; None for the one that `config` asks for, if any.
-        grammar_compiler: makes a matcher for one answer; None when there is no structured output.
-        clock: seconds; another one can be passed in tests.
+        config: sizes; `config.requested` has the options as the user gave them.
+        executor: runs the forward passes.
+        vocab_size: token ids are in [0, vocab_size).
+        eos_token_ids: the model's end-of-sequence tokens.
+        namespace: what K/V depends on besides the tokens: model, weights, dtype.
+        detokenizer_factory: creates a request's detokenizer; None if the model has no tokenizer.
+        drafter: proposes draft tokens; None for the drafter that `config` selects, if any.
+        grammar_compiler: creates a request's grammar matcher; None without structured output.
+        clock: seconds.
     """
 
     def __init__(
@@ -102,46 +76,75 @@ class EngineCore:
         grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config, self.executor, self.vocab_size = config, executor, vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.config = config
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
-        self.cache = PrefixCache(
-            config.num_pages, config.page_size, policy=config.requested.cache.policy, clock=clock
+        self.context = EngineContext(config, executor, clock)
+        self.lifecycle = RequestLifecycle(
+            self.context,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            detokenizer_factory=detokenizer_factory,
+            grammar_compiler=grammar_compiler,
+            clock=clock,
         )
-        self.start_over()
-        self.recovery = FailureRecovery(self, config.requested.self_check)
+        rng = random.Random()  # noqa: S311  # only samples requests and audits
+        # Not a method: `recovery` would then refer back to the core, and a dropped engine would live
+        # until the garbage collector runs.
+        self._chance: Callable[[float], bool] = lambda share: rng.random() < share
+        self.recovery = FailureRecovery(self.context, self.lifecycle, self._chance)
         self.watchdog = Watchdog(config.requested.self_check.step_timeout_s)
-        self.hit_verifier = HitVerifier(config.requested.attention.verify_sample)
-        self._rng = random.Random()  # noqa: S311  # which requests are checked is no secret
+        self.hit_verifier = self.lifecycle.hit_verifier
         self.max_waiting = config.requested.scheduler.max_waiting
-        self.num_steps = 0
-        self.num_computed_tokens = 0  # query rows of all steps so far
         self.drafter = drafter or create_drafter(config, self.cache)
-        self._detokenizer_factory, self._clock, self._grammar_compiler = (
-            detokenizer_factory,
-            clock,
-            grammar_compiler,
-        )
-        self._requests: dict[int, Request] = {}
-        self._outputs: list[
-            StepOutput
-        ] = []  # not told yet: more than one step's after an interrupt
-        self._ids = count()
+        self._clock = clock
 
-    def start_over(self) -> None:
-        """Empty table, planner and queues over the cache as it is; nobody's requests are told."""
-        config = self.config
-        width = min(config.max_pages_per_seq, config.num_pages)
-        self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
-        self.planner = RadixAttentionPlanner(
-            self.cache, self.table, share=config.requested.cache.prefix_cache
-        )
-        self.scheduler = Scheduler(
-            self.planner,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            coalesce_steps=config.requested.scheduler.coalesce_steps,
-        )
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        return self.lifecycle.vocab_size
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache."""
+        return self.context.cache
+
+    @property
+    def table(self) -> PagedBlockTable:
+        """Block table of the running requests; a rebuild replaces it."""
+        return self.context.table
+
+    @property
+    def planner(self) -> RadixAttentionPlanner:
+        """The planner; a rebuild replaces it."""
+        return self.context.planner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler; a rebuild replaces it."""
+        return self.context.scheduler
+
+    @property
+    def executor(self) -> Executor:
+        """Runs the forward passes; may be replaced between two steps."""
+        return self.context.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self.context.executor = executor
+
+    @property
+    def num_steps(self) -> int:
+        """Steps committed so far."""
+        return self.context.num_steps
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Query rows of all steps so far."""
+        return self.context.num_computed_tokens
+
+    def stats(self) -> EngineStats:
+        """A snapshot, for the thread that runs the engine."""
+        return self.context.stats()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -159,196 +162,148 @@ class EngineCore:
         """Queue a request; returns its id.
 
         Args:
-            priority: requests with a larger one come first.
-            tenant: whose it is: tenants share the steps fairly, and no prefixes but public ones
-                (`namespaces`).
-            salt: only requests with the same one share prefixes, but for public ones.
-            max_shared: only so many of its first tokens are kept for others; by default all,
-                those of the answer included.
+            prompt: the prompt's text, for `RequestOutput.prompt`.
+            priority: larger values are scheduled earlier.
+            tenant: steps are shared fairly between tenants. Their prefixes are not shared, except
+                public ones (`namespaces`).
+            salt: only requests with an equal salt share prefixes, except public ones.
+            max_shared: publish only this many leading tokens to the cache. None: all, those of the
+                answer included.
 
         Raises:
-            OverloadedError: `max_waiting` requests wait already.
-            RequestError: it can never be served. Nothing is queued, others are untouched.
+            OverloadedError: `max_waiting` requests or `scheduler.max_waiting_tokens` tokens wait.
+            RequestError: the request can never be served. Nothing is queued.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams")
         validate_request_options(priority, tenant, salt, max_shared)
         ids = validate_token_ids(token_ids, self.vocab_size)
-        longest = resolve_max_len(len(ids), params, self.config)
+        max_len = resolve_max_len(len(ids), params, self.config)
         validate_token_options(params, self.vocab_size)
-        if params.stop and self._detokenizer_factory is None:
+        if params.stop and self.lifecycle.detokenizer_factory is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
         self.scheduler.check_queue_len(self.max_waiting, self._clock())
         self.scheduler.check_queued_tokens(len(ids), self._clock())
-        place = self.namespaces.scope_of(ids, tenant, salt)
-        request = self._new_request(ids, params, place, longest)
-        request.prompt, request.priority, request.tenant = prompt, priority, tenant
-        request.verify_cold = self.chance(self.hit_verifier.share)
-        for index in range(1, params.n):
-            branch = self._new_request(ids, replace(params, prompt_logprobs=None), place, longest)
-            branch.seed = request.seed + index
-            branch.priority, branch.tenant = priority, tenant
-            branch.index, branch.parent = index, request
-            request.children.append(branch)
-        answers = (request, *request.children)
-        for one in answers:
-            one.sequence.max_shared = max_shared
-            self.rebuild_text_state(one)
+        request = self.lifecycle.create_group(
+            ids,
+            params,
+            self.namespaces.scope_of(ids, tenant, salt),
+            max_len,
+            prompt=prompt,
+            priority=priority,
+            tenant=tenant,
+            max_shared=max_shared,
+        )
+        request.verify_cold = self._chance(self.hit_verifier.share)
         try:
-            self._requests.update((one.id, one) for one in answers)
+            self.lifecycle.register(request)
             self.scheduler.add(request)
-        except BaseException:  # an interrupt: as if it had not come
+        except BaseException:  # Ctrl-C: leave no half-queued request behind
             self.scheduler.waiting.undo_add(request)
-            for one in answers:
-                self._requests.pop(one.id, None)
+            self.lifecycle.unregister(request)
             raise
         return request.id
 
-    def rebuild_text_state(self, request: Request) -> None:
-        """Give a request a shaper, and a decoder that knows its tokens so far.
-
-        At its beginning, and in place of those that broke off in the middle of a call.
-        """
-        request.logits_processor = self._create_logits_processor(request)
-        if self._detokenizer_factory is not None:
-            request.detokenizer = self._detokenizer_factory()
-            ends = isinstance(request.stop_reason, int)  # in a token that is no text
-            for token in request.output_ids[: -1 if ends else None]:
-                request.detokenizer.step(token)
-
-    def chance(self, share: float) -> bool:
-        """Whether something that is done to a share of all cases is done to this one."""
-        return self._rng.random() < share
-
     def compile_grammar(self, params: SamplingParams) -> None:
-        """Compile the format that params ask for, so that `add_request` finds it compiled.
+        """Compile the grammar of `params.structured` into the compiler's cache.
 
-        Any thread may call it: it takes long, and nobody's answer should wait for it.
+        For any thread: compiling takes long, and `add_request` would do it in the engine's thread.
 
         Raises:
-            RequestError: the format cannot be followed.
+            RequestError: the grammar is invalid or not supported.
         """
-        if params.structured is not None and self._grammar_compiler is not None:
-            self._grammar_compiler(params.structured)
-
-    def _new_request(
-        self,
-        ids: array[int],
-        params: SamplingParams,
-        scope: tuple[bytes, tuple[Salt, ...]],
-        max_len: int,
-    ) -> Request:
-        stop_ids = frozenset(params.stop_token_ids)
-        return Request(
-            id=next(self._ids),
-            prompt=None,
-            prompt_ids=ids,
-            params=params,
-            max_len=max_len,
-            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
-            seed=secrets.randbits(62) if params.seed is None else params.seed,
-            namespace=scope[0],
-            salts=scope[1],
-            arrival_s=self._clock(),
-            sequence=Request.new_sequence(ids[:], *scope, params),
-        )
-
-    def _create_logits_processor(self, request: Request) -> LogitsProcessor | None:
-        params, matcher = request.params, None
-        if params.structured is not None:
-            if self._grammar_compiler is None:
-                allowed = "None: the model has no tokenizer"
-                raise InvalidParamsError("structured", "given", allowed)
-            matcher = self._grammar_compiler(params.structured)
-        return LogitsProcessor.create_if_needed(
-            request.prompt_ids,
-            params,
-            stop_token_ids=request.stop_token_ids,
-            vocab_size=self.vocab_size,
-            matcher=matcher,
-        )
+        compiler = self.lifecycle.grammar_compiler
+        if params.structured is not None and compiler is not None:
+            compiler(params.structured)
 
     def verify_next_hit(self) -> bool:
-        """Queue a sampled hit to be computed again, cold; whether there was one. When idle.
+        """Queue a cold recomputation of the next sampled cache hit; returns whether it did.
 
-        For whoever drives `step`, when there is nothing else to do and free pages suffice: nothing
-        is evicted for it. Nobody hears of it but `hit_verifier`.
+        Call it when idle: it does nothing while requests are live, or if it had to evict pages. The
+        result goes to `hit_verifier` and to no caller.
         """
         if not self.hit_verifier.pending or self.has_unfinished:
             return False
         needed = -(-len(self.hit_verifier.pending[0].token_ids) // self.config.page_size)
         if self.cache.stats().free_pages < needed:
-            return False  # it would evict what others may want
+            return False
         hit = self.hit_verifier.pending.popleft()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         ids = array("i", hit.token_ids[: self.config.max_model_len - 1])
-        request = self._new_request(ids, params, (hit.namespace, ()), len(ids) + 1)
-        request.sequence.max_shared = 0  # what the first one did not share is not shared by this
-        self._requests[request.id] = request
+        request = self.lifecycle.create(ids, params, (hit.namespace, ()), len(ids) + 1)
+        request.sequence.max_shared = 0  # the recorded request may have kept its tokens private
+        self.lifecycle.register(request)
         self.hit_verifier.running[request.id] = hit
         self.scheduler.add(request)
         return True
 
     def abort(self, request_id: int) -> RequestOutput:
-        """End a live request now; what it computed stays warm.
+        """End a live request now; its published pages stay cached.
 
         Raises:
             UnknownRequestError: no live request has this id.
         """
-        request = self._requests.get(request_id) if isinstance(request_id, int) else None
+        request = self.lifecycle.requests.get(request_id) if isinstance(request_id, int) else None
         if request is None or request.parent is not None or request.has_output:
             raise UnknownRequestError(request_id)
         self.recovery.active_requests = ()
         while not request.has_ended:
             try:
-                for one in (request, *request.children):
-                    if not one.is_finished:
-                        self.finish(one, FinishReason.ABORT)
-            except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
+                for member in (request, *request.children):
+                    if not member.is_finished:
+                        self.lifecycle.finish(member, FinishReason.ABORT)
+            except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
                 self.recovery.recover(error)
-        told = [one for one in self._outputs if one.request_id == request_id]
-        self._outputs = [one for one in self._outputs if one.request_id != request_id]
-        settled = [one.output for one in told if one.output is not None]  # by a repair
-        return settled[0] if settled else self._make_output(request)
+        dropped = self.lifecycle.discard_outputs({request_id})
+        # `recover` may have emitted the final output already.
+        outputs = [event.output for event in dropped if event.output is not None]
+        return outputs[0] if outputs else self.lifecycle.make_output(request)
 
     def group_of(self, request_id: int) -> tuple[Request, ...]:
-        """A live request and its branches, by index; none if it is not live."""
-        request = self._requests.get(request_id)
+        """A live request and its children, by index; empty if the id is not live."""
+        request = self.lifecycle.requests.get(request_id)
         return () if request is None else (request, *request.children)
 
     @property
     def live(self) -> list[Request]:
-        """Requests and branches whose caller was not told all yet, oldest first."""
-        return list(self._requests.values())
+        """Requests and children whose group has no output yet, oldest first."""
+        return self.lifecycle.live
 
     def discard_outputs(self, request_ids: Container[int]) -> None:
-        """Tell nobody what is not told yet of these requests: their caller has given up."""
-        self._outputs = [one for one in self._outputs if one.request_id not in request_ids]
+        """Drop outputs of these requests that `step` has not returned yet."""
+        self.lifecycle.discard_outputs(request_ids)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is live."""
-        return self.scheduler.has_unfinished or bool(self._outputs)
+        """Whether a request waits or runs, or an output is still to be returned."""
+        return self.scheduler.has_unfinished or self.lifecycle.has_outputs
 
     # -- a step ------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """schedule → plan → execute → commit → update; what it did, request by request.
+        """Run one step; returns the new tokens and ends of requests, also those of recovery.
 
         Raises:
-            OutOfPagesError: leases outside the engine hold the pages that a single request needs;
-                nothing changed. Release some, or ask `recovery.fail_blocked_request`.
+            OutOfPagesError: leases outside the engine hold the pages that a single request needs.
+                Nothing changed: release some and step again, or use `step_or_fail_blocked`.
         """
         self.watchdog.begin(self.recovery.describe_step)
         try:
             self._step()
             self.recovery.maybe_audit()
-        except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
+        except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
             self.recovery.recover(error)
         finally:
             self.watchdog.end()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.lifecycle.take_outputs()
+
+    def step_or_fail_blocked(self) -> list[StepOutput]:
+        """`step`; on OutOfPagesError, fail the request that found no pages and return nothing."""
+        try:
+            return self.step()
+        except OutOfPagesError as error:
+            self.recovery.fail_blocked_request(error)
+            return []
 
     def _step(self) -> None:
         self.recovery.active_requests = ()
@@ -358,14 +313,14 @@ class EngineCore:
         scheduled, plan = planned
         try:
             result = self.executor.execute(plan)
-        except BaseException as error:  # noqa: BLE001 - raises again what is no Exception
+        except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
             self.recovery.step_failed(scheduled, error)
             return
         self._process_result(scheduled, result)
         self.recovery.step_succeeded()
 
     def _plan_step(self) -> tuple[ScheduledStep, StepPlan] | None:
-        """The next step, if there is anything to do."""
+        """Draft, schedule and plan the next step; None when there is nothing to do."""
         if self.drafter is not None:
             propose_drafts(self.drafter, self.scheduler.running)
         scheduled = self.scheduler.schedule()
@@ -379,22 +334,23 @@ class EngineCore:
         return scheduled, build_step_plan(scheduled)
 
     def _process_result(self, scheduled: ScheduledStep, result: StepResult) -> None:
-        """Commit what was computed and hand out what was drawn."""
+        """Commit the computed K/V; update requests with sampled tokens and prompt logprobs."""
         if result.failed:
             self.recovery.requests_failed(scheduled, result.failed)
-        served = [one for one in scheduled.requests if one.sequence.num_planned]
-        starts, kept = [], []
-        for request in served:
-            num_planned = request.sequence.num_planned
+        # A failed request was rolled back: none of its tokens are planned any more.
+        computed = [request for request in scheduled.requests if request.sequence.num_planned]
+        starts, num_committed = [], []
+        for request in computed:
+            num_tokens = request.sequence.num_planned
             starts.append(request.sequence.num_computed)
             if request.id in result.sampled:
-                num_drawn = len(result.sampled[request.id].token_ids)
-                num_planned -= len(request.draft) + 1 - num_drawn
-            kept.append(num_planned)
-        self.planner.commit([request.sequence for request in served], kept)
-        self.num_steps += 1
-        self.num_computed_tokens += scheduled.batch.num_tokens
-        for request, start in zip(served, starts, strict=True):
+                num_sampled = len(result.sampled[request.id].token_ids)
+                num_tokens -= len(request.draft) + 1 - num_sampled  # rejected drafts
+            num_committed.append(num_tokens)
+        self.planner.commit([request.sequence for request in computed], num_committed)
+        self.context.num_steps += 1
+        self.context.num_computed_tokens += scheduled.batch.num_tokens
+        for request, start in zip(computed, starts, strict=True):
             self.recovery.active_requests = (request,)
             request.count_computed(start)
             request.prompt_logprobs.extend(result.prompt_logprobs.get(request.id, ()))
@@ -402,114 +358,64 @@ class EngineCore:
                 self._process_sampled(request, result)
 
     def _process_sampled(self, request: Request, result: StepResult) -> None:
-        """A request has new tokens, whose K/V but the last one's is committed."""
-        sequence, num_known = request.sequence, len(request.output_ids)
-        branches = [one for one in request.pending_children if one.id in result.sampled]
+        """Handle a request's newly sampled tokens, and those of its children after a prompt.
+
+        Their K/V is committed, except that of the last one, which the next step computes.
+        """
+        sequence, num_output = request.sequence, len(request.output_ids)
+        children = [child for child in request.pending_children if child.id in result.sampled]
         self._append_sampled(request, result)
         if request.draft:
             del sequence.tokens[sequence.num_computed :]
+            num_correct = len(result.sampled[request.id].token_ids) - 1
+            num_accepted = min(num_correct, len(request.output_ids) - num_output)
+            request.num_draft_tokens += len(request.draft)
+            request.num_accepted_tokens += num_accepted
             if self.drafter is not None:
-                num_right = len(result.sampled[request.id].token_ids) - 1
-                self.drafter.verified(request, min(num_right, len(request.output_ids) - num_known))
+                self.drafter.verified(request, num_accepted)
             request.draft = ()
-        for one in branches:
-            self._start_child(one, request)
+        for child in children:
+            self._start_child(child, request)
         self._continue_or_finish(request)
-        for one in branches:
-            self._append_sampled(one, result)
-            self._continue_or_finish(one)
+        for child in children:
+            self._append_sampled(child, result)
+            self._continue_or_finish(child)
 
     def _append_sampled(self, request: Request, result: StepResult) -> None:
-        """Add what was drawn; from now on a request stands for its answer's end, if that is it."""
+        """Append the sampled tokens; sets `pending_finish_reason` if they end the answer."""
         try:
             append_sampled_tokens(request, result.sampled[request.id])
-        except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
-            self.recovery.detokenize_failed(request, error)
+        except Exception as error:  # noqa: BLE001 - a detokenizer's; ends this request only
+            self.lifecycle.detokenize_failed(request, error)
 
     def _continue_or_finish(self, request: Request) -> None:
-        """Tell the new tokens of a request, which ends if it must, or is computed further."""
+        """Finish a request whose end is pending, else extend its sequence; emit its new tokens."""
         if request.first_token_s is None:
             request.first_token_s = self._clock()
         self.recovery.on_progress(request)
         if request.pending_finish_reason is None:
             request.sequence.tokens.append(request.output_ids[-1])
         else:
-            self.finish(request, request.pending_finish_reason)
-        self.emit(request)
+            self.lifecycle.finish(request, request.pending_finish_reason)
+        self.lifecycle.emit(request)
 
     def _start_child(self, child: Request, parent: Request) -> None:
-        """Let a branch go on from its leader's prompt: with the same pages, or back in the queue."""
+        """Fork a child from its leader's computed prompt; queue it if no row or page is free."""
         child.first_step_s = parent.first_step_s
         child.max_computed = parent.max_computed
         child.cache_counts = parent.cache_counts
         try:
             twin, pairs = self.planner.fork(parent.sequence)
-        except CacheError:  # no row or no page: it is admitted like any other, its prompt is warm
+        except CacheError:  # no row or page; the scheduler admits it later, with a cached prompt
             self.scheduler.add(child)
             return
         try:
             if pairs:
                 self.executor.copy_pages(pairs)
-        except Exception as error:  # noqa: BLE001 - out of memory, say: it can do without
+        except Exception as error:  # noqa: BLE001 - out of memory, say; queueing needs no copy
             logger.warning("pages of request %d were not copied: %s", parent.id, error)
             self.planner.release([twin])
             self.scheduler.add(child)
             return
         child.sequence = twin
         self.scheduler.add_running(child)
-
-    def emit(self, request: Request) -> None:
-        """Put what is new of a request into the outbox, its end included."""
-        leader, asked = request.parent_or_self, request.params.logprobs is not None
-        output = self._make_output(leader) if leader.has_ended and not leader.has_output else None
-        start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
-        request.end_emitted = request.is_finished
-        if leader.id not in self.hit_verifier.running:
-            self._outputs.append(
-                StepOutput(
-                    leader.id,
-                    tuple(request.output_ids[start:]),
-                    output,
-                    request.index,
-                    take_stable_text(request),
-                    tuple(request.logprobs[start:]) if asked else (),
-                    request.finish_reason,
-                    leader.cache_report(cache_on=self.planner.share)
-                    if request is leader and start == 0 < request.num_tokens_emitted
-                    else None,
-                )
-            )
-        elif output is not None:
-            self.hit_verifier.compare(leader.id, leader.prompt_logprobs)
-
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request or branch, once: nothing of it stays but published pages."""
-        request.pending_finish_reason = reason
-        self.scheduler.remove(request)
-        self.finalize(request)
-
-    def finalize(self, request: Request) -> None:
-        """Settle text and reason of a request that ends and holds nothing any more."""
-        assert request.pending_finish_reason is not None
-        try:
-            reason = flush_held_text(request, request.pending_finish_reason)
-        except Exception as error:  # noqa: BLE001 - a decoder's; only its own text is lost
-            reason = self.recovery.detokenize_failed(request, error)
-        request.end_s = self._clock()
-        request.finish_reason = reason
-        if request.verify_cold:
-            self.hit_verifier.record(request)
-
-    def _make_output(self, parent: Request) -> RequestOutput:
-        """The output of a request that has ended, branches included; made once."""
-        output = parent.output(cache_on=self.planner.share)
-        parent.has_output = True
-        for one in (parent, *parent.children):
-            del self._requests[one.id]
-        return output
-
-    def fail(self, request: Request, error: Exception) -> None:
-        """End a request or branch with an error, and tell."""
-        request.error = error
-        self.finish(request, FinishReason.ERROR)
-        self.emit(request)

@@ -114,7 +114,7 @@ class _Instance:
     """An engine of some sizes over the model of another, its logits recorded."""
 
     def __init__(self, llm: LLM, sizes: EngineSizes) -> None:
-        given = llm.runner
+        given = llm.engine.runner
         asked = EngineConfig.of(
             page_size=llm.config.page_size,
             kv_cache_tokens=sizes.num_tokens,
@@ -133,7 +133,7 @@ class _Instance:
         self.executor = _DigestingExecutor(
             _DigestingRunner(given, self.pool, whole_steps=sizes.whole_steps)
         )
-        vocab_size = llm.model_config.vocab_size
+        vocab_size = llm.engine.model_config.vocab_size
         self.core = EngineCore(
             config, self.executor, vocab_size=vocab_size, namespace=llm.core.namespaces.base
         )

@@ -1,94 +1,86 @@
-"""What becomes of an engine and its requests when a step fails, or the engine itself does.
+"""Failure recovery: what happens to engine and requests when a step or the bookkeeping fails.
 
-Three ways back, from the cheapest on. A step that failed is put back: its requests wait again, what
-it wrote is erased, the rest stays warm. A request whose numbers are not finite goes on alone and
-apart, in a namespace of its own, since a page that it had read may be damaged. And when the
-bookkeeping itself cannot be trusted, it is all built anew and every live request begins again with
-the tokens that it has.
+- A forward pass raises → roll back: zero the pages of the step, requeue its requests.
+- A request's logits are not finite → roll it back and isolate its namespace, since a page that it
+  read may be damaged. If it then succeeds, evict the prefix that it had read.
+- Anything else raises, or an audit does → rebuild: empty cache, table and queues. Every live
+  request is recomputed with the tokens it has.
+
+A request that fails `MAX_FAILURES` steps in a row ends with a StepFailedError. After its first
+failure it runs alone, so that it takes no other request with it.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ramify.cache.key import CacheKey, namespace_of, namespace_parts
 from ramify.cache.maintenance import evict_suspect_prefix, reset
-from ramify.config import SelfCheckSection
+from ramify.engine.context import EngineContext
+from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
-from ramify.errors import InvariantError, OutOfPagesError, StepFailedError, StepMemoryError
-from ramify.params import FinishReason
-
-if TYPE_CHECKING:
-    from ramify.engine.core import EngineCore
+from ramify.errors import OutOfPagesError, StepFailedError, StepMemoryError
+from ramify.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 2  # of steps in a row: one with batch mates, who may be at fault, and one alone
-MAX_REBUILDS = 8  # during one token of a request: whoever needs more may be what they are for
-MAX_INTERRUPTS = 100  # of one repair
-# Good steps, before one may be twice as large again; each time that was too much, twice as many,
-# so that whoever loses his work with a failed step gets through in between.
+MAX_FAILURES = 2  # failed steps in a row: one in a batch, whose others may be at fault, one alone
+MAX_REBUILDS = 8  # rebuilds between two tokens of a request, which may be their cause
+MAX_INTERRUPTS = 100  # KeyboardInterrupts during one rebuild
+# Successful steps after which the token budget, halved when memory ran out, doubles again. Doubled
+# each time that was too early, so that requests progress between two failures.
 RECOVERY_STEPS = 16
 
 
-@dataclass(slots=True)
-class FailureCounts:
-    """What went wrong so far."""
-
-    failed_steps: int = 0  # forward passes that raised
-    failed_requests: int = 0  # put back since their own numbers were not finite
-    out_of_memory: int = 0  # of the failed steps, those that were tried again in smaller ones
-    errors: int = 0  # requests that were told of a fault that was not theirs to mend
-    evicted_suspect_pages: int = 0  # dropped since a request that had read them failed
-    audits: int = 0
-    mismatches: int = 0  # checks that found a contradiction
-    rebuilds: int = 0  # times that all bookkeeping was built anew
-
-
 class FailureRecovery:
-    """Puts an engine back together, and tells the requests that cannot go on."""
+    """Restores a consistent engine after a failure, and ends requests that keep failing.
 
-    def __init__(self, core: EngineCore, asked: SelfCheckSection) -> None:
-        self._core: EngineCore = weakref.proxy(core)  # no cycle: a dropped engine is gone at once
-        self._share = asked.check_sample
-        self.counts = FailureCounts()
-        self.active_requests: Sequence[
-            Request
-        ] = ()  # in what the engine does now; none: in scheduling
-        self._contained: BaseException | None = None  # is on its way to the caller
-        self._broken_at = -1  # the count of steps at the last repair that nobody was blamed for
-        self._good_steps = 0  # since a step was too large, or the limit was raised
-        self._wanted_steps = 0  # good ones, to raise the limit; none once it is forgotten
-        self._has_grown = False  # since a step was too large
+    Args:
+        context, lifecycle: of the engine.
+        chance: true with the given probability; samples the steps to audit.
+    """
+
+    def __init__(
+        self,
+        context: EngineContext,
+        lifecycle: RequestLifecycle,
+        chance: Callable[[float], bool],
+    ) -> None:
+        self._context, self._lifecycle, self._chance = context, lifecycle, chance
+        self._share = context.config.requested.self_check.check_sample
+        self.counts = context.failures
+        # The requests that the engine works on now, to blame if that raises; none in scheduling.
+        self.active_requests: Sequence[Request] = ()
+        self._handled_error: BaseException | None = None  # recovered; passes through `recover`
+        self._unexplained_at_step = -1  # `num_steps` at the last rebuild that blamed no request
+        self._num_good_steps = 0  # since the token budget changed
+        self._steps_to_double = 0  # good steps before the budget doubles; 0: it was never halved
+        self._has_doubled = False  # since it was halved
         self._num_isolated = 0
 
     def describe_step(self) -> str:
-        """What the engine is at, for whoever looks from another thread."""
-        core, involved = self._core, self.active_requests
+        """The running step and its first requests, for a log line; for any thread."""
+        requests, num_steps = self.active_requests, self._context.num_steps
+        if not requests:
+            return f"scheduling step {num_steps}"
         named = ", ".join(
-            f"{one.parent_or_self.id} ({one.sequence.num_computed}+{one.sequence.num_planned} tokens)"
-            for one in involved[:8]
+            f"{request.parent_or_self.id} "
+            f"({request.sequence.num_computed}+{request.sequence.num_planned} tokens)"
+            for request in requests[:8]
         )
-        more = f" and {len(involved) - 8} more" if len(involved) > 8 else ""
-        return (
-            f"step {core.num_steps} with {len(involved)} requests: {named}{more}"
-            if involved
-            else f"scheduling step {core.num_steps}"
-        )
+        more = f" and {len(requests) - 8} more" if len(requests) > 8 else ""
+        return f"step {num_steps} with {len(requests)} requests: {named}{more}"
 
-    # -- a step fails --------------------------------------------------------------------------
+    # -- a forward pass fails ------------------------------------------------------------------
 
     def step_failed(self, scheduled: ScheduledStep, error: BaseException) -> None:
-        """A forward pass raised: nothing of the step counts. Raises what is no Exception."""
+        """Roll back a step whose forward pass raised; re-raise KeyboardInterrupt and the like."""
         self.roll_back(scheduled.requests)
         if not isinstance(error, Exception):
-            self._contained = error
+            self._handled_error = error
             raise error
         self.counts.failed_steps += 1
         logger.warning("a step of %d requests failed: %s", len(scheduled.requests), error)
@@ -98,225 +90,229 @@ class FailureRecovery:
             self._count_failure(request, error)
 
     def requests_failed(self, scheduled: ScheduledStep, errors: dict[int, Exception]) -> None:
-        """Some requests of a step failed: they and those that read their pages do not count."""
+        """Roll back the requests of a step that failed, and those that read their pages."""
         failed: dict[Request, Exception] = {}
         for request in scheduled.requests:
-            names = [one.id for one in (request, *request.pending_children) if one.id in errors]
-            if names:
-                failed[request] = errors[names[0]]
+            group = (request, *request.pending_children)
+            failed_ids = [member.id for member in group if member.id in errors]
+            if failed_ids:
+                failed[request] = errors[failed_ids[0]]
         total = len(scheduled.requests)
         first = next(iter(failed.values()))
         logger.warning("%d of %d requests of a step failed: %s", len(failed), total, first)
         self.counts.failed_requests += len(failed)
-        excused = {request for request in failed if self._isolate_namespace(request)}
+        isolated = {request for request in failed if self._isolate_namespace(request)}
         self.roll_back(list(failed))
         for request, error in failed.items():
-            self._count_failure(request, error, excused=request in excused)
+            self._count_failure(request, error, excused=request in isolated)
 
     def step_succeeded(self) -> None:
-        """Steps may slowly get larger again after one was too large."""
+        """Count a good step; double a halved token budget when there were enough."""
         self.active_requests = ()
-        scheduler, most = self._core.scheduler, self._core.config.max_batch_tokens
-        self._good_steps += 1
-        if self._wanted_steps and self._good_steps >= self._wanted_steps:
-            self._good_steps = 0
-            if scheduler.max_batch_tokens < most:
-                scheduler.max_batch_tokens = min(2 * scheduler.max_batch_tokens, most)
-                self._has_grown = True
-            else:  # as many good steps as the last doubling took
-                self._wanted_steps = 0
+        scheduler, max_tokens = self._context.scheduler, self._context.config.max_batch_tokens
+        self._num_good_steps += 1
+        if self._steps_to_double and self._num_good_steps >= self._steps_to_double:
+            self._num_good_steps = 0
+            if scheduler.max_batch_tokens < max_tokens:
+                scheduler.max_batch_tokens = min(2 * scheduler.max_batch_tokens, max_tokens)
+                self._has_doubled = True
+            else:  # the full budget has held for as many steps as the last doubling took
+                self._steps_to_double = 0
 
     def roll_back(self, requests: Sequence[Request]) -> None:
-        """Nothing of a step counts for these: its pages are erased, they wait again."""
+        """Zero the pages that a step wrote for these requests, and requeue them.
+
+        Includes requests that read those pages. Rebuilds everything if that raises.
+        """
         try:
             self._roll_back(requests)
         except BaseException as error:
             self.rebuild(error)
             if not isinstance(error, Exception):
-                self._contained = error
+                self._handled_error = error
                 raise
 
     def _roll_back(self, requests: Sequence[Request]) -> None:
-        core = self._core
-        page_size, running = core.config.page_size, core.scheduler.running
-        held = {}
-        for one in running:
-            if one.sequence.row is not None:
-                pages = core.table.pages(one.sequence.row)
-                held[id(one.sequence)] = pages[one.sequence.num_computed // page_size :]
-        planned = [one.sequence for one in requests if one.sequence.row is not None]
-        back = set(map(id, core.planner.abandon(planned)))
-        core.executor.zero_pages(sorted({page for key in back for page in held[key]}))
-        core.scheduler.requeue([one for one in running if id(one.sequence) in back])
+        context = self._context
+        page_size, running = context.config.page_size, context.scheduler.running
+        written = {}  # by id of the sequence; looked up before `abandon` gives the rows back
+        for request in running:
+            sequence = request.sequence
+            if sequence.row is not None:
+                pages = context.table.pages(sequence.row)
+                written[id(sequence)] = pages[sequence.num_computed // page_size :]
+        planned = [request.sequence for request in requests if request.sequence.row is not None]
+        abandoned = set(map(id, context.planner.abandon(planned)))
+        context.executor.zero_pages(sorted({page for key in abandoned for page in written[key]}))
+        context.scheduler.requeue(
+            [request for request in running if id(request.sequence) in abandoned]
+        )
 
     def _halve_token_budget(self, scheduled: ScheduledStep) -> bool:
-        """Allow half as many tokens in a step; False when it cannot get smaller."""
+        """Allow half the step's tokens from now on; False if it had one."""
         num_tokens = scheduled.batch.num_tokens
         if num_tokens == 1:
             return False
         self.counts.out_of_memory += 1
-        if self._has_grown or not self._wanted_steps:
-            self._wanted_steps = max(RECOVERY_STEPS, 2 * self._wanted_steps)
-        self._good_steps, self._has_grown = 0, False
-        scheduler = self._core.scheduler
+        if self._has_doubled or not self._steps_to_double:
+            self._steps_to_double = max(RECOVERY_STEPS, 2 * self._steps_to_double)
+        self._num_good_steps, self._has_doubled = 0, False
+        scheduler = self._context.scheduler
         scheduler.max_batch_tokens = min(scheduler.max_batch_tokens, num_tokens // 2)
-        logger.warning("steps have at most %d tokens for now", scheduler.max_batch_tokens)
+        logger.warning(
+            "out of memory: steps have at most %d tokens for now", scheduler.max_batch_tokens
+        )
         return True
 
     def _count_failure(self, request: Request, error: Exception, *, excused: bool = False) -> None:
-        """Count a failure; a request that failed too often ends, its waiting branches too."""
+        """Count a failed step; end the request and its pending children if they were too many."""
         request.num_failed_steps += 1
-        self._core.scheduler.mark_isolated(request)
+        self._context.scheduler.mark_isolated(request)
         if request.num_failed_steps >= MAX_FAILURES and not excused:
             self._fail(
                 request,
-                f"was in {request.num_failed_steps} failed steps, the limit is {MAX_FAILURES}; the last "
-                f"one failed with {type(error).__name__}: {error}",
+                f"was in {request.num_failed_steps} failed steps, the limit is {MAX_FAILURES}; the "
+                f"last one failed with {type(error).__name__}: {error}",
                 error,
             )
 
-    def _fail(self, request: Request, told: str, error: Exception) -> None:
-        for one in (request, *request.pending_children):
-            if not one.is_finished:
+    def _fail(self, request: Request, reason: str, error: Exception) -> None:
+        for member in (request, *request.pending_children):
+            if not member.is_finished:
                 self.counts.errors += 1
-                failure = StepFailedError(f"request {one.parent_or_self.id} {told}")
+                failure = StepFailedError(f"request {member.parent_or_self.id} {reason}")
                 failure.__cause__ = error
-                self._core.fail(one, failure)
+                self._lifecycle.fail(member, failure)
 
     def fail_blocked_request(self, error: OutOfPagesError) -> None:
-        """After a `step` that raised this: end the request that it found no pages for, and tell.
+        """After `step` raised this error: fail the group of the request that found no pages.
 
-        For whoever cannot wait until leases outside the engine are released.
+        For callers that cannot wait until leases outside the engine are released.
         """
-        first = self._core.scheduler.blocked_request()
-        assert first is not None, "nobody asked for pages"
-        for one in (first.parent_or_self, *first.parent_or_self.children):
-            if not one.is_finished:
-                self._core.fail(one, error)
+        blocked = self._context.scheduler.blocked_request()
+        assert blocked is not None, "no request needs pages"
+        for member in (blocked.parent_or_self, *blocked.parent_or_self.children):
+            if not member.is_finished:
+                self._lifecycle.fail(member, error)
 
-    # -- a page is damaged ---------------------------------------------------------------------
+    # -- a cached page may be damaged ----------------------------------------------------------
 
     def _isolate_namespace(self, request: Request) -> bool:
-        """Let a request whose numbers are not finite go on without what it has read.
+        """Move a request whose logits are not finite to a namespace of its own.
 
-        Whatever it read from the cache may be damaged, and so it neither reads that again nor
-        publishes to where the damaged pages would take the place of its own.
+        A page that it read may be damaged. In the new namespace it does not read that page again,
+        and does not publish its own pages where `publish` would keep the damaged ones instead.
 
         Returns:
-            False if it had read nothing, or failed without it: the cache is not at fault.
+            False if it had read nothing, or failed in isolation: the cache is not at fault.
         """
         sequence = request.sequence
         if request.suspect_prefix is not None or sequence.lease is None:
             return False
-        size = self._core.config.page_size
-        read = min(sequence.num_computed // size * size, sequence.lease.num_tokens)
-        if not read:
+        page_size = self._context.config.page_size
+        num_read = min(sequence.num_computed // page_size * page_size, sequence.lease.num_tokens)
+        if not num_read:
             return False
-        request.suspect_prefix = sequence.key(read)
-        self._num_isolated += 1  # what it reads there may be damaged, too
-        known = namespace_parts(request.namespace)
-        parts = known if "base" in known else {"base": request.namespace}
-        parts = {**parts, "apart": self._num_isolated}
-        request.namespace = namespace_of(**parts)  # still its tenant's
+        request.suspect_prefix = sequence.key(num_read)
+        # A new namespace each time: pages that it published in the last one may be damaged too.
+        self._num_isolated += 1
+        parts = namespace_parts(request.namespace)
+        if "base" not in parts:
+            parts = {"base": request.namespace}
+        request.namespace = namespace_of(**{**parts, "apart": self._num_isolated})
         return True
 
     def on_progress(self, request: Request) -> None:
-        """A request has a new token: if it went on without what it had read, that was damaged."""
+        """Reset a request's failure counts: it has a new token.
+
+        If it was isolated, the prefix that it had read was at fault, and is evicted.
+        """
         request.num_failed_steps = request.num_rebuilds = 0
         if request.suspect_prefix is not None:
             suspect, request.suspect_prefix = request.suspect_prefix, None
             self._evict_suspect_prefix(suspect)
 
     def _evict_suspect_prefix(self, key: CacheKey) -> None:
-        pages = evict_suspect_prefix(self._core.cache, key)
-        self._core.executor.zero_pages(pages)
+        pages = evict_suspect_prefix(self._context.cache, key)
+        self._context.executor.zero_pages(pages)
         self.counts.evicted_suspect_pages += len(pages)
         logger.error(
-            "a request failed with %d cached tokens and succeeded without: %d pages are dropped",
+            "a request failed with %d cached tokens and succeeded without: %d pages are evicted",
             len(key),
             len(pages),
         )
 
-    # -- the engine itself fails ---------------------------------------------------------------
+    # -- the bookkeeping fails -----------------------------------------------------------------
 
     def recover(self, error: BaseException) -> None:
-        """Something else than a forward pass raised: repair, and blame whom it was about.
+        """Rebuild after an error outside a forward pass; count a failure for the requests at fault.
+
+        At fault are the active requests. If it raised in scheduling: the request that ran alone;
+        else all that live, if no step has succeeded since the last such error; else those that were
+        running in `MAX_REBUILDS` of them.
 
         Raises:
-            BaseException: what is no Exception, once the engine is whole again; an
-                OutOfPagesError that leases outside the engine explain, and that changed nothing.
+            BaseException: KeyboardInterrupt and the like, after the rebuild.
+            OutOfPagesError: leases outside the engine hold the pages; nothing was rebuilt.
         """
-        if error is self._contained:
-            self._contained = None
+        if error is self._handled_error:
+            self._handled_error = None
             raise error
-        involved, self.active_requests = self.active_requests, ()
-        if isinstance(error, OutOfPagesError) and not involved and self._is_consistent():
+        at_fault, self.active_requests = self.active_requests, ()
+        if isinstance(error, OutOfPagesError) and not at_fault and self._is_consistent():
             raise error
-        core = self._core
-        running, tried = list(core.scheduler.running), None
-        with suppress(Exception):  # what is damaged may raise anything
-            tried = core.scheduler.next_isolated()
+        context = self._context
+        running, isolated = list(context.scheduler.running), None
+        with suppress(Exception):  # a damaged structure may raise anything
+            isolated = context.scheduler.next_isolated()
         self.rebuild(error)
         if not isinstance(error, Exception):
             raise error
-        if not involved:
-            for one in running:
-                one.num_rebuilds += 1
-            if tried is not None:
-                involved = [tried]
-            elif self._broken_at == core.num_steps:
-                involved = [
-                    one
-                    for one in core.live
-                    if not one.is_finished and one not in one.parent_or_self.pending_children
+        if not at_fault:
+            for request in running:
+                request.num_rebuilds += 1
+            if isolated is not None:
+                at_fault = [isolated]
+            elif self._unexplained_at_step == context.num_steps:
+                at_fault = [
+                    request
+                    for request in self._lifecycle.live
+                    if not request.is_finished
+                    and request not in request.parent_or_self.pending_children
                 ]
-            else:  # a step went well in between, as it may again and again
-                involved = [one for one in running if one.num_rebuilds >= MAX_REBUILDS]
-            self._broken_at = core.num_steps
-        for request in involved:
+            else:
+                at_fault = [request for request in running if request.num_rebuilds >= MAX_REBUILDS]
+            self._unexplained_at_step = context.num_steps
+        for request in at_fault:
             if not request.is_finished:
                 self._count_failure(request, error)
 
-    def detokenize_failed(self, request: Request, error: Exception) -> FinishReason:
-        """A request's decoder raised: the request ends, with the tokens that it has."""
-        failure = StepFailedError(
-            f"request {request.parent_or_self.id} has tokens of which no text can be made: "
-            f"{type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        self.counts.errors += 1
-        request.detokenizer, request.error, request.pending_finish_reason = (
-            None,
-            failure,
-            FinishReason.ERROR,
-        )
-        return FinishReason.ERROR
-
     def maybe_audit(self) -> None:
-        """`audit` after a sample of the steps."""
-        if self._share and self._core.chance(self._share):
+        """Audit a random share, `check_sample`, of the steps."""
+        if self._share and self._chance(self._share):
             self.audit()
 
     def audit(self) -> bool:
-        """Recount everything; a contradiction is counted, reported and repaired.
+        """Check all bookkeeping; rebuild if it is inconsistent. O(nodes + pages).
 
         Returns:
-            whether all was well. O(nodes + pages).
+            Whether it was consistent.
         """
         self.counts.audits += 1
         try:
-            check_engine(self._core)
+            self._context.check(self._lifecycle.live)
         except Exception as error:  # noqa: BLE001 - a damaged structure may raise anything
             self.counts.mismatches += 1
-            running = list(self._core.scheduler.running)
+            running = list(self._context.scheduler.running)
             self.rebuild(error)
             for request in running:
                 request.num_rebuilds += 1
                 if request.num_rebuilds >= MAX_REBUILDS:
                     self._fail(
                         request,
-                        f"saw {request.num_rebuilds} repairs of the engine without a new token, the "
-                        f"limit is {MAX_REBUILDS}; the last was for {type(error).__name__}: {error}",
+                        f"saw {request.num_rebuilds} repairs of the engine without a new token, "
+                        f"the limit is {MAX_REBUILDS}; the last was for {type(error).__name__}: "
+                        f"{error}",
                         error,
                     )
             return False
@@ -324,35 +320,35 @@ class FailureRecovery:
 
     def _is_consistent(self) -> bool:
         try:
-            check_engine(self._core)
+            self._context.check(self._lifecycle.live)
         except Exception:  # noqa: BLE001 - a damaged structure may raise anything
             return False
         return True
 
     def rebuild(self, error: BaseException) -> None:
-        """Build the bookkeeping anew, empty; all live requests wait with the tokens they have.
+        """Replace cache contents, table, planner and queues by empty ones; requeue live requests.
 
-        Nothing is asked of the old one, so that it may be in any state. What was cached is lost,
-        leases and pins of others too.
+        Requests keep their tokens. Pins, and leases of other callers, are lost. Of the old
+        bookkeeping it reads only the scheduler's counters, so the rest may be in any state.
         """
-        core = self._core
+        context = self._context
         self.counts.rebuilds += 1
-        num_pins = reset(core.cache)
+        num_pins = reset(context.cache)
         logger.error(
-            "the engine is repaired, its cache is empty, %d pins are lost: %s: %s",
+            "the engine was rebuilt, its cache is empty, %d pins are lost: %s: %s",
             num_pins,
             type(error).__name__,
             error,
         )
-        old = core.scheduler
-        core.start_over()
-        core.scheduler.max_batch_tokens = old.max_batch_tokens
-        core.scheduler.num_preemptions = old.num_preemptions
-        core.scheduler.num_tokens = old.num_tokens  # the clock: a branch keeps its leader's time
-        with suppress(Exception):  # nobody reads what is there before it is written anyway
-            core.executor.zero_pages(range(core.cache.num_pages))
+        old = context.scheduler
+        context.reset()
+        context.scheduler.max_batch_tokens = old.max_batch_tokens
+        context.scheduler.num_preemptions = old.num_preemptions
+        context.scheduler.num_tokens = old.num_tokens  # the clock that `virtual_arrival` is read on
+        with suppress(Exception):  # no page is read before it is written anyway
+            context.executor.zero_pages(range(context.cache.num_pages))
         interrupts = list[BaseException]()
-        for request in core.live:
+        for request in self._lifecycle.live:
             while True:
                 try:
                     self._resume(request)
@@ -364,10 +360,10 @@ class FailureRecovery:
                         interrupts.append(interrupt)
                     elif request.pending_finish_reason is not None:
                         raise
-                    else:  # it cannot even be queued
-                        told = f"cannot go on: {type(interrupt).__name__}: {interrupt}"
+                    else:  # it cannot be queued: `_resume` ends it in the next turn
                         request.error = StepFailedError(
-                            f"request {request.parent_or_self.id} {told}"
+                            f"request {request.parent_or_self.id} cannot go on: "
+                            f"{type(interrupt).__name__}: {interrupt}"
                         )
                         request.error.__cause__ = interrupt
                         request.pending_finish_reason = FinishReason.ERROR
@@ -376,47 +372,19 @@ class FailureRecovery:
             raise interrupts[0]
 
     def _resume(self, request: Request) -> None:
-        """Queue a live request again, or end it if that is what was interrupted."""
-        core = self._core
+        """Queue a live request again, or complete its end if that was interrupted."""
         if not request.is_finished:
             try:
-                core.rebuild_text_state(request)
-            except Exception as error:  # noqa: BLE001 - a decoder's
-                self.detokenize_failed(request, error)
+                self._lifecycle.rebuild_text_state(request)
+            except Exception as error:  # noqa: BLE001 - a detokenizer's
+                self._lifecycle.detokenize_failed(request, error)
         if request.pending_finish_reason is None and not request.is_finished:
             request.reset_for_recompute()
             leader = request.parent
             if leader is None or leader.output_ids or leader.is_finished:
-                core.scheduler.add(request)
+                self._context.scheduler.add(request)
             return
         if not request.is_finished:
-            core.finalize(request)
+            self._lifecycle.finalize(request)
         if not request.end_emitted:
-            core.emit(request)
-
-
-def check_engine(core: EngineCore) -> None:
-    """Recount cache, block table and running requests; raises InvariantError if they disagree."""
-    core.cache.check()
-    rows, private = set[int](), set[int]()
-    num_private = 0
-    for request in core.scheduler.running:
-        one = request.sequence
-        if one.row is None or one.lease is None:
-            raise InvariantError(f"request {request.id} runs without a row or a lease")
-        pages = core.table.pages(one.row)
-        if pages != [*one.lease.pages, *one.private]:
-            raise InvariantError(f"row {one.row} has not the pages of request {request.id}")
-        if one.num_computed > len(pages) * core.config.page_size:
-            raise InvariantError(f"request {request.id} has more tokens computed than pages")
-        if any(core.cache.is_free(page) for page in pages):
-            raise InvariantError(f"request {request.id} reads a page that is free")
-        rows.add(one.row)
-        private.update(one.private)
-        num_private += len(one.private)
-    if len(rows) != len(core.scheduler.running):
-        raise InvariantError("two requests have one row of the block table")
-    if len(private) != num_private or num_private > core.cache.stats().private_pages:
-        raise InvariantError("a private page belongs to two requests, or to the cache")
-    if any(not one.is_finished for one in core.live) and not core.scheduler.has_unfinished:
-        raise InvariantError("a live request is in no queue")
+            self._lifecycle.emit(request)

@@ -1,8 +1,8 @@
-"""Hits computed again while the engine has nothing else to do: does the promise hold in service?
+"""Idle-time check of cache hits: recompute a sample without the cache, compare logprobs.
 
-A sample of the requests keeps the log probability of each token it drew. One that read or shared a
-prefix is asked again later, cold, as a prompt of all its tokens; each log probability must be the
-very same number.
+Sampled requests keep the logprob of each output token. If such a request read or shared a prefix,
+prompt and answer are computed again later, cold, as one prompt with `prompt_logprobs`. Each logprob
+must have the same bits.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ramify.engine.request import Request
-from ramify.params import FinishReason, TokenLogprob
+from ramify.outputs import FinishReason, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 64  # answers that wait for a quiet moment; the oldest give way
+MAX_PENDING = 64  # recorded hits; the oldest are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedHit:
-    """An answer whose beginning was not computed for it."""
+    """An answer that read or shared cached K/V."""
 
     request_id: int
     token_ids: tuple[int, ...]  # prompt and answer
@@ -32,7 +32,7 @@ class RecordedHit:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A token whose log probability a hit has changed: a bug in Ramify, or a broken machine."""
+    """A token whose logprob differs between hit and cold run: a bug in Ramify, or bad hardware."""
 
     request_id: int
     position: int
@@ -42,22 +42,22 @@ class Mismatch:
 
 @dataclass(slots=True)
 class HitVerifier:
-    """What is to be computed again, and what came of it so far."""
+    """Recorded hits to recompute, and the results so far."""
 
-    share: float  # of the requests
+    share: float  # of requests that are sampled
     pending: deque[RecordedHit] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
-    running: dict[int, RecordedHit] = field(default_factory=dict)  # by the id of the second request
+    running: dict[int, RecordedHit] = field(default_factory=dict)  # by id of the cold request
     num_checked: int = 0
-    mismatches: list[Mismatch] = field(default_factory=list)  # the first ones
+    mismatches: list[Mismatch] = field(default_factory=list)  # the first MAX_PENDING
     num_mismatches: int = 0
 
     def record(self, request: Request) -> None:
-        """A request has ended; keep it if it says anything."""
+        """Record a request that ended normally, if it had a hit and a logprob for each token."""
         read, shared = request.cache_counts or (0, 0)
         complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if complete and read + shared and len(request.logprobs) == len(request.output_ids):
             tokens = (*request.prompt_ids, *request.output_ids)
-            logprobs = tuple(one.logprob for one in request.logprobs)
+            logprobs = tuple(token.logprob for token in request.logprobs)
             self.pending.append(
                 RecordedHit(
                     request.id, tokens, len(request.prompt_ids), logprobs, request.namespace
@@ -65,17 +65,17 @@ class HitVerifier:
             )
 
     def compare(self, request_id: int, prompt_logprobs: list[TokenLogprob]) -> None:
-        """The second request has ended: compare. Too few scores, after a failed step, say nothing."""
+        """Compare a cold request that has ended with its hit; skip it if it failed."""
         hit = self.running.pop(request_id)
-        cold = [one.logprob for one in prompt_logprobs[hit.num_prompt - 1 :]]
+        cold = [token.logprob for token in prompt_logprobs[hit.num_prompt - 1 :]]
         if not cold:
             return
         self.num_checked += 1
-        for place, (warm, other) in enumerate(zip(hit.logprobs, cold, strict=False)):
-            if warm != other:
-                found = Mismatch(hit.request_id, hit.num_prompt + place, warm, other)
+        for offset, (warm, recomputed) in enumerate(zip(hit.logprobs, cold, strict=False)):
+            if warm != recomputed:
+                mismatch = Mismatch(hit.request_id, hit.num_prompt + offset, warm, recomputed)
                 self.num_mismatches += 1
                 if len(self.mismatches) < MAX_PENDING:
-                    self.mismatches.append(found)
-                logger.error("a cache hit changed an answer: %s; run `ramify verify`", found)
+                    self.mismatches.append(mismatch)
+                logger.error("a cache hit changed an answer: %s; run `ramify verify`", mismatch)
                 return

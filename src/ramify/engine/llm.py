@@ -1,9 +1,10 @@
-"""`LLM`: a checkpoint, its cache and its engine behind one object, for one thread."""
+"""`LLM`: a checkpoint, its cache and its engine behind one object, for use from one thread."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,11 +18,11 @@ from ramify.config import (
 )
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.context import EngineStats
+from ramify.engine.core import EngineCore
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.offline import BatchOptions, OfflineDriver
 from ramify.engine.sessions.session import Session, SessionOptions, open_transcript
-from ramify.engine.stats import EngineStats
 from ramify.engine.text.prompt_inputs import (
     Message,
     Prompt,
@@ -34,19 +35,12 @@ from ramify.errors import (
     InvalidParamsError,
     RequestError,
 )
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:  # what needs tensors is loaded with the model
-    import torch
-
-    from ramify.attention.backend import BackendChoice
-    from ramify.attention.exactness import Exactness
-    from ramify.attention.spec import AttentionSpec
     from ramify.engine.execution.assembly import LocalEngine
-    from ramify.engine.execution.runner import ModelRunner
     from ramify.engine.text.tokenizer import Tokenizer
-    from ramify.models.config import ModelConfig
-    from ramify.models.loader import Decoder
 
 _MODEL, _CACHE = ModelSection(), CacheSection()
 _SCHEDULER, _ATTENTION = SchedulerSection(), AttentionSection()
@@ -54,16 +48,16 @@ T = TypeVar("T")
 
 
 class LLM:
-    """Answers prompts with a Hugging Face checkpoint; prefixes are computed once.
+    """Answers prompts with a Hugging Face checkpoint; computes each shared prefix once.
 
     Args:
         model: a checkpoint directory, the id of a cached hub model, or "ramify-tiny".
+        dtype: "auto", "float32" or "bfloat16", or the torch dtype.
         progress: bars on stderr while weights load, if it is a terminal.
-        others: further options of `ramify.config`, where all defaults and their reasons stand; a
-            name that is unknown there is an error.
+        others: further options of `ramify.config`, which has all defaults and their reasons.
 
     Raises:
-        ConfigError: an option is unknown or has a value that cannot work.
+        ConfigError: an option is unknown or has an impossible value.
         ModelError: the checkpoint is missing, damaged or of an unsupported architecture.
     """
 
@@ -71,7 +65,7 @@ class LLM:
         self,
         model: str | Path = _MODEL.model,
         *,
-        dtype: str | torch.dtype = _MODEL.dtype,
+        dtype: object = _MODEL.dtype,
         max_model_len: int | None = _MODEL.max_model_len,
         page_size: int = _CACHE.page_size,
         kv_cache_tokens: int | None = _CACHE.kv_cache_tokens,
@@ -86,7 +80,7 @@ class LLM:
     ) -> None:
         if not isinstance(model, str | Path):
             raise ConfigError(f"model={model!r} but it must be a directory or a name")
-        asked = EngineConfig.of(
+        config = EngineConfig.of(
             model=str(model),
             dtype=dtype,
             max_model_len=max_model_len,
@@ -102,16 +96,16 @@ class LLM:
         )
         from ramify.engine.execution.assembly import LocalEngine
 
-        self._engine: LocalEngine | None = LocalEngine(asked, progress=progress)
+        self._engine: LocalEngine | None = LocalEngine(config, progress=progress)
         self._attach_core(self._engine.core, self._engine.tokenizer)
 
     @classmethod
     def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
-        """The same calls over an engine of your own; it has no model to ask about."""
-        made = cls.__new__(cls)
-        made._engine = None  # noqa: SLF001 - its own class
-        made._attach_core(core, tokenizer)  # noqa: SLF001
-        return made
+        """An `LLM` over an engine of your own; it has no `engine`, so no checkpoint."""
+        llm = cls.__new__(cls)
+        llm._engine = None  # noqa: SLF001 - its own class
+        llm._attach_core(core, tokenizer)  # noqa: SLF001
+        return llm
 
     @classmethod
     def over(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> LLM:
@@ -124,73 +118,33 @@ class LLM:
         self.config: ResolvedConfig = core.config
         self._driver = OfflineDriver(core)
 
-    # -- what it is made of ------------------------------------------------------------------
+    # -- engine and cache --------------------------------------------------------------------
 
     @property
     def engine(self) -> LocalEngine:
-        """What was made of the checkpoint.
+        """The engine built from the checkpoint: model, runner, backend, exactness.
 
         Raises:
-            ConfigError: nothing was: see `from_core`.
+            ConfigError: this `LLM` was made by `from_core`.
         """
         if self._engine is None:
             raise ConfigError("this LLM was made by from_core, over an engine without a model")
         return self._engine
 
     @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
-        return self.engine.path
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """Sizes and variants of the model."""
-        return self.engine.model_config
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model."""
-        return self.engine.decoder
-
-    @property
-    def runner(self) -> ModelRunner:
-        """Model, K/V pool and attention backend."""
-        return self.engine.runner
-
-    @property
-    def attention(self) -> BackendChoice:
-        """The attention backend, and why it was chosen."""
-        return self.engine.backend_choice
-
-    @property
-    def attention_spec(self) -> AttentionSpec:
-        """What the model asks of attention."""
-        return self.engine.attention_spec
-
-    @property
     def cache(self) -> CacheView:
-        """What is cached: `stats`, `tree`, `explain`, `pin`, `warm`, `share`, `clear`; see `CacheView`."""
+        """Calls on the cache: `stats`, `tree`, `explain`, `pin`, `warm`, `share`, `clear`."""
         return CacheView(self.core, self.tokenizer, self._warm)
 
-    def _warm(self, many: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
-        def later(one: WarmPrompt) -> Callable[[], Sequence[int]]:
-            return lambda: one.ids(self.tokenizer)
-
-        tenants, salts = [one.tenant for one in many], [one.salt for one in many]
-        asked = BatchOptions(WARM_PARAMS, 0, tenants, salts, None, None)
+    def _warm(self, prompts: Sequence[WarmPrompt]) -> Sequence[RequestOutput | Exception]:
+        tenants, salts = [prompt.tenant for prompt in prompts], [prompt.salt for prompt in prompts]
+        options = BatchOptions(WARM_PARAMS, 0, tenants, salts, None, None)
         try:
-            return self._driver.run([later(one) for one in many], asked, None)
+            return self._driver.run(
+                [partial(prompt.ids, self.tokenizer) for prompt in prompts], options, None
+            )
         except RequestError as error:  # all were refused
-            return [error] * len(many)
-
-    @property
-    def num_weight_bytes(self) -> int:
-        """Memory of the weights in the dtype that they compute in."""
-        return self.engine.num_weight_bytes
-
-    def exactness(self) -> list[Exactness]:
-        """How each operation of the model and its attention is computed, and why."""
-        return self.engine.exactness()
+            return [error] * len(prompts)
 
     def reload_weights(
         self,
@@ -199,16 +153,16 @@ class LLM:
         running: Literal["finish", "restart"] = "finish",
         progress: bool = False,
     ) -> None:
-        """Serve with other weights of the same model from now on; nothing needs to be flushed.
+        """Replace the weights by others of the same model; the cache needs no flush.
+
+        Old and new weights are in memory together until the new ones are installed.
 
         Args:
             model: a checkpoint directory or cached hub id of the same architecture, sizes and
                 vocabulary. The tokenizer and chat template stay.
-            running: requests that are live "finish" with the old weights first, or "restart":
-                they keep the tokens that they have, and go on with the new weights.
+            running: live requests "finish" with the old weights first, or "restart": they keep
+                their tokens so far, and go on with the new weights.
             progress: bars on stderr while weights load, if it is a terminal.
-
-        Both sets of weights are in memory until the new ones are in.
 
         Raises:
             ModelError, ConfigError: see `LocalEngine.load_weights`; nothing has changed.
@@ -221,22 +175,19 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
-        return EngineStats.of(self.core)
+        return self.core.stats()
 
     def run(self, call: Callable[[EngineCore], T]) -> T:
-        """`call(core)`: the same as `AsyncLLM.run`, at once."""
+        """Return `call(core)`, like `AsyncLLM.run`."""
         return call(self.core)
 
     @property
     def hit_verifier(self) -> HitVerifier:
-        """What came of the hits that were computed again; see `verify_sample` and `verify_hits`."""
+        """Results of computing sampled cache hits again; see `verify_sample` and `verify_hits`."""
         return self.core.hit_verifier
 
     def verify_hits(self) -> HitVerifier:
-        """Compute the sampled hits again that wait for it: for moments in which nothing else runs.
-
-        Does nothing while requests are live.
-        """
+        """Compute the recorded cache hits again, cold, and compare; does nothing while busy."""
         while self.core.verify_next_hit():
             while self.core.has_unfinished:
                 self.core.step()
@@ -274,22 +225,23 @@ class LLM:
 
         Args:
             prompts: a text, token ids, or a list of either.
-            params: one for all, or one per prompt; None is `SamplingParams()`.
-            priority: larger ones first; for all, or one per prompt.
-            tenant: whose the prompt is: tenants share public prefixes only; for all, or one each.
-            salt: only prompts with the same one share others; for all, or one per prompt.
+            params: one for all prompts, or a list with one for each, like the next three; None is
+                `SamplingParams()`.
+            priority: larger ones first.
+            tenant: owner of the prompt; tenants share nothing but public prefixes.
+            salt: prompts share prefixes only with prompts of the same salt.
             progress: a bar on stderr; None: for two prompts or more, if stderr is a terminal.
             on_finished: called with each output as it ends.
 
-        A prompt that cannot be served gets an output whose `error` says why, and the others go
-        on. An interrupt or an error in `on_finished` ends the requests of the call; the `LLM`
-        stays as good as before.
+        A prompt that cannot be served gets an output whose `error` says why; the others go on. An
+        interrupt, or an error in `on_finished`, aborts the requests of this call; the `LLM` stays
+        usable.
 
         Raises:
-            RequestError: no prompt of the call could be served; this is the first one's error.
+            RequestError: no prompt of the call could be served; the error of the first.
         """
-        asked = BatchOptions(params, priority, tenant, salt, progress, on_finished)
-        return self._driver.run(as_prompt_list(prompts), asked, self.tokenizer)
+        options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
+        return self._driver.run(as_prompt_list(prompts), options, self.tokenizer)
 
     def chat(
         self,
@@ -303,11 +255,11 @@ class LLM:
         on_finished: Callable[[RequestOutput], None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template.
+        """Answer one conversation, or a list of conversations, through the model's chat template.
 
         Args:
-            template_options: `tools`, and further variables of the template; the others are those
-                of `generate`.
+            template_options: `tools`, and further variables of the template; the other arguments
+                are those of `generate`.
 
         Raises:
             RequestError: as `generate`; also when there is no chat template, or it refuses the
@@ -317,14 +269,11 @@ class LLM:
             raise InvalidParamsError("messages", messages, "a conversation of at least 1 message")
         if self.tokenizer is None:
             raise InvalidParamsError("messages", "given", "token ids: the model has no tokenizer")
-        talks = [messages] if isinstance(messages[0], Mapping) else list(messages)
-
-        def later(talk: Any) -> Callable[[], Sequence[int]]:
-            return lambda: encode_chat(talk, self.tokenizer, **template_options)
-
-        # rendered one by one: a conversation that the template refuses does not stop the others
-        asked = BatchOptions(params, priority, tenant, salt, progress, on_finished)
-        return self._driver.run([later(talk) for talk in talks], asked, None)
+        chats: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        # Rendered one by one: a conversation that the template refuses does not stop the others.
+        prompts = [partial(encode_chat, chat, self.tokenizer, **template_options) for chat in chats]
+        options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
+        return self._driver.run(prompts, options, None)
 
     def session(
         self,
@@ -342,18 +291,18 @@ class LLM:
         """A prompt that grows turn by turn, branches and goes back: see `Session`.
 
         Args:
-            begin: what a plain session begins with: a text or token ids.
-            messages, system: for a conversation through the chat template: its first messages, or
-                the text of a system message before them. `messages=[]` begins with nothing.
+            begin: the text or token ids that a plain session begins with.
+            messages, system: for a conversation: its first messages ([] for none), and the text of
+                a system message before them.
             priority, tenant, salt: of every turn, as in `generate`.
             pin: keep the newest turn from eviction, if the budget for pins allows.
-            ttl_s: how long a pin lives without being hit; None: until `close`.
+            ttl_s: seconds without a hit after which a pin expires; None: until `close`.
             template_options: `tools`, and further variables of the template.
 
         Raises:
-            RequestError: what it begins with cannot be tokenised, or there is no chat template.
+            RequestError: the beginning cannot be tokenised, or there is no chat template.
         """
-        transcript = open_transcript(self, begin, messages, system, template_options)
+        transcript = open_transcript(self.tokenizer, begin, messages, system, template_options)
         return Session(self, transcript, SessionOptions(priority, tenant, salt, pin, ttl_s))
 
     # -- step by step ------------------------------------------------------------------------
@@ -371,10 +320,10 @@ class LLM:
         """Queue one prompt; returns its id. Options as those of `generate`.
 
         Args:
-            max_shared: only so many of its first tokens are kept for others; by default all.
+            max_shared: share only this many of the first tokens with other requests; None: all.
 
         Raises:
-            RequestError: it can never be served; nothing is queued.
+            RequestError: the prompt can never be served; nothing is queued.
         """
         chosen = params or SamplingParams()
         return self._driver.add(
@@ -388,32 +337,32 @@ class LLM:
         )
 
     def step(self) -> list[StepOutput]:
-        """One step of the engine: what it did for whoever got any tokens.
+        """Run one step of the engine; returns the new tokens of each request that got any.
 
-        A `StepOutput` unpacks to (request id, new token ids, finished), and knows more: the index
-        of the answer when there are several, text, log probabilities, why an answer ended. The
-        last one of a request has its `output`.
+        A `StepOutput` unpacks to (request id, new token ids, finished). It also has the index of
+        the completion, text, log probabilities and finish reason. The last one of a request has
+        its `output`.
 
         Raises:
-            OutOfPagesError: pins, or leases outside the engine, hold what the next request needs;
-                nothing changed. It fits once they are released; or abort it.
+            OutOfPagesError: pins, or leases outside the engine, hold pages that the next request
+                needs; nothing changed. Release them, or abort the request.
         """
         return self._driver.step()
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has anything to compute or to return."""
         return self._driver.has_unfinished
 
     def take_output(self, request_id: int) -> RequestOutput:
-        """The output of a request that ended under `step` or `abort`, once.
+        """The output of a request that ended under `step` or `abort`; can be taken once.
 
         Raises:
-            UnknownRequestError: it has not ended, was taken, or is too old to be kept.
+            UnknownRequestError: it has not ended, was taken before, or is too old to be kept.
         """
         return self._driver.take_output(request_id)
 
     def abort(self, request_id: int) -> None:
-        """End a live request now; its output has the finish reason `abort`.
+        """Abort a live request; its output has the finish reason `abort`.
 
         Raises:
             UnknownRequestError: no live request has this id.

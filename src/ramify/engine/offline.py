@@ -1,15 +1,14 @@
-"""Stepping a core from one thread: for whole answers, or step by step; keeps what nobody took."""
+"""Offline batches: the driver behind `LLM.generate` and `LLM.step`, with its progress bar."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine.core import EngineCore, StepOutput
-from ramify.engine.progress import progress_bar
+from ramify.engine.core import EngineCore
 from ramify.engine.text.prompt_inputs import (
     Prompt,
     broadcast_option,
@@ -17,18 +16,21 @@ from ramify.engine.text.prompt_inputs import (
     params_for,
     refused_output,
 )
-from ramify.errors import OutOfPagesError, RequestError, UnknownRequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.errors import RequestError, UnknownRequestError
+from ramify.outputs import RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ramify.engine.text.tokenizer import Tokenizer
 
-MAX_KEPT_OUTPUTS = 4096  # of requests driven by `step` whose outputs nobody has taken
+MAX_KEPT_OUTPUTS = 4096  # outputs under `step` that `take_output` has not fetched
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """The options of one call, each for all prompts or for each."""
+    """Options of one call of `generate`: a value for all prompts, or a list with one for each."""
 
     params: SamplingParams | Sequence[SamplingParams] | None
     priority: int | Sequence[int]
@@ -37,8 +39,8 @@ class BatchOptions:
     progress: bool | None
     on_finished: Callable[[RequestOutput], None] | None
 
-    def each(self, count: int) -> list[tuple[SamplingParams, dict[str, Any]]]:
-        """Parameters and options of each prompt."""
+    def per_prompt(self, count: int) -> list[tuple[SamplingParams, dict[str, Any]]]:
+        """(parameters, keyword options of `add`) of each of `count` prompts."""
         named = {
             name: broadcast_option(name, getattr(self, name), count)
             for name in ("priority", "tenant", "salt")
@@ -48,12 +50,12 @@ class BatchOptions:
 
 
 class OfflineDriver:
-    """Drives a core; requests of a whole answer and those of `step` may be live together."""
+    """Drives a core; requests of `run` and of `step` may be live at the same time."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()
-        self._unread: list[StepOutput] = []
+        self._outputs: OrderedDict[int, RequestOutput] = OrderedDict()  # for `take_output`
+        self._unread: list[StepOutput] = []  # for the next call that reads them
 
     def add(
         self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, **options: Any
@@ -64,17 +66,24 @@ class OfflineDriver:
 
     def run(
         self,
-        many: Sequence[Prompt | Callable[[], Sequence[int]]],
+        prompts: Sequence[Prompt | Callable[[], Sequence[int]]],
         batch_options: BatchOptions,
         tokenizer: Tokenizer | None,
     ) -> list[RequestOutput]:
-        """Outputs of prompts, or of what makes them, which may refuse too."""
-        each = batch_options.each(len(many))
-        outputs: dict[int, RequestOutput] = {}
-        places: dict[int, int] = {}
+        """Answer all prompts; returns their outputs in order.
+
+        Args:
+            prompts: a callable returns token ids, or raises RequestError, when it is its turn.
+
+        Raises:
+            RequestError: all prompts were refused; the error of the first.
+        """
+        per_prompt = batch_options.per_prompt(len(prompts))
+        outputs: dict[int, RequestOutput] = {}  # by index of the prompt
+        index_of: dict[int, int] = {}  # request id → index of the prompt
         refused: list[RequestError] = []
-        others = {one.id for one in self.core.live}
-        with progress_bar(len(many), batch_options.progress) as count:
+        earlier = {request.id for request in self.core.live}
+        with progress_bar(len(prompts), batch_options.progress) as count:
 
             def on_finished(output: RequestOutput) -> None:
                 count(output)
@@ -82,66 +91,67 @@ class OfflineDriver:
                     batch_options.on_finished(output)
 
             try:
-                for place, (prompt, (one, options)) in enumerate(zip(many, each, strict=True)):
+                for index, (prompt, (params, options)) in enumerate(
+                    zip(prompts, per_prompt, strict=True)
+                ):
                     try:
                         ids = prompt() if callable(prompt) else prompt
-                        places[self.add(ids, one, tokenizer, **options)] = place
+                        index_of[self.add(ids, params, tokenizer, **options)] = index
                     except RequestError as error:
                         refused.append(error)
-                        outputs[place] = refused_output(prompt, error)
-                if many and len(refused) == len(many):
+                        outputs[index] = refused_output(prompt, error)
+                if prompts and len(refused) == len(prompts):
                     raise refused[0]
-                for place in list(outputs):
-                    on_finished(outputs[place])
-                self._finish(places, outputs, on_finished)
+                for index in list(outputs):
+                    on_finished(outputs[index])
+                self._finish(index_of, outputs, on_finished)
             except BaseException:
-                mine = set(places)
-                if len(places) + len(refused) < len(many):  # one may be queued, but not noted
-                    mine.update(one.id for one in self.core.live if one.id not in others)
+                mine = set(index_of)
+                # Ctrl-C may have come after a request was queued and before its id was stored.
+                if len(index_of) + len(refused) < len(prompts):
+                    mine.update(
+                        request.id for request in self.core.live if request.id not in earlier
+                    )
                 for request_id in mine:
-                    if places.get(request_id) not in outputs:
+                    if index_of.get(request_id) not in outputs:
                         with suppress(UnknownRequestError):  # ended in the step that was cut off
                             self.core.abort(request_id)
                 self.core.discard_outputs(mine)
-                self._unread = [one for one in self._unread if one.request_id not in mine]
+                self._unread = [event for event in self._unread if event.request_id not in mine]
                 raise
-        return [outputs[place] for place in range(len(many))]
+        return [outputs[index] for index in range(len(prompts))]
 
     def _finish(
         self,
-        places: Mapping[int, int],
+        index_of: Mapping[int, int],
         outputs: dict[int, RequestOutput],
         on_finished: Callable[[RequestOutput], None],
     ) -> None:
-        """Step until every request of `places` (id → place) has its output."""
-        live = set(places)
+        """Step until every request of `index_of` has its output in `outputs`."""
+        live = set(index_of)
         while live:
             ended = []
-            for event in self._events(places):
-                if event.request_id not in places:
+            for event in self._events(index_of):
+                if event.request_id not in index_of:
                     self._unread.append(event)
                 elif event.output is not None:
                     ended.append(event.output)
             for output in ended:
-                outputs[places[output.request_id]] = output
+                outputs[index_of[output.request_id]] = output
                 live.discard(output.request_id)
             for output in ended:
                 on_finished(output)
             for request_id in live & self._outputs.keys():  # aborted by `on_finished`
-                outputs[places[request_id]] = self._outputs.pop(request_id)
+                outputs[index_of[request_id]] = self._outputs.pop(request_id)
                 live.discard(request_id)
 
-    def _events(self, places: Container[int]) -> list[StepOutput]:
-        """Those of one step, or those that a call made by `on_finished` has left for this one."""
-        mine = [one for one in self._unread if one.request_id in places]
+    def _events(self, request_ids: Container[int]) -> list[StepOutput]:
+        """Unread outputs of these requests, left by a call that `on_finished` made; else a step."""
+        mine = [event for event in self._unread if event.request_id in request_ids]
         if mine:
-            self._unread = [one for one in self._unread if one.request_id not in places]
+            self._unread = [event for event in self._unread if event.request_id not in request_ids]
             return mine
-        try:
-            return self.core.step()
-        except OutOfPagesError as error:  # pins hold what a single request needs
-            self.core.recovery.fail_blocked_request(error)
-            return []
+        return self.core.step_or_fail_blocked()
 
     def step(self) -> list[StepOutput]:
         """See `LLM.step`."""
@@ -153,12 +163,12 @@ class OfflineDriver:
         return events
 
     def step_unread(self) -> None:
-        """One step whose events are told to whoever steps next."""
+        """Run one step; its outputs go to the next call that reads them."""
         self._unread += self.core.step()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has anything to compute or to return."""
         return bool(self._unread) or self.core.has_unfinished
 
     def take_output(self, request_id: int) -> RequestOutput:
@@ -175,3 +185,57 @@ class OfflineDriver:
         self._outputs[output.request_id] = output
         while len(self._outputs) > MAX_KEPT_OUTPUTS:
             self._outputs.popitem(last=False)
+
+
+@contextmanager
+def progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[RequestOutput], None]]:
+    """A bar over `total` prompts; yields the function that counts an output.
+
+    Args:
+        wanted: None shows the bar for two prompts or more, if stderr is a terminal. True shows it
+            always; without a terminal, one line at the end.
+    """
+    if wanted is False or (wanted is None and total < 2):
+        yield lambda output: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if wanted is None and not console.is_terminal:
+        yield lambda output: None
+        return
+    generated, cached, prompt = 0, 0, 0
+    with rich_bar(console, total, "answers") as advance:
+
+        def count(output: RequestOutput) -> None:
+            nonlocal generated, cached, prompt
+            generated += output.usage.completion_tokens
+            cached += output.usage.cached_tokens
+            prompt += output.usage.prompt_tokens
+            share = f", {cached / prompt:.0%} of the prompts cached" if prompt else ""
+            advance(note=f"{generated:,} tokens{share}")
+
+        yield count
+
+
+@contextmanager
+def rich_bar(
+    console: Console, total: int, description: str, *, transient: bool = False
+) -> Iterator[Callable[..., None]]:
+    """A bar with a count and the elapsed time; yields `advance`, which counts one item.
+
+    `advance(description=..., note=...)` also sets the text before or after the bar.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        transient=transient,
+    ) as bar:
+        task = bar.add_task(description, total=total, note="")
+        yield lambda **texts: bar.update(task, advance=1, **texts)

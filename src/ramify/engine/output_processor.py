@@ -1,66 +1,54 @@
-"""New tokens of a request become text, and end it when they say so."""
+"""Output processing: append sampled tokens, detokenize, and detect the end of an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from ramify.engine.logits.logits_processors import LogitsProcessor
 from ramify.engine.request import Request
 from ramify.engine.step import SampledTokens
 from ramify.errors import DeadEndError
-from ramify.params import FinishReason
-
-
-class IncrementalDetokenizer(Protocol):
-    """Turns one request's tokens into text as they come."""
-
-    def step(self, token_id: int) -> str:
-        """The text that this token completes; it may be empty."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back."""
-        ...
+from ramify.outputs import FinishReason
 
 
 def append_sampled_tokens(request: Request, sampled: SampledTokens) -> None:
-    """Append the tokens that were drawn, up to the one that ends the request.
+    """Append sampled tokens to `request`, up to the token that ends it.
 
-    Sets `pending_finish_reason`. All at once, at the end: a decoder that raises half-way has changed nothing but itself.
+    An answer ends with a stop token, a stop string, the end of its grammar, or at `max_len`; then
+    `pending_finish_reason` is set. If the detokenizer raises, `request` is unchanged.
     """
     tokens: list[int] = []
-    text, stop_reason, ending = request.text, request.stop_reason, None
-    error, num_known = request.error, len(request.output_ids)
+    text, stop_reason, finish_reason = request.text, request.stop_reason, None
+    error, num_before = request.error, len(request.output_ids)
     for token in sampled.token_ids:
         tokens.append(token)
-        num_tokens = num_known + len(tokens)
+        num_tokens = num_before + len(tokens)
         if token in request.stop_token_ids:
-            ending, stop_reason = FinishReason.STOP, token
+            finish_reason, stop_reason = FinishReason.STOP, token
         else:
             if request.detokenizer is not None:
-                known, more = len(text), request.detokenizer.step(token)
-                text, found = _truncate_at_stop_string(request, text + more, known, num_tokens)
-                if found is not None:
-                    ending, stop_reason = FinishReason.STOP, found
-            if ending is None and request.logits_processor is not None:
-                ending, error = _grammar_end(
+                num_chars, text = len(text), text + request.detokenizer.step(token)
+                text, stop = _truncate_at_stop_string(request, text, num_chars, num_tokens)
+                if stop is not None:
+                    finish_reason, stop_reason = FinishReason.STOP, stop
+            if finish_reason is None and request.logits_processor is not None:
+                finish_reason, error = _grammar_end(
                     request.logits_processor, [*request.output_ids, *tokens]
                 )
-            if ending is None and len(request.prompt_ids) + num_tokens >= request.max_len:
-                ending = FinishReason.LENGTH
-        if ending is not None:
+            if finish_reason is None and len(request.prompt_ids) + num_tokens >= request.max_len:
+                finish_reason = FinishReason.LENGTH
+        if finish_reason is not None:
             break
     request.output_ids.extend(tokens)
     request.logprobs.extend(sampled.logprobs[: len(tokens)])
     request.text, request.stop_reason = text, stop_reason
-    request.pending_finish_reason, request.error = ending, error
+    request.pending_finish_reason, request.error = finish_reason, error
 
 
 def _grammar_end(
     processor: LogitsProcessor, output_ids: Sequence[int]
 ) -> tuple[FinishReason | None, DeadEndError | None]:
-    """Why nothing can follow an output, if its structure says so, and whether that is an error."""
+    """Finish reason and error, if its grammar allows nothing after an output; else None, None."""
     try:
         return FinishReason.STOP if processor.advance(output_ids) else None, None
     except DeadEndError as error:
@@ -68,54 +56,47 @@ def _grammar_end(
 
 
 def flush_held_text(request: Request, reason: FinishReason) -> FinishReason:
-    """Add what the decoder held back; the reason becomes STOP if a stop text was in it."""
+    """Append text that the detokenizer held back; returns `reason`, or STOP for a stop string."""
     if request.detokenizer is not None and not isinstance(request.stop_reason, str):
-        known, text = len(request.text), request.text + request.detokenizer.finish()
-        request.text, found = _truncate_at_stop_string(
-            request, text, known, len(request.output_ids)
+        num_chars, text = len(request.text), request.text + request.detokenizer.finish()
+        request.text, stop = _truncate_at_stop_string(
+            request, text, num_chars, len(request.output_ids)
         )
-        if found is not None:
-            request.stop_reason = found
+        if stop is not None:
+            request.stop_reason = stop
             if reason is FinishReason.LENGTH:
                 return FinishReason.STOP
     return reason
 
 
 def take_stable_text(request: Request) -> str:
-    """Text that nothing can change any more and that was not taken before.
-
-    An end that may be the beginning of a stop text is kept back until the request has ended.
-    """
+    """New text since the last call, up to where a stop string may begin; to the end if finished."""
     end = len(request.text)
     if request.finish_reason is None and request.params.stop:
-        end -= max(
-            (_partial_stop_len(request.text, stop) for stop in request.params.stop), default=0
-        )
-    begin, request.num_chars_emitted = (
-        request.num_chars_emitted,
-        max(request.num_chars_emitted, end),
-    )
+        end -= max(_partial_stop_len(request.text, stop) for stop in request.params.stop)
+    begin = request.num_chars_emitted
+    request.num_chars_emitted = max(begin, end)
     return request.text[begin:end]
 
 
 def _partial_stop_len(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that `text` ends with."""
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _truncate_at_stop_string(
-    request: Request, text: str, known: int, num_tokens: int
+    request: Request, text: str, num_chars: int, num_tokens: int
 ) -> tuple[str, str | None]:
-    """A text without the first stop text that is complete since `known`, and that stop text."""
+    """Text up to the first stop string that ends after `num_chars` characters, and that string."""
     if num_tokens < request.params.min_tokens:
         return text, None
-    found = [
-        (at, stop)
+    matches = [
+        (begin, stop)
         for stop in request.params.stop
-        if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0
+        if (begin := text.find(stop, max(0, num_chars - len(stop) + 1))) >= 0
     ]
-    if not found:
+    if not matches:
         return text, None
-    at, stop = min(found)
-    return text[:at], stop
+    begin, stop = min(matches)
+    return text[:begin], stop

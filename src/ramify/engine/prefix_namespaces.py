@@ -1,4 +1,4 @@
-"""Where prefixes are cached: below weights and tenant, but for those that everybody may read."""
+"""Prefix namespaces: which tenants and salts share cached prefixes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from ramify.cache.key import namespace_of, namespace_parts
 
 
 class CachedNode(Protocol):
-    """A node, as the cache or a survey tells it."""
+    """What `is_stale` and `owner_of_node` read of a node: `cache.Node` and `NodeInfo` have it."""
 
     @property
     def namespace(self) -> bytes:
-        """Of the root above it."""
+        """Namespace of the root above the node."""
 
     @property
     def salt(self) -> bytes | None:
-        """The last one on the way to its end."""
+        """The last salt on the path to the node's end."""
 
 
 class PrefixNamespaces:
-    """Which keys the prompts of tenants have.
+    """Maps (prompt, tenant, salt) to a cache key.
 
-    A tenant has a namespace of his own. A prompt that begins with a prefix that is declared public
-    lies in the namespace of no tenant, and behind that prefix a salt makes it private again: its
-    K/V is shared by all, what follows is nobody else's. A shorter prompt lies in its tenant's
-    namespace. What a tenant had cached when a prefix of it became public is not found any more.
+    - no tenant, no salt → namespace `base`
+    - begins with a public prefix → namespace `base`; behind the prefix a salt made of tenant and
+      salt keeps the rest private
+    - else → a namespace of its own for each (tenant, salt)
+
+    When a prefix becomes public, what a tenant has cached below it cannot be hit any more.
 
     Args:
-        base: the namespace of no tenant: what K/V depends on beside the tokens.
-        page_size: tokens; only whole pages can be shared.
+        base: namespace without tenant: what K/V depends on besides the tokens.
+        page_size: tokens; only whole pages can be public.
     """
 
     def __init__(self, base: bytes, page_size: int) -> None:
@@ -41,7 +43,7 @@ class PrefixNamespaces:
         self._public: list[array[int]] = []
 
     def declare_public(self, ids: array[int]) -> int:
-        """Let all tenants read the whole pages of a prefix; returns their tokens."""
+        """Let all tenants share the whole pages of a prefix; returns the tokens in them."""
         whole = ids[: len(ids) // self._page_size * self._page_size]
         if whole and whole not in self._public:
             self._public.append(whole)
@@ -49,37 +51,38 @@ class PrefixNamespaces:
         return len(whole)
 
     def scope_of(self, ids: array[int], tenant: str, salt: str) -> tuple[bytes, tuple[Salt, ...]]:
-        """The namespace of a prompt, and from where on it is private there."""
+        """Namespace of a prompt, and the salts that make its later tokens private there."""
         if not tenant and not salt:
             return self.base, ()
-        for one in self._public:
-            if ids[: len(one)] == one:
-                return self.base, (Salt(len(one), namespace_of(tenant=tenant, salt=salt)),)
+        for prefix in self._public:
+            if ids[: len(prefix)] == prefix:
+                return self.base, (Salt(len(prefix), namespace_of(tenant=tenant, salt=salt)),)
         return namespace_of(base=self.base, tenant=tenant, salt=salt), ()
 
     def key(
         self, ids: array[int], tenant: str = "", salt: str = "", *, answer: Sequence[int] = ()
     ) -> CacheKey:
-        """Under which a prompt is cached, and what was answered to it."""
+        """The cache key of a prompt followed by `answer`."""
         namespace, salts = self.scope_of(ids, tenant, salt)
-        whole = ids + array("i", answer) if answer else ids
-        return CacheKey(whole, namespace, salts=[one for one in salts if one.start < len(whole)])
+        tokens = ids + array("i", answer) if answer else ids
+        salts_inside = [salt for salt in salts if salt.start < len(tokens)]
+        return CacheKey(tokens, namespace, salts=salts_inside)
 
     def keys_under(self, ids: array[int], tenant: str, salt: str) -> list[CacheKey]:
-        """Keys below which everything lies that begins with `ids` and may be a tenant's."""
-        found = [CacheKey(ids, self.base)]
+        """Every key under which a prompt that begins with `ids` may be cached for a tenant."""
+        keys = [CacheKey(ids, self.base)]
         if tenant or salt:
-            own = namespace_of(tenant=tenant, salt=salt)
-            found += [
-                CacheKey(ids, self.base, salts=[Salt(len(one), own)])
-                for one in self._public
-                if len(one) < len(ids) and ids[: len(one)] == one
+            owner = namespace_of(tenant=tenant, salt=salt)
+            keys += [
+                CacheKey(ids, self.base, salts=[Salt(len(prefix), owner)])
+                for prefix in self._public
+                if len(prefix) < len(ids) and ids[: len(prefix)] == prefix
             ]
-            found.append(CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt)))
-        return found
+            keys.append(CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt)))
+        return keys
 
     def is_stale(self, node: CachedNode) -> bool:
-        """Whether no request asks for it any more: its weights are gone."""
+        """Whether no request can hit the node any more, since it belongs to other weights."""
         if node.salt is not None or node.namespace == self.base:
             return node.namespace != self.base
         tenant, salt = owner_of_node(node)
@@ -87,7 +90,7 @@ class PrefixNamespaces:
 
 
 def owner_of_node(node: CachedNode) -> tuple[str, str]:
-    """Tenant and salt of what is cached at the end of a node; empty: everybody's."""
+    """Tenant and salt that a node's end belongs to; empty if it is shared by all."""
     return owner_of_namespace(node.namespace if node.salt is None else node.salt)
 
 

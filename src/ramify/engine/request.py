@@ -1,38 +1,47 @@
-"""One request's state from arrival to its end."""
+"""`Request`: the state of one request, or of one answer of it, from arrival to its end."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Salt
-from ramify.engine.speculation.drafter import DraftState
-from ramify.params import (
+from ramify.engine.logits.logits_processors import LogitsProcessor
+from ramify.outputs import (
     CacheReport,
     Completion,
     FinishReason,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
     TokenLogprob,
 )
-
-if TYPE_CHECKING:
-    from ramify.engine.logits.logits_processors import LogitsProcessor
-    from ramify.engine.output_processor import IncrementalDetokenizer
+from ramify.params import SamplingParams
 
 RECOMPUTED_FOR_LOGPROBS = "prompt_logprobs need the logits of every prompt token"
 CACHE_OFF = "prefix_cache=False"
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """Owned by the engine core; nobody else writes it. Times are seconds of one clock.
+class IncrementalDetokenizer(Protocol):
+    """Turns one request's output tokens into text, token by token."""
 
-    A request for `n` answers is a parent and n - 1 children, each a `Request` of its own: they
-    begin when the parent's prompt is computed.
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """The text held back at the end of the output."""
+        ...
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Request:
+    """One answer in the making: its tokens, text, place in the schedule, and counters.
+
+    A request for `n` answers is a leader and n - 1 children, each a `Request`. Children begin when
+    the leader's prompt is computed, from its pages. Only the engine's thread reads or writes it.
+    Times are seconds of the engine's clock.
     """
 
     id: int
@@ -43,51 +52,50 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     namespace: bytes
-    salts: tuple[Salt, ...]  # from where on it is private there
+    salts: tuple[Salt, ...]  # from which token on it is private in the namespace
     arrival_s: float
     sequence: RadixSequence
-    detokenizer: IncrementalDetokenizer | None = None  # None when the model has no tokenizer
-    logits_processor: LogitsProcessor | None = None  # None when its scores stay as they are
-    priority: int = 0  # larger ones first
+    detokenizer: IncrementalDetokenizer | None = None  # None if the model has no tokenizer
+    logits_processor: LogitsProcessor | None = None  # None if it leaves the logits as they are
+    priority: int = 0  # larger values first
     tenant: str = ""  # tenants share the steps fairly
-    index: int = 0  # among the answers
-    parent: Request | None = None  # of a branch
+    index: int = 0  # of the answer, 0 for the leader
+    parent: Request | None = None  # the leader, of a child
     children: list[Request] = field(default_factory=list)  # of a leader, live or ended
-    draft: tuple[int, ...] = ()  # guesses for its next tokens, to be verified in this step
-    guessing: DraftState = field(default_factory=DraftState)
+    draft: tuple[int, ...] = ()  # draft tokens that the current step verifies
+    num_draft_tokens: int = 0  # verified so far
+    num_accepted_tokens: int = 0  # of these, correct
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
-    num_chars_emitted: int = 0  # characters of it that were told
-    num_tokens_emitted: int = 0  # of its tokens
-    end_emitted: bool = False  # that it has ended
+    num_chars_emitted: int = 0  # of `text`
+    num_tokens_emitted: int = 0  # of `output_ids`
+    end_emitted: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    virtual_arrival: int = 0  # when it came, in computed tokens, less what its priority is worth
-    # `virtual_arrival` and what it has to compute: the least is first; see
-    # `engine.scheduling.waiting_queue`
+    # Both in tokens, see `engine.scheduling.waiting_queue`: arrival less the priority's worth, and
+    # that plus the uncached tokens. The smallest rank is scheduled first.
+    virtual_arrival: int = 0
     rank: int = 0
-    waits_for: Request | None = None  # whom it waits for, who computes a part of its prompt
-    last_step: int = 0
+    waits_for: Request | None = None  # a running request that computes a prefix of its prompt
+    last_step: int = 0  # number of the last step that it was in
     first_step_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
-    cache_counts: tuple[int, int] | None = (
-        None  # tokens read and shared, in the first step that counts
-    )
-    max_computed: int = 0  # tokens whose K/V was computed or read at some time
-    recomputed: int = 0
+    # Prompt tokens read from the cache and shared with running requests, in its first step.
+    cache_counts: tuple[int, int] | None = None
+    max_computed: int = 0  # largest number of leading tokens that have had K/V
+    recomputed: int = 0  # tokens computed again, after preemption or recovery
     preemptions: int = 0
-    num_failed_steps: int = 0  # of steps that it was in, since its last token
+    num_failed_steps: int = 0  # since its last token
     num_rebuilds: int = 0  # of the engine while it ran, since its last token
-    suspect_prefix: CacheKey | None = None  # what it had read when it failed; it goes on without
-    pending_finish_reason: FinishReason | None = (
-        None  # its last token is there; `finish_reason` follows
-    )
+    suspect_prefix: CacheKey | None = None  # that it had read when it failed and was isolated
+    # Set with the last token; `finish_reason` follows when its pages are released.
+    pending_finish_reason: FinishReason | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: Exception | None = None
-    has_output: bool = False  # its output was made
-    verify_cold: bool = False  # keeps log probabilities, to be compared with those of a cold run
+    has_output: bool = False  # the group's `RequestOutput` was made
+    verify_cold: bool = False  # keep logprobs, for `HitVerifier` to compare with a cold run
 
     @classmethod
     def new_sequence(
@@ -98,41 +106,36 @@ class Request:
         params: SamplingParams,
         max_shared: int | None = None,
     ) -> RadixSequence:
-        """A fresh planner state over `tokens`."""
+        """A planner sequence over `tokens`, nothing of it computed."""
         reuse = params.prompt_logprobs is None
         return RadixSequence(tokens, namespace, reuse, salts=salts, max_shared=max_shared)
 
     @property
     def parent_or_self(self) -> Request:
-        """The leader, whose id is the one that the caller knows."""
+        """The leader, whose id the caller has."""
         return self if self.parent is None else self.parent
 
     @property
     def pending_children(self) -> list[Request]:
-        """Branches that begin when the prompt is computed: all of them, or none any more."""
+        """Unfinished children that wait for this leader's prompt; empty once it is computed."""
         if not self.children or self.output_ids:
             return []
-        return [one for one in self.children if not one.is_finished]
+        return [child for child in self.children if not child.is_finished]
 
     @property
     def has_ended(self) -> bool:
-        """Whether a leader and its branches have all ended."""
+        """Whether this leader and its children have all ended."""
         if self.finish_reason is None:
             return False
-        return all(one.is_finished for one in self.children)
+        return all(child.is_finished for child in self.children)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether this answer has ended."""
         return self.finish_reason is not None
 
-    @property
-    def is_prefill(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
-        return self.sequence.num_uncomputed > 1
-
     def reset_for_recompute(self) -> None:
-        """Back to waiting: a fresh sequence over everything known so far."""
+        """Replace the sequence by a new one over prompt and output, with nothing computed."""
         tokens = array("i", self.prompt_ids)
         tokens.extend(self.output_ids)
         self.draft = ()
@@ -140,13 +143,13 @@ class Request:
             tokens, self.namespace, self.salts, self.params, self.sequence.max_shared
         )
         if self.params.prompt_logprobs is not None:
-            done = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
-            self.sequence.reuse = done  # scored already: nothing forces a second computation
-            if not done:
+            # Prompt logprobs forbid reading the cache until all are known.
+            self.sequence.reuse = len(self.prompt_logprobs) == len(self.prompt_ids) - 1
+            if not self.sequence.reuse:
                 self.prompt_logprobs.clear()
 
     def count_computed(self, start: int) -> None:
-        """Count a step that computed what the sequence has from token `start` on."""
+        """Update the counters after a step that computed the sequence from token `start` on."""
         end = self.sequence.num_computed
         if self.cache_counts is None:
             self.cache_counts = (self.sequence.num_read, self.sequence.num_shared)
@@ -155,7 +158,7 @@ class Request:
         self.max_computed = max(self.max_computed, end)
 
     def completion(self) -> Completion:
-        """What this request or branch has produced; it has ended."""
+        """The answer of a request or child that has ended."""
         assert self.finish_reason is not None
         return Completion(
             text=self.text,
@@ -166,7 +169,7 @@ class Request:
         )
 
     def cache_report(self, *, cache_on: bool) -> CacheReport:
-        """Where the prompt's K/V came from, as far as it is known; of a leader."""
+        """Where the K/V of a leader's prompt came from, as far as it has been computed."""
         read, shared = self.cache_counts or (0, 0)
         reason = None
         if not cache_on:
@@ -177,39 +180,38 @@ class Request:
             read,
             shared,
             min(len(self.prompt_ids), self.max_computed) - read - shared,
-            sum(one.recomputed for one in (self, *self.children)),
+            sum(request.recomputed for request in (self, *self.children)),
             reason,
         )
 
     def output(self, *, cache_on: bool) -> RequestOutput:
-        """The value that the caller of a leader gets; it and its branches have ended."""
+        """The `RequestOutput` of a leader; it and its children have ended."""
         members = (self, *self.children)
-        ends = [one.end_s for one in members if one.end_s is not None]
-        end_s = max(ends)
-        decode = None
-        num_later = sum(max(0, len(one.output_ids) - 1) for one in members)
-        if self.first_token_s is not None and num_later:
-            spent = end_s - self.first_token_s
-            decode = num_later / spent if spent > 0 else None
-        scored: tuple[TokenLogprob | None, ...] | None = None
+        end_s = max(member.end_s for member in members if member.end_s is not None)
+        decode_tokens_per_s = None
+        num_decoded = sum(max(0, len(member.output_ids) - 1) for member in members)
+        if self.first_token_s is not None and num_decoded:
+            decode_s = end_s - self.first_token_s
+            decode_tokens_per_s = num_decoded / decode_s if decode_s > 0 else None
+        prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         if self.params.prompt_logprobs is not None:
-            scored = (None, *self.prompt_logprobs)
+            prompt_logprobs = (None, *self.prompt_logprobs)
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=tuple(self.prompt_ids),
-            completions=tuple(one.completion() for one in members),
+            completions=tuple(member.completion() for member in members),
             metrics=RequestMetrics(
                 queue_s=(end_s if self.first_step_s is None else self.first_step_s)
                 - self.arrival_s,
                 ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
                 total_s=end_s - self.arrival_s,
-                decode_tokens_per_s=decode,
-                preemptions=sum(one.preemptions for one in members),
-                num_drafted=sum(one.guessing.num_drafted for one in members),
-                num_accepted=sum(one.guessing.num_accepted for one in members),
+                decode_tokens_per_s=decode_tokens_per_s,
+                preemptions=sum(member.preemptions for member in members),
+                num_drafted=sum(member.num_draft_tokens for member in members),
+                num_accepted=sum(member.num_accepted_tokens for member in members),
             ),
             cache=self.cache_report(cache_on=cache_on),
-            prompt_logprobs=scored,
-            error=next((one.error for one in members if one.error is not None), None),
+            prompt_logprobs=prompt_logprobs,
+            error=next((member.error for member in members if member.error is not None), None),
         )

@@ -1,4 +1,4 @@
-"""The two values that cross the line: a complete plan goes down, a result comes up."""
+"""What core and executor exchange: `StepPlan` down, `StepResult` up; the `Executor` protocol."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from numpy.typing import NDArray
 
 from ramify.attention.batch import AttentionBatch
 from ramify.engine.logits.logits_processors import LogitsTransform
-from ramify.params import SamplingParams, TokenLogprob
+from ramify.outputs import TokenLogprob
+from ramify.params import SamplingParams
 
 
 class SampleSpec(NamedTuple):
-    """Choose the next tokens of one request: one, and one more for each draft that is right.
+    """Sample the next tokens of one request: one, and one more for each accepted draft token.
 
-    A tuple, as `SampledTokens`: each step makes one per request, and a frozen dataclass takes
-    five times as long to make.
+    A tuple, as `SampledTokens`: each step creates one per request, and creating a frozen dataclass
+    takes five times as long.
     """
 
     request_id: int
-    row: int  # of the step's query rows, whose logits give the first token; drafts are in the next
-    position: int  # of the first token that is drawn; with the seed it keys the generator
+    row: int  # query row whose logits give the first token; those of the drafts follow
+    position: int  # of the first sampled token; keys the random generator, with the seed
     params: SamplingParams
     seed: int
     num_logprobs: int | None
-    draft: tuple[int, ...] = ()  # guesses for that token and those after it
-    logits: LogitsTransform | None = None  # None leaves the scores as they are
+    draft: tuple[int, ...] = ()  # draft tokens for `position` and the positions after it
+    logits: LogitsTransform | None = None  # None leaves the logits as they are
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobSpec:
-    """Log probabilities of known prompt tokens: row `first_row + i` predicts `targets[i]`."""
+    """Score prompt tokens: the logits of row `first_row + i` predict `targets[i]`."""
 
     request_id: int
     first_row: int
@@ -43,26 +44,26 @@ class PromptLogprobSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """All that a forward pass and its sampling need."""
+    """Everything that a forward pass over T query rows and its sampling need."""
 
     batch: AttentionBatch
     token_ids: NDArray[np.int64]  # [T]
     samples: tuple[SampleSpec, ...]
     prompt_logprobs: tuple[PromptLogprobSpec, ...]
     request_ids: tuple[int, ...]  # in batch order
-    all_rows: bool = True  # hidden rows are wanted that nothing is drawn from
+    all_rows: bool = True  # whether rows that nothing is sampled from need hidden states
 
 
 class SampledTokens(NamedTuple):
-    """The tokens chosen for one request: the drafts that were right, and the one after them."""
+    """The tokens sampled for one request: the accepted drafts, and one token after them."""
 
-    token_ids: tuple[int, ...]  # at least 1, at most 1 more than there were drafts
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token if they were asked for
+    token_ids: tuple[int, ...]  # 1 to num_drafts + 1
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Answers to a plan's draws and scores, by request id; whoever failed has neither."""
+    """Sampled tokens and prompt logprobs by request id; a failed request has neither."""
 
     sampled: dict[int, SampledTokens]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
@@ -70,18 +71,18 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Carries out plans. `ramify.testing.FakeExecutor` is one without a model."""
+    """Runs step plans. `ramify.testing.FakeExecutor` does so without a model."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the forward pass and sample; afterwards the K/V of the step is in its pages.
+        """Write the step's K/V to its pages, attend, and sample.
 
         Raises:
-            StepMemoryError: memory did not suffice; fewer tokens may fit.
+            StepMemoryError: out of memory; a step of fewer tokens may fit.
         """
         ...
 
     def zero_pages(self, pages: Sequence[int]) -> None:
-        """Make the content of pages unreadable after a failed step."""
+        """Zero all K/V of these pages, after a failed step."""
         ...
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:

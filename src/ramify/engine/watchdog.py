@@ -1,7 +1,6 @@
-"""Notices a step that does not come back: one log record with what it was doing, and a flag.
+"""Stuck-step watchdog: logs a step that exceeds its timeout once, with its stack, and sets a flag.
 
-Nothing is ended. A forward pass cannot be taken out of somebody else's thread, and one that is slow
-may still finish.
+It ends nothing: another thread cannot stop a forward pass, and a slow step may still finish.
 """
 
 from __future__ import annotations
@@ -17,45 +16,45 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-CHECKS_PER_TIMEOUT = 4  # per timeout
+CHECKS_PER_TIMEOUT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _RunningStep:
-    at_s: float
+    begin_s: float
     thread: int
     describe: Callable[[], str]
 
 
 class Watchdog:
-    """Watches one engine's steps from a daemon thread, which begins with the first step.
+    """Watches the steps of one engine from a daemon thread, which the first step starts.
 
     Args:
-        timeout_s: a step that takes longer is stuck; 0 watches nothing and starts no thread.
-        clock: seconds, never going back.
+        timeout_s: a step that takes longer is stuck; 0 disables the watchdog.
+        clock: monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s, self._clock = timeout_s, clock
         self.num_stuck = 0  # steps that were reported
-        self._running_step: _RunningStep | None = None  # the step that runs; replaced as a whole
+        self._running_step: _RunningStep | None = None  # replaced as a whole, never mutated
         self._reported: _RunningStep | None = None
         self._is_watched = not timeout_s
 
     @property
     def stuck_s(self) -> float:
-        """Seconds that the step has run, if it is beyond the timeout; else 0. For any thread."""
-        begun = self._running_step
-        spent = 0.0 if begun is None else self._clock() - begun.at_s
-        return spent if self.timeout_s and spent > self.timeout_s else 0.0
+        """Seconds that the running step has taken, 0 up to the timeout. For any thread."""
+        step = self._running_step
+        elapsed_s = 0.0 if step is None else self._clock() - step.begin_s
+        return elapsed_s if self.timeout_s and elapsed_s > self.timeout_s else 0.0
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the step that runs now is beyond the timeout. For any thread."""
+        """Whether the running step exceeds the timeout. For any thread."""
         return self.stuck_s > 0
 
     def begin(self, describe: Callable[[], str]) -> None:
-        """A step begins in this thread; `describe` is called by another one if it is stuck."""
+        """A step begins in this thread. The watchdog thread calls `describe` if it gets stuck."""
         if not self.timeout_s:
             return
         self._running_step = _RunningStep(self._clock(), threading.get_ident(), describe)
@@ -69,34 +68,34 @@ class Watchdog:
             ).start()
 
     def end(self) -> None:
-        """The step is over."""
+        """The step has ended."""
         self._running_step = None
 
     def report_if_stuck(self) -> bool:
-        """Report the step that runs now if it is stuck and was not reported; whether it was."""
-        begun, spent = self._running_step, self.stuck_s
-        if begun is None or not spent or begun is self._reported:
+        """Log the running step if it is stuck and not logged yet; returns whether it did."""
+        step, stuck_s = self._running_step, self.stuck_s
+        if step is None or not stuck_s or step is self._reported:
             return False
-        self._reported = begun
+        self._reported = step
         self.num_stuck += 1
-        frame = sys._current_frames().get(begun.thread)  # noqa: SLF001 - documented, but so named
+        frame = sys._current_frames().get(step.thread)  # noqa: SLF001 - public in spite of its name
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)"
         logger.error(
             "a step runs for %.1f s, the limit is step_timeout_s=%g: %s; its thread is at\n%s",
-            spent,
+            stuck_s,
             self.timeout_s,
-            begun.describe(),
+            step.describe(),
             stack,
         )
         return True
 
 
 def _watch(
-    watchdog: weakref.ReferenceType[Watchdog], done: threading.Event, period_s: float
+    reference: weakref.ReferenceType[Watchdog], done: threading.Event, period_s: float
 ) -> None:
     while not done.wait(period_s):
-        found = watchdog()
-        if found is None:
+        watchdog = reference()
+        if watchdog is None:
             return
-        found.report_if_stuck()
-        del found  # or it would be kept alive while this thread waits
+        watchdog.report_if_stuck()
+        del watchdog  # this thread must not keep it alive while it waits

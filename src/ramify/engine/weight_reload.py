@@ -1,4 +1,4 @@
-"""Other weights for a core: requests and cache go on, and nothing of the old ones is ever read."""
+"""Weight reload: swap a core's weights under live requests; K/V of the old ones is never read."""
 
 from __future__ import annotations
 
@@ -11,49 +11,45 @@ from ramify.errors import ConfigError, PinError
 
 
 def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
-    """Put new weights in between two steps; live requests compute their K/V again.
+    """Swap weights between two steps; returns the number of live requests, children included.
 
-    What they have produced so far stays: their next tokens are those that the new weights give
-    after it. Pages of the old weights are in a namespace that no request asks for any more: they
-    lose their pins and are evicted like anything that nobody uses.
+    Live requests keep their output and recompute its K/V with the new weights. Pages of the old
+    weights stay in a namespace that no request has any more; they are unpinned.
 
     Args:
-        swap: puts the weights in and returns the namespace of their K/V. If it raises, nothing has
-            changed.
-
-    Returns:
-        how many requests were live; each of several answers counts.
+        swap: installs the weights and returns the namespace of their K/V. If it raises, nothing
+            changes.
     """
     core.namespaces.base, old = swap(), core.namespaces.base
-    rechecks, scheduler = core.hit_verifier, core.scheduler
-    rechecks.pending.clear()  # of answers that the old weights gave
-    for request_id in list(rechecks.running):
-        del rechecks.running[request_id]
+    verifier, scheduler = core.hit_verifier, core.scheduler
+    verifier.pending.clear()  # the old weights' logprobs
+    for request_id in list(verifier.running):
+        del verifier.running[request_id]
         core.abort(request_id)
-    for pin in core.cache.pins():  # they would keep what nobody can hit
-        with suppress(PinError):  # its time was over
+    for pin in core.cache.pins():
+        with suppress(PinError):  # it has expired
             core.cache.unpin(pin)
-    live = [one for one in core.live if not one.is_finished]
+    live = [request for request in core.live if not request.is_finished]
     waiting, running = list(scheduler.waiting), list(scheduler.running)
-    core.planner.release([one.sequence for one in running])
-    for one in waiting:
-        scheduler.waiting.remove(one)
-    for one in live:
-        one.verify_cold = False
-        one.namespace = _with_base(one.namespace, old, core.namespaces.base)
-        one.reset_for_recompute()  # branches too, which are in no queue before their prompt is computed
+    core.planner.release([request.sequence for request in running])
+    for request in waiting:
+        scheduler.waiting.remove(request)
+    for request in live:  # includes children in no queue, whose leader computes the prompt
+        request.verify_cold = False
+        request.namespace = _with_base(request.namespace, old, core.namespaces.base)
+        request.reset_for_recompute()
     scheduler.requeue([*running, *waiting])
     return len(live)
 
 
 def validate_running_mode(running: str) -> None:
-    """Raise ConfigError for a choice that there is not."""
+    """Raise ConfigError unless it is "finish" or "restart"."""
     if running not in ("finish", "restart"):
         raise ConfigError(f'running={running!r} but it must be "finish" or "restart"')
 
 
 def _with_base(namespace: bytes, old: bytes, new: bytes) -> bytes:
-    """The same tenant and salt with other weights."""
+    """The namespace of the same tenant and salt under another base."""
     if namespace == old:
         return new
     parts = namespace_parts(namespace)

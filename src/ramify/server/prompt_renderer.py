@@ -1,4 +1,4 @@
-"""A conversation becomes token ids, and every token knows which part of it it came from."""
+"""Render conversations to token ids, and map request fields to the tokens that they became."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
 
 TemplateMessage = Mapping[str, Any]
-REASONING_TAGS = ("<think>", "</think>")  # marks of what a model thinks before it answers
+REASONING_TAGS = ("<think>", "</think>")  # delimiters of what a model thinks before it answers
+PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
+MAX_BREAKPOINTS = 4  # of one request, the implicit one included
+BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPrefix:
-    """A text with its tokens as the model read and wrote them."""
+    """A text whose token ids are known, because the model read or wrote them."""
 
     text: str
     ids: array[int]
@@ -27,7 +30,7 @@ class KnownPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PromptSegment:
-    """Tokens `start` to `end` of a prompt came from the part `path`, as `messages[2].content`."""
+    """Prompt tokens `[start, end)` came from the request field `path`, as `messages[2].content`."""
 
     path: str
     start: int
@@ -36,7 +39,7 @@ class PromptSegment:
 
 @dataclass(frozen=True, slots=True)
 class CacheBreakpoint:
-    """The caller asks to keep the prompt up to the end of a part."""
+    """The caller asks to pin the first `num_tokens` of the prompt for `ttl_s`."""
 
     path: str
     num_tokens: int
@@ -45,30 +48,42 @@ class CacheBreakpoint:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """What one request asks to be computed."""
+    """Token ids of a prompt, and which request field each token came from."""
 
     ids: array[int]
     text: str = ""
-    segments: tuple[PromptSegment, ...] = ()  # ascending; between them is the template's own text
+    segments: tuple[PromptSegment, ...] = ()  # ascending; the template's own text lies between them
     breakpoints: tuple[CacheBreakpoint, ...] = ()
-    num_stable_tokens: int = 0  # tokens that a later turn of the conversation begins with as well
+    num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
 
     def with_breakpoint(self, path: str, ttl_s: float) -> RenderedPrompt:
-        """The same with a breakpoint behind all that the next turn begins with."""
-        mark = CacheBreakpoint(path, self.num_stable_tokens, ttl_s)
-        return replace(self, breakpoints=(*self.breakpoints, mark))
+        """Append a breakpoint at the end of the prefix that the next turn shares."""
+        breakpoint_ = CacheBreakpoint(path, self.num_stable_tokens, ttl_s)
+        return replace(self, breakpoints=(*self.breakpoints, breakpoint_))
 
     def path_at(self, token: int) -> str:
-        """The part that a token came from; template text belongs to the part after it."""
+        """The request field that a token came from; template text counts to the field after it."""
         for segment in self.segments:
             if token < segment.end:
                 return segment.path
         return "generation_prompt" if self.segments else "prompt"
 
+    def max_shared_tokens(self, *, breakpoints_only: bool = False) -> int | None:
+        """How many prompt tokens may stay cached for other requests; None: all.
+
+        The next turn does not begin with the tokens after `num_stable_tokens`.
+
+        Args:
+            breakpoints_only: nothing after the last breakpoint may stay.
+        """
+        if breakpoints_only:
+            return max((point.num_tokens for point in self.breakpoints), default=0)
+        return self.num_stable_tokens if self.num_stable_tokens < len(self.ids) else None
+
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A piece of a conversation that is looked for in the rendered text."""
+    """A request field to locate in the rendered text."""
 
     path: str
     texts: tuple[str, ...]  # forms in which a template may write it, the likeliest first
@@ -77,12 +92,15 @@ class PromptPart:
 
 
 class PromptRenderer:
-    """Renders conversations with the checkpoint's template; a growing one is tokenised once."""
+    """Renders conversations with the checkpoint's chat template.
+
+    Encodes incrementally: of a growing conversation, only the new text is tokenised.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._encoder = IncrementalEncoder(tokenizer)
-        self._template_drops_reasoning: bool | None = None  # until somebody asks
+        self._template_drops_reasoning: bool | None = None  # not tried yet
 
     def chat(
         self,
@@ -94,26 +112,26 @@ class PromptRenderer:
         add_generation_prompt: bool = True,
         known: Sequence[KnownPrefix] = (),
         tenant: str = "",
-        **options: Any,
+        template_options: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """The prompt of a conversation.
+        """Render and tokenise the prompt of a conversation.
 
         Args:
-            messages: as the template wants them: role and text content.
+            messages: as the template takes them: role and text content.
             parts: in the order in which they appear in the text.
-            continue_final_message: the last message is the beginning of the answer, to be gone on with.
-            add_generation_prompt: end with what begins the answer.
-            known: texts with their tokens, longest first; a prompt that begins with one keeps
-                them, as they came from the model, whatever the tokenizer would make of the text.
-            tenant: whose earlier texts may make it faster.
-            options: variables of the template.
+            continue_final_message: the last message is the beginning of the answer.
+            add_generation_prompt: end with the header of the assistant's turn.
+            known: texts with their token ids, longest first. A prompt that begins with one of them
+                keeps these ids, even if the tokenizer would split the text otherwise.
+            tenant: only texts that this tenant sent before are reused for tokenising.
+            template_options: further variables of the template.
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        render, guarded = self.tokenizer.apply_chat_template, self.tokenizer.escape_special_tokens
-        messages, tools, options = guarded(messages), guarded(tools), guarded(options)
-        parts = [replace(part, texts=tuple(guarded(part.texts))) for part in parts]
+        render, escape = self.tokenizer.apply_chat_template, self.tokenizer.escape_special_tokens
+        messages, tools, options = escape(messages), escape(tools), escape(template_options or {})
+        parts = [replace(part, texts=tuple(escape(part.texts))) for part in parts]
         text = render(
             messages,
             tools=tools,
@@ -122,87 +140,94 @@ class PromptRenderer:
         )
         if continue_final_message:
             text = _cut_after(text, str(messages[-1]["content"]))
-        stable = self._stable_text(text, messages, tools, options)
-        front = next((one for one in known if one.text and text.startswith(one.text)), None)
-        encoded = (
-            self._encoder.encode(text, tenant)
-            if front is None
-            else self._extend_known(front, text, tenant)
+        num_stable_chars = self._num_stable_chars(text, messages, tools, options)
+        prefix = next(
+            (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
-        places = list(_locate_parts(text, parts))
-        cuts = sorted({cut for _, start, end in places for cut in (start, end)} | {len(stable)})
-        at = {cut: bisect_right(encoded.end_offsets, cut) for cut in cuts}  # whole tokens before it
+        encoding = (
+            self._encoder.encode(text, tenant)
+            if prefix is None
+            else self._extend_known(prefix, text, tenant)
+        )
+        spans = list(_locate_parts(text, parts))
+        offsets = {offset for _, start, end in spans for offset in (start, end)}
+        # the number of whole tokens before each offset
+        num_tokens = {
+            offset: bisect_right(encoding.end_offsets, offset)
+            for offset in offsets | {num_stable_chars}
+        }
         segments = tuple(
-            PromptSegment(part.path, at[start], at[end]) for part, start, end in places
+            PromptSegment(part.path, num_tokens[start], num_tokens[end])
+            for part, start, end in spans
         )
         breakpoints = tuple(
-            CacheBreakpoint(part.path, at[end], part.ttl_s)
-            for part, _, end in places
+            CacheBreakpoint(part.path, num_tokens[end], part.ttl_s)
+            for part, _, end in spans
             if part.is_breakpoint
         )
-        return RenderedPrompt(encoded.ids, text, segments, breakpoints, at[len(stable)])
+        return RenderedPrompt(
+            encoding.ids, text, segments, breakpoints, num_tokens[num_stable_chars]
+        )
 
     def _extend_known(self, known: KnownPrefix, text: str, tenant: str) -> Encoding:
-        """Known tokens, and those of the text behind them."""
-        front, ids = known.text, known.ids
-        rest = self._encoder.encode(text[len(front) :], tenant)
-        shift = len(front)
-        # inside the known text only its length is sure: places in it are those of its own tokens
-        own = self._encoder.encode(front, tenant).end_offsets
-        ends = own[: len(ids)] + array("i", [shift]) * max(0, len(ids) - len(own))
+        """The known ids, then those of the text after them."""
+        shift = len(known.text)
+        suffix = self._encoder.encode(text[shift:], tenant)
+        # Where the known tokens end in their text is not recorded. Use the offsets of the
+        # tokenizer's own tokens, as many as there are known ids.
+        offsets = self._encoder.encode(known.text, tenant).end_offsets
+        num_missing = max(0, len(known.ids) - len(offsets))
+        offsets = offsets[: len(known.ids)] + array("i", [shift]) * num_missing
         return Encoding(
-            ids + rest.ids, ends + array("i", (shift + end for end in rest.end_offsets))
+            known.ids + suffix.ids,
+            offsets + array("i", (shift + end for end in suffix.end_offsets)),
         )
 
     def template_drops_reasoning(self) -> bool:
-        """Whether the template leaves out of history what an answer thought."""
+        """True if the template leaves the reasoning of earlier answers out of the prompt."""
         if self._template_drops_reasoning is None:
-            talk = [
+            begin, end = REASONING_TAGS
+            conversation = [
                 {"role": "user", "content": "a"},
-                {
-                    "role": "assistant",
-                    "content": f"{REASONING_TAGS[0]}\n\u2042\n{REASONING_TAGS[1]}\n\nb",
-                },
+                {"role": "assistant", "content": f"{begin}\n{PLACEHOLDER}\n{end}\n\nb"},
                 {"role": "user", "content": "c"},
             ]
             try:
-                self._template_drops_reasoning = "\u2042" not in self.tokenizer.apply_chat_template(
-                    talk
-                )
+                text = self.tokenizer.apply_chat_template(conversation)
+                self._template_drops_reasoning = PLACEHOLDER not in text
             except ChatTemplateError:  # it takes no such conversation
                 self._template_drops_reasoning = False
         return self._template_drops_reasoning
 
-    def _stable_text(
+    def _num_stable_chars(
         self,
         text: str,
         messages: Sequence[TemplateMessage],
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
-    ) -> str:
-        """What of a prompt stands in the next turn's prompt too, whatever the answer is."""
-        answer = {"role": "assistant", "content": "\u2042"}
-        render = self.tokenizer.apply_chat_template
+    ) -> int:
+        """Characters that the next turn's prompt begins with as well, whatever the answer is."""
+        next_turn = (
+            {"role": "assistant", "content": PLACEHOLDER},
+            {"role": "user", "content": PLACEHOLDER},
+        )
         try:
-            later = render(
-                [*messages, answer, {"role": "user", "content": "\u2042"}],
-                tools=tools,
-                add_generation_prompt=True,
-                **options,
+            later = self.tokenizer.apply_chat_template(
+                [*messages, *next_turn], tools=tools, add_generation_prompt=True, **options
             )
-        except ChatTemplateError:  # nothing can follow: it is not the template's usual order
-            return text
-        return text[: common_prefix(text, later)]
+        except ChatTemplateError:  # this template allows no further turn after these messages
+            return len(text)
+        return common_prefix(text, later)
 
 
-def common_prefix(one: str | array[int], other: str | array[int]) -> int:
-    """How many characters or tokens two sequences begin with alike. O(log n) comparisons."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
+def common_prefix(left: str | array[int], right: str | array[int]) -> int:
+    """Length of the common prefix of two texts or token sequences. O(log n) comparisons."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
         return high
     while high - low > 1:
         middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
+        if left[low:middle] == right[low:middle]:
             low = middle
         else:
             high = middle
@@ -210,35 +235,44 @@ def common_prefix(one: str | array[int], other: str | array[int]) -> int:
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Drop what the template writes after the last message."""
-    place = text.rfind(content.strip())
-    return text if place < 0 or not content.strip() else text[: place + len(content.strip())]
+    """Drop the text that the template writes after the last message."""
+    stripped = content.strip()
+    start = text.rfind(stripped)
+    return text if start < 0 or not stripped else text[: start + len(stripped)]
 
 
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
-    """Where each part stands; one that the template rewrote has an empty place."""
+    """Yield each part with its span in `text`; the span is empty if the template rewrote the part."""
     cursor = 0
     for part in parts:
-        for form in part.texts:
-            start = text.find(form, cursor) if form else -1
+        for variant in part.texts:
+            start = text.find(variant, cursor) if variant else -1
             if start >= 0:
-                yield part, start, start + len(form)
-                cursor = start + len(form)
+                yield part, start, start + len(variant)
+                cursor = start + len(variant)
                 break
         else:
             yield part, cursor, cursor
 
 
 def text_variants(content: str) -> tuple[str, ...]:
-    """A message's text as templates write it: as it is, or stripped."""
+    """The forms in which templates write a message's text: as it is, or stripped."""
     return (content, content.strip())
 
 
 def json_variants(value: object) -> tuple[str, ...]:
-    """A tool as templates write it."""
+    """The forms in which templates write a value as JSON: by indent and separators."""
     return (
         json.dumps(value, ensure_ascii=False),
         json.dumps(value, ensure_ascii=False, indent=4),
         json.dumps(value, ensure_ascii=False, indent=2),
         json.dumps(value, ensure_ascii=False, separators=(",", ":")),
     )
+
+
+def tool_parts(tools: Sequence[Mapping[str, Any]]) -> list[PromptPart]:
+    """A part for each tool definition, whole or without its `type`."""
+    return [
+        PromptPart(f"tools[{index}]", (*json_variants(tool), *json_variants(tool["function"])))
+        for index, tool in enumerate(tools)
+    ]

@@ -1,10 +1,9 @@
-"""What earlier requests asked, so that a later one can be told what it changed."""
+"""Recent prompts by response id, and the first difference between two of them."""
 
 from __future__ import annotations
 
 import json
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,103 +11,106 @@ from dataclasses import dataclass
 from ramify.server.prompt_renderer import RenderedPrompt, common_prefix
 
 MAX_ENTRIES = 4096
-MAX_TOKENS = 8_000_000  # of all prompts that are remembered: 32 MB
+MAX_TOKENS = 8_000_000  # of all remembered prompts: 32 MB
 TTL_S = 24 * 3600.0
 
 
 def canonical_json(value: object) -> str:
-    """A value as text in which order matters only where it does in JSON: in lists."""
+    """JSON text that is equal for equal values: keys are sorted, lists keep their order."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:
-    """One request as its prompt was made of it; the first five fields are compared."""
+    """A request as its prompt was made of it. `first_difference` compares the first five fields."""
 
     model: str
-    options: Mapping[str, str]  # what else changes the prompt, by the API's name for it
-    tools: tuple[str, ...]  # canonical
-    system: str  # canonical; "" where the API has none
-    messages: tuple[str, ...]  # canonical
+    options: Mapping[str, str]  # further request fields that may change the prompt, by name
+    tools: tuple[str, ...]  # as `canonical_json`
+    system: str  # as `canonical_json`; "" where the API has none
+    messages: tuple[str, ...]  # as `canonical_json`
     prompt: RenderedPrompt
-    response: object = None  # of the Responses API: what its next turn is made from
-    paths: tuple[str, ...] = ()  # of the messages, where they are not `messages[i]`
-    max_shared: int | None = (
-        None  # tokens that were kept for others; None: what the next turn has too
-    )
+    response: object = None  # Responses API: the `StoredResponse` that a next turn continues
+    paths: tuple[str, ...] = ()  # request fields of the messages, if not `messages[i]`
+    max_shared: int | None = None  # tokens that may stay cached for others; None: all
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens that a later request could have read."""
+        """Tokens that a later request could have read from the cache."""
         return self.prompt.num_stable_tokens if self.max_shared is None else self.max_shared
 
     def path_of(self, message: int) -> str:
-        """The name of a message in the API that it came by."""
+        """The request field that a message came from."""
         return self.paths[message] if message < len(self.paths) else f"messages[{message}]"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDifference:
-    """The first thing in which a request differs from an earlier one, in the order of a prompt."""
+    """The first field in which a request differs from an earlier one, in the order of a prompt."""
 
     kind: str  # "model", "tools", "system", "messages", or a name of `HistoryEntry.options`
-    path: str  # of the first part that differs
-    at_token: int  # prompts are the same up to here
-    missed_tokens: int  # of the earlier prompt, beyond it
+    path: str  # of the first message, tool or option that differs
+    at_token: int  # length of the prompts' common prefix
+    missed_tokens: int  # reusable tokens of the earlier prompt after it
 
 
 def first_difference(old: HistoryEntry, new: HistoryEntry) -> PromptDifference | None:
-    """What keeps the new request from beginning as the old one; None if nothing does.
+    """Why the new prompt does not extend the old one; None if it does.
 
-    Messages that were only added are no change.
+    Appended messages are not a difference.
     """
-    same = common_tokens(old.prompt.ids, new.prompt.ids)
+    num_common = common_prefix(old.prompt.ids, new.prompt.ids)
 
-    def change(kind: str, path: str) -> PromptDifference:
-        return PromptDifference(kind, path, same, max(0, old.num_reusable_tokens - same))
+    def difference(kind: str, path: str) -> PromptDifference:
+        num_missed = max(0, old.num_reusable_tokens - num_common)
+        return PromptDifference(kind, path, num_common, num_missed)
 
     if old.model != new.model:
         return PromptDifference("model", "model", 0, old.num_reusable_tokens)
     if old.tools != new.tools:
-        return change("tools", f"tools[{_first_differing(old.tools, new.tools)}]")
+        return difference("tools", f"tools[{_first_differing_index(old.tools, new.tools)}]")
     if old.system != new.system:
-        path = new.prompt.path_at(same)
-        return change("system", path if path.startswith("system") else "system")
-    place = _first_differing(old.messages, new.messages)
-    if place < len(old.messages):
-        whole = (new if place < len(new.messages) else old).path_of(place)
-        path = new.prompt.path_at(same) if place < len(new.messages) else whole
-        return change("messages", path if path.startswith(whole) else whole)
+        path = new.prompt.path_at(num_common)
+        return difference("system", path if path.startswith("system") else "system")
+    index = _first_differing_index(old.messages, new.messages)
+    if index < len(old.messages):
+        message_path = (new if index < len(new.messages) else old).path_of(index)
+        path = new.prompt.path_at(num_common) if index < len(new.messages) else message_path
+        return difference("messages", path if path.startswith(message_path) else message_path)
     for name in sorted(old.options.keys() | new.options.keys()):
         if old.options.get(name) != new.options.get(name):
-            return change(name, name)
+            return difference(name, name)
     return None
 
 
 def is_fully_reused(old: HistoryEntry, new: HistoryEntry, num_cached: int, page_size: int) -> bool:
-    """Whether all whole pages that the old request left were there for the new one."""
-    if common_tokens(old.prompt.ids, new.prompt.ids) < old.num_reusable_tokens:
+    """True if the new request read every whole page that the old one left in the cache."""
+    if common_prefix(old.prompt.ids, new.prompt.ids) < old.num_reusable_tokens:
         return False
     usable = min(old.num_reusable_tokens, len(new.prompt.ids) - 1) // page_size * page_size
     return 0 < usable <= num_cached
 
 
-def common_tokens(one: array[int], other: array[int]) -> int:
-    """How many tokens two prompts begin with alike."""
-    return common_prefix(one, other)
-
-
-def _first_differing(old: Sequence[str], new: Sequence[str]) -> int:
-    """The first place at which two lists differ, one being shorter included."""
+def _first_differing_index(old: Sequence[str], new: Sequence[str]) -> int:
+    """The first index at which two lists differ; the shorter length if one extends the other."""
     pairs = enumerate(zip(old, new, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(old), len(new)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(old), len(new)))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComparison:
+    """What a request reused of an earlier one, for the cache diagnostics of both APIs."""
+
+    difference: PromptDifference | None  # None: the prompt extends the earlier one
+    is_fully_reused: bool  # it read every whole page that the earlier request left in the cache
+    num_reusable_tokens: int  # of the earlier prompt
 
 
 class RequestHistory:
-    """Records by tenant and id of the response; bounded in number, tokens and age.
+    """Entries by tenant and response id; bounded in number, tokens and age.
 
     Args:
-        clock: seconds, never going back.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class RequestHistory:
     def put(self, tenant: str, response_id: str, entry: HistoryEntry) -> None:
         """Remember a request under the id of its response.
 
-        When there are too many, the oldest of the tenant goes that has most.
+        Over a limit, forget the oldest entry of the tenant that has the most.
         """
         self.forget(tenant, response_id)
         own = self._entries.setdefault(tenant, OrderedDict())
@@ -142,14 +144,14 @@ class RequestHistory:
             self._forget_oldest(max(self._entries, key=lambda name: len(self._entries[name])))
 
     def get(self, tenant: str, response_id: str) -> HistoryEntry | None:
-        """The request of that response, if this tenant made it and it is still remembered."""
+        """The request that `tenant` sent for this response; None if unknown or expired."""
         self._expire()
         own = self._entries.get(tenant)
         entry = None if own is None else own.get(response_id)
         return None if entry is None else entry[1]
 
     def forget(self, tenant: str, response_id: str) -> bool:
-        """Drop one; whether it was there."""
+        """Forget a request; returns whether it was remembered."""
         own = self._entries.get(tenant)
         entry = None if own is None else own.pop(response_id, None)
         if own is None or entry is None:

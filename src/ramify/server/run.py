@@ -6,21 +6,18 @@ import asyncio
 import ipaddress
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
-from ramify.server.http.timeout_protocol import TimeoutProtocol
-from ramify.server.http.uvicorn_server import DrainingServer
+from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
@@ -113,9 +110,6 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         llm.tokenizer,
         model=names[0],
         aliases=names[1:],
-        max_model_len=llm.config.max_model_len,
-        page_size=llm.config.page_size,
-        prefix_cache=llm.config.requested.cache.prefix_cache,
     )
     service.listeners.append(log_request)
     if options.record is not None:
@@ -125,13 +119,8 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         )
     server = Server(service, keys, local_admin=is_local(options.host))
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with server.serving():
-            yield
-
     config = uvicorn.Config(
-        server.app(lifespan),
+        server.app(),
         host=options.host,
         port=options.port,
         log_config=None,

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes: found while it streams, and forced where that is asked."""
+"""Tool calls in a model's output: formats, streaming parser, and grammars that force a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ramify.params import SamplingParams, StructuredOutput
 
-MAX_HELD_CHARS = 1 << 20  # of a call that does not end; then it is text
+MAX_HELD_CHARS = 1 << 20  # of a call without an end; a longer one is shown as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +22,27 @@ class ParsedToolCall:
     id: str = ""
 
 
-TextOrCall = str | ParsedToolCall  # of an answer: text, or a call
+TextOrCall = str | ParsedToolCall
 
 
 def split(pieces: Iterable[TextOrCall]) -> tuple[str, list[ParsedToolCall]]:
-    """The text of an answer and its calls, for whom their order does not matter."""
-    told = list(pieces)
-    text = "".join(one for one in told if isinstance(one, str))
-    return text, [one for one in told if isinstance(one, ParsedToolCall)]
+    """Separate an answer's text from its calls, when their order does not matter."""
+    pieces = list(pieces)
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    return text, [piece for piece in pieces if isinstance(piece, ParsedToolCall)]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How a family of models writes calls: JSON between two marks."""
+    """How a model family writes calls: JSON between two delimiters."""
 
     name: str
     begin: str
-    end: str  # "" when a call ends with the answer
-    template_mark: str  # what a chat template of the family has in it
-    bare: str = ""  # begins an answer that is a call without its mark, a special token not decoded
+    end: str  # "" if a call extends to the end of the answer
+    template_mark: str  # a chat template of the family contains it
+    # An answer that begins with it is a call without its `begin` delimiter: where that is a special
+    # token, decoding drops it.
+    bare: str = ""
 
 
 FORMATS = (
@@ -52,20 +54,36 @@ BARE_JSON = ToolCallFormat("json", "", "", "", bare="{")
 
 
 def detect_format(template: str) -> ToolCallFormat:
-    """The format that a chat template teaches; bare JSON where none is recognised."""
-    return next((one for one in FORMATS if one.template_mark in template), BARE_JSON)
+    """The call format that a chat template asks for; `BARE_JSON` if it names none of `FORMATS`."""
+    return next((form for form in FORMATS if form.template_mark in template), BARE_JSON)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParsing:
+    """How the tool calls in the answers to one request are parsed; fields as `ToolCallParser`."""
+
+    call_format: ToolCallFormat
+    names: tuple[str, ...]
+    is_forced: bool
+    is_single: bool
+
+    def new_parser(self) -> ToolCallParser:
+        """A parser for one answer."""
+        return ToolCallParser(
+            self.call_format, self.names, forced=self.is_forced, single=self.is_single
+        )
 
 
 class ToolCallParser:
-    """Splits an answer into text and calls, piece by piece.
+    """Splits a streamed answer into text and calls.
 
-    Text is told at once unless it may begin a call. What looked like a call and is none is text.
+    Text is returned at once unless it may begin a call; a failed call is returned as text.
 
     Args:
         call_format: how this model writes calls.
-        names: of the tools that were given; a call of another is text.
+        names: of the tools of the request; a call of any other is text.
         forced: the answer is nothing but calls, as bare JSON.
-        single: one call is all that was asked for; further ones are dropped.
+        single: return the first call only, and drop further ones.
     """
 
     def __init__(
@@ -81,85 +99,94 @@ class ToolCallParser:
         self._names = frozenset(names)
         self._held = ""
         self._inside = forced
-        self._delimiter = ""  # that began the call, if one did
+        self._delimiter = ""  # that began the call, if any did
         self._seen_text = self._after_call = False
-        self._blank = ""  # white space before what may be a call: it is no text if it is one
+        self._blank = ""  # white space before a possible call; dropped if it is a call
         self.calls: list[ParsedToolCall] = []
 
-    def feed(self, text: str) -> list[TextOrCall]:
-        """What can be told now: text that can be shown, and complete calls, in their order."""
+    def feed(self, text: str, *, is_last: bool = False) -> list[TextOrCall]:
+        """Append text of the answer; returns new text to show and complete calls, in order.
+
+        Args:
+            is_last: the answer ends here: `finish` as well.
+        """
         self._held += text
-        found: list[TextOrCall] = []
+        pieces: list[TextOrCall] = []
         while True:
             if not self._inside:
-                self._emit_text(found, self._text_before_call())
+                self._emit_text(pieces, self._text_before_call())
                 if not self._inside:
-                    return found
+                    break
             elif not self._format.end:
-                return found  # complete when the answer is
+                break  # the call is complete when the answer is
             else:
                 end = self._held.find(self._format.end)
                 if end < 0:
                     if len(self._held) > MAX_HELD_CHARS:
-                        self._emit_text(found, self._flush_as_text())
-                    return found
+                        self._emit_text(pieces, self._flush_as_text())
+                    break
                 body, self._held = self._held[:end], self._held[end + len(self._format.end) :]
                 self._inside = False
                 calls = self._parse(body)
                 if calls is None:
                     self._emit_text(
-                        found, self._blank + self._format.begin + body + self._format.end
+                        pieces, self._blank + self._format.begin + body + self._format.end
                     )
                 else:
-                    found += calls
+                    pieces += calls
                     self._after_call = True
                 self._blank = ""
+        return pieces + self.finish() if is_last else pieces
 
     def finish(self) -> list[TextOrCall]:
-        """What was held back, when the answer has ended."""
+        """Return what was held back, after the last text of the answer."""
         calls = self._parse(self._held) if self._inside else None
         if calls is not None:
             self._held = ""
             return [*calls]
-        found: list[TextOrCall] = []
+        pieces: list[TextOrCall] = []
         if self._inside:
-            self._emit_text(found, self._flush_as_text())
+            self._emit_text(pieces, self._flush_as_text())
         elif self._held.strip() or not self._after_call:
-            self._emit_text(found, self._held)
+            self._emit_text(pieces, self._held)
         self._held = ""
-        return found
+        return pieces
 
-    def _emit_text(self, found: list[TextOrCall], text: str) -> None:
+    def _emit_text(self, pieces: list[TextOrCall], text: str) -> None:
         if text:
-            found.append(text)
+            pieces.append(text)
             self._seen_text |= bool(text.strip())
             self._after_call = False
 
     def _text_before_call(self) -> str:
         begin = self._format.begin
-        bare = self._held.lstrip()
-        if not self._seen_text and self._format.bare and bare.startswith(self._format.bare):
+        stripped = self._held.lstrip()
+        if not self._seen_text and self._format.bare and stripped.startswith(self._format.bare):
             self._inside, self._delimiter = True, ""
             return ""
-        may_part = self._after_call or not self._seen_text  # white space may stand between calls
-        if not bare and may_part:
+        # white space before the first call and between calls is not text
+        may_drop_blank = self._after_call or not self._seen_text
+        if not stripped and may_drop_blank:
             return ""
         if not begin:
             shown, self._held = self._held, ""
             return shown
-        place = self._held.find(begin)
-        if place >= 0:
-            shown = self._held[:place]
-            self._held = self._held[place + len(begin) :]
+        start = self._held.find(begin)
+        if start >= 0:
+            shown = self._held[:start]
+            self._held = self._held[start + len(begin) :]
             self._inside, self._delimiter = True, begin
-            if may_part and not shown.strip():
+            if may_drop_blank and not shown.strip():
                 self._blank, shown = shown, ""
             return shown
-        keep = next((n for n in range(len(begin) - 1, 0, -1) if self._held.endswith(begin[:n])), 0)
-        shown = self._held[: len(self._held) - keep]
-        if may_part and not shown.strip():
+        # hold back a suffix that may be the beginning of the delimiter
+        num_held = next(
+            (n for n in range(len(begin) - 1, 0, -1) if self._held.endswith(begin[:n])), 0
+        )
+        shown = self._held[: len(self._held) - num_held]
+        if may_drop_blank and not shown.strip():
             return ""
-        self._held = self._held[len(self._held) - keep :]
+        self._held = self._held[len(self._held) - num_held :]
         return shown
 
     def _flush_as_text(self) -> str:
@@ -168,23 +195,23 @@ class ToolCallParser:
         return blank + self._delimiter + shown
 
     def _parse(self, body: str) -> list[ParsedToolCall] | None:
-        """The calls of a body: one object, several, or a list of them; None if it is something else."""
-        decoder, rest, found = json.JSONDecoder(), body.strip(), list[Any]()
-        while rest:
+        """The calls of a body: an object, several, or a list of objects; None if it is not calls."""
+        decoder, remaining, values = json.JSONDecoder(), body.strip(), list[Any]()
+        while remaining:
             try:
-                value, end = decoder.raw_decode(rest)
+                value, end = decoder.raw_decode(remaining)
             except (ValueError, RecursionError):
                 return None
-            found += value if isinstance(value, list) else [value]
-            rest = rest[end:].lstrip("; \n\t")
-        if not found:
+            values += value if isinstance(value, list) else [value]
+            remaining = remaining[end:].lstrip("; \n\t")
+        if not values:
             return None
         calls = []
-        for one in found:
-            name = one.get("name") if isinstance(one, Mapping) else None
+        for value in values:
+            name = value.get("name") if isinstance(value, Mapping) else None
             if name not in self._names:
                 return None
-            arguments = _object(one.get("arguments", one.get("parameters", {})))
+            arguments = _object(value.get("arguments", value.get("parameters", {})))
             if arguments is None:
                 return None
             text = json.dumps(arguments, ensure_ascii=False)
@@ -196,7 +223,7 @@ class ToolCallParser:
 
 
 def _object(arguments: object) -> dict[str, Any] | None:
-    """Arguments as an object, which some models write as a text of it; None if they are none."""
+    """Arguments as an object, which some models write as JSON in a string; None if they are none."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -206,13 +233,13 @@ def _object(arguments: object) -> dict[str, Any] | None:
 
 
 def stop_after_call(params: SamplingParams, call_format: ToolCallFormat) -> SamplingParams:
-    """The same, but the answer ends with its first call, where that has an end of its own."""
+    """Add a stop string that ends the answer with its first call, if the format has an end."""
     return replace(params, stop=(*params.stop, call_format.end)) if call_format.end else params
 
 
 def tool_call_schema(tools: Sequence[Mapping[str, Any]], chosen: str | None) -> StructuredOutput:
-    """The form of an answer that is one call of a tool: of `chosen`, or of any."""
-    shapes = [
+    """The grammar of an answer that is one call: of the tool `chosen`, or of any if None."""
+    schemas = [
         {
             "type": "object",
             "properties": {
@@ -225,4 +252,4 @@ def tool_call_schema(tools: Sequence[Mapping[str, Any]], chosen: str | None) -> 
         for tool in tools
         if chosen in (None, tool["function"]["name"])
     ]
-    return StructuredOutput(json_schema=shapes[0] if len(shapes) == 1 else {"anyOf": shapes})
+    return StructuredOutput(json_schema=schemas[0] if len(schemas) == 1 else {"anyOf": schemas})

@@ -1,4 +1,4 @@
-"""`llm.cache`: what is cached, why a prompt misses, and what an operator may do about it."""
+"""`llm.cache`: show what is cached, explain misses; pin, clear, warm and share prefixes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -30,59 +30,65 @@ from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, InvalidParamsError, RamifyError
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
-PREVIEW_CHARS = 60
+PREVIEW_CHARS = 60  # of the text of a node
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A run of pages in the cache, for people. It follows its parent in the list."""
+    """A tree node, that is a run of pages, for people to read. Parents come before their children."""
 
     id: int
-    parent: int  # 0: a prompt begins here
-    level: int  # nodes above it
-    start: int  # tokens above it
+    parent: int  # node id; 0 for the beginning of a prompt
+    level: int  # number of nodes above
+    start: int  # number of tokens above
     num_tokens: int
     num_pages: int
-    hits: int  # lookups that it served
+    hits: int  # lookups that read it
     pins: int  # requests and pins that hold it now
-    is_pending: bool  # being computed
+    is_pending: bool  # its K/V is being computed
     num_children: int
     age_s: float
     idle_s: float
-    namespace: str  # a short name for it
+    namespace: str  # hash, 8 hex digits
     tenant: str
-    is_stale: bool  # of earlier weights: nobody can hit it
-    token_ids: tuple[int, ...]  # the first ones
-    text: str  # of these; empty without a tokenizer
+    is_stale: bool  # computed with earlier weights: no lookup can hit it
+    token_ids: tuple[int, ...]  # the first few
+    text: str  # of `token_ids`; empty without a tokenizer
+
+
+# Fields that `TreeNode` has from `NodeInfo`; `namespace` has another type.
+_COPIED_FIELDS = {field.name for field in fields(TreeNode)} & (
+    {field.name for field in fields(NodeInfo)} - {"namespace"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeView:
-    """The most used nodes, in the order of a walk from the top."""
+    """The nodes with most hits, in depth-first order."""
 
     nodes: tuple[TreeNode, ...]
-    num_nodes: int  # in the cache; the others are left out
+    num_nodes: int  # in the whole cache
 
 
 @dataclass(frozen=True, slots=True)
 class ClearResult:
-    """Pages that were dropped, and those that were asked for too but are in use."""
+    """Result of `CacheView.clear`."""
 
-    num_pages: int
-    num_kept: int
+    num_pages: int  # evicted
+    num_kept: int  # pages that the filters select too, but that are in use
 
 
 class CacheView:
     """The calls behind `llm.cache`; for the thread that drives the engine.
 
-    Prefixes are texts (tokenised as prompts are), token ids, or messages of a conversation. A
-    `tenant` or `salt` names where they are cached, as in `LLM.generate`.
+    A prefix is a text (tokenised like a prompt), token ids, or messages of a conversation. `tenant`
+    and `salt` select where it is cached, as in `LLM.generate`.
     """
 
     def __init__(
@@ -95,19 +101,19 @@ class CacheView:
 
     @property
     def core(self) -> PrefixCache:
-        """The cache itself, with leases and pages."""
+        """The `PrefixCache` itself, with leases and pages."""
         return self._engine.cache
 
     def stats(self) -> CacheStats:
-        """Counters and occupancy."""
+        """See `PrefixCache.stats`."""
         return self.core.stats()
 
     def check(self) -> None:
-        """Recount everything. A contradiction raises InvariantError."""
+        """Recount nodes, pages and leases. Raises InvariantError if a counter is wrong."""
         self.core.check()
 
     def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
-        """Why a lookup of this prompt finds what it finds, and no more; changes nothing."""
+        """Why a lookup of this prompt hits as far as it does, and no further; changes nothing."""
         return self.core.explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
 
     def pin(
@@ -119,31 +125,32 @@ class CacheView:
         tenant: str = "",
         salt: str = "",
     ) -> Pin:
-        """Keep what is cached of a prefix from eviction: whole pages.
+        """Keep the cached pages of a prefix from eviction.
 
         Args:
-            owner: who is to be named in the list of pins.
-            ttl_s: seconds, anew with each hit on all of it; None: until `unpin`.
+            owner: a name for the list of pins.
+            ttl_s: seconds until the pin expires; each hit of the whole prefix restarts them. None:
+                until `unpin`.
 
         Raises:
-            PinError: nothing of it is cached (`warm` it first), or the budget for pins is spent.
+            PinError: no page of it is cached (`warm` it first), or the budget for pins is spent.
         """
         return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s)
 
     def unpin(self, pin: Pin | int) -> None:
-        """End a pin. Raises PinError if it has expired or was ended before."""
+        """End a pin. Raises PinError if it has expired or was unpinned before."""
         self.core.unpin(pin)
 
     def pins(self, owner: str | None = None) -> list[Pin]:
-        """All live pins, or those of an owner, oldest first."""
+        """All live pins, or those of one owner, oldest first."""
         return self.core.pins(owner)
 
     def tree(self, max_nodes: int = 200) -> TreeView:
-        """The most used nodes with their texts. Cost: that of the nodes told."""
+        """The `max_nodes` nodes with most hits, with their texts. Cost: O(max_nodes)."""
         if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 1:
             raise ConfigError(f"max_nodes={max_nodes!r} but it must be an integer >= 1")
-        found = top_nodes(self.core, max_nodes)
-        return TreeView(tuple(map(self._shown, found.nodes)), found.num_nodes)
+        dump = top_nodes(self.core, max_nodes)
+        return TreeView(tuple(map(self._tree_node, dump.nodes)), dump.num_nodes)
 
     def clear(
         self,
@@ -153,15 +160,16 @@ class CacheView:
         salt: str | None = None,
         older_than_s: float | None = None,
     ) -> ClearResult:
-        """Drop everything, or that to which all that is given applies; also while serving.
+        """Evict everything, or the pages that pass all given filters; also while serving.
+
+        Pages that requests and pins hold stay, and are counted. Cost: O(cached nodes).
 
         Args:
-            prefix: prompts that begin like this; of itself, what no other prompt shares. The last
-                token of a text does not count: with more text behind it, it could be another one.
-            tenant, salt: of that tenant, with that salt. With a `prefix`, they are "" if not given.
-            older_than_s: not used for so many seconds.
-
-        What requests and pins hold stays, and is counted. Cost: a look at every cached node.
+            prefix: pages of prompts that begin with it; of the prefix itself, the pages that no
+                other prompt shares. The last token of a text is left out, as more text after it
+                could change it.
+            tenant, salt: pages of this tenant, with this salt. With a `prefix`, "" by default.
+            older_than_s: pages not used for this many seconds.
         """
         if prefix is None and tenant is None and salt is None and older_than_s is None:
             return ClearResult(self.core.clear(), self.core.stats().cached_pages)
@@ -174,11 +182,11 @@ class CacheView:
             ids = stable_prefix_ids(prefix, self._tokenizer)
             checked = validate_token_ids(ids, self._engine.vocab_size)
             tenant, salt = tenant or "", salt or ""
-            ways = self._engine.namespaces.keys_under(checked, tenant, salt)
-            under = frozenset[int]().union(*(nodes_under(self.core, way) for way in ways))
+            keys = self._engine.namespaces.keys_under(checked, tenant, salt)
+            under = frozenset[int]().union(*(nodes_under(self.core, key) for key in keys))
         limit_s = None if older_than_s is None else time_before(self.core, older_than_s)
 
-        def is_meant(node: Node) -> bool:
+        def is_selected(node: Node) -> bool:
             if under is not None and node.id not in under:
                 return False
             if tenant is not None or salt is not None:
@@ -187,13 +195,13 @@ class CacheView:
                     return False
             return limit_s is None or node.used_s <= limit_s
 
-        evicted = self.core.evict_if(is_meant)
+        evicted = self.core.evict_if(is_selected)
         return ClearResult(
-            evicted, count_pages(self.core, lambda node: node.pins > 0 and is_meant(node))
+            evicted, count_pages(self.core, lambda node: node.pins > 0 and is_selected(node))
         )
 
     def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
-        """Compute prompts that are going to be asked for; returns how much there was to do.
+        """Compute prompts before they are asked; returns what was computed and what was cached.
 
         Args:
             prompts: a file, see `read_prompts`; or a list.
@@ -204,34 +212,34 @@ class CacheView:
         return WarmupResult.of(self._compute(_as_warm_prompts(prompts)))
 
     def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
-        """Compute prefixes, keep them, and let every tenant read them: what you declare public.
+        """Declare prefixes public: compute and pin them, and let every tenant read them.
 
-        A prompt of a tenant that begins with all of one reads its whole pages; what follows stays
-        the tenant's own. Nothing else is ever shared between tenants. A declaration holds as long
-        as the engine. The pin ends with new weights, or if a page is suspected of damage: then the
-        next request computes the prefix for all, and another `share` pins it again. Share before
-        tenants ask: what they have cached by then is not found any more.
+        A tenant's prompt that begins with a whole public prefix reads its pages; the pages after
+        them are the tenant's own. Nothing else is ever shared between tenants. A declaration holds
+        as long as the engine. The pin ends with new weights, or if a page is suspected of damage:
+        the next request then computes the prefix for all, and another `share` pins it again. Share
+        before tenants send such prompts: what they have cached by then is not hit any more.
 
         Args:
-            prompts: a file, see `read_prompts`; or a list. A conversation is to end where all
-                others go on differently: with a system message, and with the tools of it. The last
-                token of a text is left out, as more text could change it.
+            prompts: a file, see `read_prompts`; or a list. End a conversation where all others go
+                on differently: with the system message, given together with its tools. The last
+                token of a text is left out, as more text after it could change it.
 
         Raises:
             ConfigError: the file cannot be used, the prefix cache is off, or a prefix has a tenant
-                or salt, is shorter than a page, or cannot be served.
-            PinError: they take more than half of the pages. In all cases nothing is shared.
+                or salt, is shorter than a page, or cannot be served; nothing is shared.
+            PinError: they take more than half of the pages; nothing is shared.
         """
-        many = _as_warm_prompts(prompts)
-        ids = self._public_prefix_ids(many)
-        told = WarmupResult.of(self._compute(many))
-        pin_public_prefixes(self._engine, ids, told)
-        return told
+        prefixes = _as_warm_prompts(prompts)
+        ids = self._public_prefix_ids(prefixes)
+        result = WarmupResult.of(self._compute(prefixes))
+        pin_public_prefixes(self._engine, ids, result)
+        return result
 
-    def _public_prefix_ids(self, many: Sequence[WarmPrompt]) -> list[array[int]]:
+    def _public_prefix_ids(self, prefixes: Sequence[WarmPrompt]) -> list[array[int]]:
         engine = self._engine
         return public_prefix_ids(
-            many,
+            prefixes,
             self._tokenizer,
             vocab_size=engine.vocab_size,
             page_size=engine.config.page_size,
@@ -244,37 +252,27 @@ class CacheView:
         checked = validate_token_ids(ids, self._engine.vocab_size)
         return self._engine.namespaces.key(checked, tenant, salt)
 
-    def _shown(self, one: NodeInfo) -> TreeNode:
-        ids = tuple(token for token in array("i", one.first_atoms) if token >= 0)
+    def _tree_node(self, node: NodeInfo) -> TreeNode:
+        ids = tuple(token for token in array("i", node.first_atoms) if token >= 0)
         text = ""
         if self._tokenizer is not None:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             if len(text) > PREVIEW_CHARS:
                 text = text[: PREVIEW_CHARS - 1] + "…"
-        tenant, _ = owner_of_node(one)
+        tenant, _ = owner_of_node(node)
         return TreeNode(
-            id=one.id,
-            parent=one.parent,
-            level=one.level,
-            start=one.start_token,
-            num_tokens=one.num_tokens,
-            num_pages=one.num_pages,
-            hits=one.hits,
-            pins=one.pins,
-            is_pending=one.is_pending,
-            num_children=one.num_children,
-            age_s=one.age_s,
-            idle_s=one.idle_s,
-            namespace=hashlib.blake2b(one.namespace, digest_size=4).hexdigest(),
+            **{name: getattr(node, name) for name in _COPIED_FIELDS},
+            start=node.start_token,
+            namespace=hashlib.blake2b(node.namespace, digest_size=4).hexdigest(),
             tenant=tenant,
-            is_stale=self._engine.namespaces.is_stale(one),
+            is_stale=self._engine.namespaces.is_stale(node),
             token_ids=ids,
             text=text,
         )
 
 
 class RunsInEngine(Protocol):
-    """What can carry out calls in the engine's thread."""
+    """Runs calls in the engine thread; `AsyncLLM` does."""
 
     async def run(self, call: Callable[[EngineCore], T]) -> T:
         """See `AsyncLLM.run`."""
@@ -282,7 +280,7 @@ class RunsInEngine(Protocol):
 
 
 class AsyncCacheView:
-    """The calls of `CacheView` as coroutines; each runs in the engine's thread, between two steps."""
+    """The calls of `CacheView` as coroutines; each runs in the engine thread, between two steps."""
 
     def __init__(
         self,
@@ -323,7 +321,7 @@ class AsyncCacheView:
         )
         try:
             return await asyncio.shield(pinning)
-        except asyncio.CancelledError:  # nobody would know of it, so that it would never end
+        except asyncio.CancelledError:  # nobody else knows the pin, so nobody could end it
             with suppress(RamifyError):
                 await self.unpin(await pinning)
             raise
@@ -357,22 +355,22 @@ class AsyncCacheView:
         )
 
     async def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
-        """See `CacheView.warm`; requests of others go on meanwhile."""
+        """See `CacheView.warm`; other requests go on meanwhile."""
         return WarmupResult.of(
             await self._compute(await asyncio.to_thread(_as_warm_prompts, prompts))
         )
 
     async def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
-        """See `CacheView.share`; requests of others go on meanwhile."""
-        many = await asyncio.to_thread(_as_warm_prompts, prompts)
+        """See `CacheView.share`; other requests go on meanwhile."""
+        prefixes = await asyncio.to_thread(_as_warm_prompts, prompts)
         sizes = await self._engine.run(lambda core: (core.vocab_size, core.config.page_size))
         make = partial(
-            public_prefix_ids, many, self._tokenizer, vocab_size=sizes[0], page_size=sizes[1]
+            public_prefix_ids, prefixes, self._tokenizer, vocab_size=sizes[0], page_size=sizes[1]
         )
         ids = await asyncio.to_thread(make)
-        told = WarmupResult.of(await self._compute(many))
-        await self._engine.run(lambda core: pin_public_prefixes(core, ids, told))
-        return told
+        result = WarmupResult.of(await self._compute(prefixes))
+        await self._engine.run(lambda core: pin_public_prefixes(core, ids, result))
+        return result
 
     async def _ids(self, prefix: Prefix, *, add_generation_prompt: bool = False) -> Sequence[int]:
         return await asyncio.to_thread(
@@ -381,15 +379,17 @@ class AsyncCacheView:
 
     async def _run(self, call: Callable[[CacheView], T]) -> T:
         return await self._engine.run(
-            lambda core: call(CacheView(core, self._tokenizer, lambda many: ()))
+            lambda core: call(CacheView(core, self._tokenizer, lambda prompts: ()))
         )
 
 
 def _as_warm_prompts(prompts: object) -> Sequence[WarmPrompt]:
     if isinstance(prompts, list | tuple):
-        for one in prompts:
-            if not isinstance(one, WarmPrompt):
-                raise InvalidParamsError("prompts", one, "a WarmPrompt each: WarmPrompt(text)")
+        for prompt in prompts:
+            if not isinstance(prompt, WarmPrompt):
+                raise InvalidParamsError(
+                    "prompts", prompt, "a list of WarmPrompt, such as WarmPrompt(text)"
+                )
         return prompts
     if not isinstance(prompts, str | Path):
         raise InvalidParamsError("prompts", prompts, "a file, or a list of WarmPrompt")

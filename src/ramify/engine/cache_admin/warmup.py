@@ -1,4 +1,4 @@
-"""Prompts that are to be in the cache before anybody asks: from a file or a list."""
+"""Warm-up prompts, computed before anybody sends them, and public prefixes."""
 
 from __future__ import annotations
 
@@ -14,96 +14,96 @@ from ramify.engine.core import EngineCore
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Message, Prompt, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, PinError, RamifyError, RequestError
-from ramify.params import RequestOutput, SamplingParams
+from ramify.outputs import RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
-PUBLIC = "public"  # owner of the pins
-WARM_PARAMS = SamplingParams(max_tokens=1)  # the least that computes all of a prompt
-MAX_ERRORS = 16  # told; all are counted
+PUBLIC = "public"  # owner of the pins of public prefixes
+WARM_PARAMS = SamplingParams(max_tokens=1)  # the least that computes a whole prompt
+MAX_ERRORS = 16  # messages kept in a result
 
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    """One prompt, and where it is to be cached."""
+    """One prompt, and the tenant and salt it is cached for."""
 
     prompt: Prompt | Sequence[Message]
     tenant: str = ""
     salt: str = ""
-    tools: Sequence[Mapping[str, Any]] = ()  # of a conversation, as the chat template gets them
+    tools: Sequence[Mapping[str, Any]] = ()  # for the chat template, with messages only
 
     def ids(self, tokenizer: Tokenizer | None) -> Sequence[int]:
-        """Its token ids. Raises RequestError if it cannot be tokenised."""
+        """Token ids of the prompt. Raises RequestError if it cannot be tokenised."""
         return prefix_token_ids(self.prompt, tokenizer, self.tools, add_generation_prompt=False)
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """What came of it."""
+    """Sums over the prompts of a warm-up."""
 
     num_prompts: int
     computed_tokens: int
-    found_tokens: int  # there already, or computed by another prompt of the call
+    found_tokens: int  # cached before, or computed by another prompt of the call
     num_failed: int = 0
     errors: tuple[str, ...] = ()  # the first 16
 
     @classmethod
     def of(cls, results: Iterable[RequestOutput | Exception]) -> WarmupResult:
-        """The sum over prompts."""
-        total = computed = found = 0
+        """Add up outputs, and errors of prompts that were refused."""
+        total = computed = cached = 0
         errors = []
-        for one in results:
+        for result in results:
             total += 1
-            error = one if isinstance(one, Exception) else one.error
+            error = result if isinstance(result, Exception) else result.error
             if error is not None:
                 errors.append(str(error))
-            if isinstance(one, RequestOutput):
-                computed += one.cache.computed_tokens
-                found += one.cache.read_tokens + one.cache.shared_tokens
-        return cls(total, computed, found, len(errors), tuple(errors[:MAX_ERRORS]))
+            if isinstance(result, RequestOutput):
+                computed += result.cache.computed_tokens
+                cached += result.cache.read_tokens + result.cache.shared_tokens
+        return cls(total, computed, cached, len(errors), tuple(errors[:MAX_ERRORS]))
 
 
 def read_prompts(path: Path) -> list[WarmPrompt]:
     """The prompts of a file; blank lines are skipped.
 
     Args:
-        path: a text on each line; in a file that ends in .jsonl a JSON object on each line, with
-            "prompt" (a text), "token_ids" or "messages", and perhaps "tools" (of the messages),
-            "tenant" and "salt".
+        path: one text per line. In a .jsonl file one JSON object per line, with "prompt" (a text),
+            "token_ids" or "messages", and optionally "tools" (with messages), "tenant" and "salt".
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not like that.
+        ConfigError: the file cannot be read, or a line has another form.
     """
     try:
-        lines = path.read_text("utf-8").split("\n")  # U+2028 and the like are part of a line
+        lines = path.read_text("utf-8").split("\n")  # not splitlines: U+2028 is part of a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    nonblank = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix != ".jsonl":
-        return [WarmPrompt(line) for _, line in filled]
-    return [_parsed(line, f"{path}, line {number}") for number, line in filled]
+        return [WarmPrompt(line) for _, line in nonblank]
+    return [_parsed(line, f"{path}, line {number}") for number, line in nonblank]
 
 
 def _parsed(line: str, where: str) -> WarmPrompt:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON: {error}") from error
     kinds = {"prompt": str, "token_ids": list, "messages": list}
-    names = [name for name in kinds if isinstance(found, dict) and name in found]
-    if len(names) != 1 or not isinstance(found[names[0]], kinds[names[0]]):
+    names = [name for name in kinds if isinstance(entry, dict) and name in entry]
+    if len(names) != 1 or not isinstance(entry[names[0]], kinds[names[0]]):
         raise ConfigError(
             f'{where} must be an object with one of "prompt" (a text), "token_ids" (a list) and '
             '"messages" (a list)'
         )
-    options = {name: found.get(name, "") for name in ("tenant", "salt")}
+    options = {name: entry.get(name, "") for name in ("tenant", "salt")}
     if not all(isinstance(value, str) for value in options.values()):
         raise ConfigError(f'{where}: "tenant" and "salt" must be texts')
-    tools = found.get("tools", [])
+    tools = entry.get("tools", [])
     if not isinstance(tools, list) or (tools and names != ["messages"]):
         raise ConfigError(f'{where}: "tools" must be a list, beside "messages"')
-    return WarmPrompt(found[names[0]], tools=tools, **options)
+    return WarmPrompt(entry[names[0]], tools=tools, **options)
 
 
 def public_prefix_ids(
@@ -113,57 +113,61 @@ def public_prefix_ids(
     vocab_size: int,
     page_size: int,
 ) -> list[array[int]]:
-    """What prompts begin with that begin with each of these: whole pages.
+    """Token ids of each prefix, as far as more text cannot change them, cut to whole pages.
 
     Raises:
-        ConfigError: one has a tenant or salt, cannot be tokenised, or is shorter than a page.
+        ConfigError: a prefix has a tenant or salt, cannot be tokenised, or is shorter than a page.
     """
-    found = []
-    for at, one in enumerate(prefixes, 1):
-        if one.tenant or one.salt:
+    page_aligned = []
+    for number, prefix in enumerate(prefixes, 1):
+        if prefix.tenant or prefix.salt:
             raise ConfigError(
-                f"public prefix {at} has tenant={one.tenant!r} and salt={one.salt!r}; it is to be "
-                "everybody's: leave them out"
+                f"public prefix {number} has tenant={prefix.tenant!r} and salt={prefix.salt!r}; "
+                "leave them out: a public prefix is for all tenants"
             )
         try:
             ids = validate_token_ids(
-                stable_prefix_ids(one.prompt, tokenizer, one.tools), vocab_size
+                stable_prefix_ids(prefix.prompt, tokenizer, prefix.tools), vocab_size
             )
         except RequestError as error:
-            raise ConfigError(f"public prefix {at} is no prompt: {error}") from error
+            raise ConfigError(f"public prefix {number} is no prompt: {error}") from error
         if len(ids) < page_size:
             raise ConfigError(
-                f"public prefix {at} has {len(ids)} tokens that do not depend on what follows; "
+                f"public prefix {number} has {len(ids)} tokens that do not depend on what follows; "
                 f"only whole pages of {page_size} can be shared"
             )
-        found.append(ids[: len(ids) // page_size * page_size])
-    return found
+        page_aligned.append(ids[: len(ids) // page_size * page_size])
+    return page_aligned
 
 
 def pin_public_prefixes(
     core: EngineCore, prefixes: Sequence[array[int]], result: WarmupResult
 ) -> None:
-    """Pin prefixes that were computed, and let every tenant read them; all or none.
+    """Pin computed prefixes, and let every tenant read them; all or none.
+
+    Args:
+        prefixes: whole pages of token ids, from `public_prefix_ids`.
+        result: of computing them.
 
     Raises:
-        ConfigError: one was refused, or is not there any more.
+        ConfigError: the prefix cache is off, or a prefix was refused or has been evicted.
         PinError: they take more pages than may be pinned.
     """
     if not core.config.requested.cache.prefix_cache:
         raise ConfigError("public prefixes need the prefix cache, which is off (prefix_cache)")
     if result.num_failed:
         raise ConfigError(f"{result.num_failed} public prefixes were refused: {result.errors}")
-    known = {pin.key for pin in core.cache.pins(PUBLIC)}
+    pinned = {pin.key for pin in core.cache.pins(PUBLIC)}
     pins: list[Pin] = []
     try:
-        for at, ids in enumerate(prefixes, 1):
-            if (key := core.namespaces.key(ids)) in known:
+        for number, ids in enumerate(prefixes, 1):
+            if (key := core.namespaces.key(ids)) in pinned:
                 continue
-            known.add(key)
+            pinned.add(key)
             pins.append(core.cache.pin(key, PUBLIC))
-            if (kept := len(pins[-1].key)) < len(ids):
+            if (num_cached := len(pins[-1].key)) < len(ids):
                 raise ConfigError(
-                    f"of public prefix {at} only {kept} of {len(ids)} tokens are still cached: "
+                    f"of public prefix {number} only {num_cached} of {len(ids)} tokens are still cached: "
                     "other requests took the pages; share it at a quieter time, or have a larger "
                     "pool (kv_cache_tokens)"
                 )

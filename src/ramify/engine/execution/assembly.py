@@ -1,4 +1,4 @@
-"""A checkpoint becomes an engine: weights, attention, page pool, and the core above them."""
+"""`LocalEngine`: an engine built from a checkpoint; replaces its weights later."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
 from ramify.engine.core import EngineCore
-from ramify.engine.execution.acceptance import rejection_sample
 from ramify.engine.execution.host_memory import free_memory
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
-from ramify.engine.execution.sampler import sample_from_cdf
+from ramify.engine.execution.sampler import rejection_sample, sample_from_cdf
 from ramify.engine.logits.grammar import GrammarCompiler
-from ramify.engine.text.tokenizer import Detokenizer, Tokenizer
+from ramify.engine.text.detokenizer import Detokenizer
+from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
@@ -37,10 +37,10 @@ from ramify.models.loader import (
 
 
 class LocalEngine:
-    """Everything that was made of a checkpoint. `core` is what serves requests.
+    """Tokenizer, model, K/V pool, attention backend, runner and core, built from a checkpoint.
 
     Args:
-        requested: what the user wants; `requested.model.model` names the checkpoint.
+        requested: the user's options; `requested.model.model` names the checkpoint.
         progress: bars on stderr while weights load, if it is a terminal.
 
     Raises:
@@ -82,14 +82,14 @@ class LocalEngine:
         )
         tokenizer = self.tokenizer
         eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
-        decoder: Callable[[], Detokenizer] | None = None
+        detokenizer_factory: Callable[[], Detokenizer] | None = None
         self.grammar_compiler: GrammarCompiler | None = None
         if tokenizer is not None:
-            decoder = lambda: Detokenizer(tokenizer)  # noqa: E731
+            detokenizer_factory = lambda: Detokenizer(tokenizer)  # noqa: E731
             self.grammar_compiler = GrammarCompiler(
                 tokenizer.to_json, vocab_size=config.vocab_size, eos_token_ids=eos_token_ids
             )
-        self.weights_epoch = 0  # of the weights
+        self.weights_epoch = 0  # counts replacements
         by_rejection = requested.speculative.speculative_sampling == "rejection"
         self.core = EngineCore(
             self.config,
@@ -97,13 +97,13 @@ class LocalEngine:
             vocab_size=config.vocab_size,
             eos_token_ids=eos_token_ids,
             namespace=self._namespace(self.path, self.weights_epoch),
-            detokenizer_factory=decoder,
+            detokenizer_factory=detokenizer_factory,
             grammar_compiler=self.grammar_compiler.compile if self.grammar_compiler else None,
         )
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory of the weights in the dtype that they compute in."""
+        """Bytes of the weights in their compute dtype."""
         shapes = self.model_config.tensor_shapes().values()
         return sum(prod(shape) for shape in shapes) * self.decoder.dtype.itemsize
 
@@ -114,28 +114,28 @@ class LocalEngine:
     # -- other weights -----------------------------------------------------------------------
 
     def load_weights(self, model: str | Path, *, progress: bool = False) -> WeightSwap:
-        """Weights that can take the place of today's; nothing of the engine changes.
+        """Load weights that can replace the present ones; the engine itself does not change.
 
         Any thread may call it while another one drives the core.
 
         Raises:
-            ModelError: there is no such checkpoint, it is damaged, or of another architecture,
-                size or vocabulary.
-            ConfigError: old and new weights do not fit into memory together. (The old ones go
-                when the new ones are there, so that nothing is lost when loading fails.)
+            ModelError: the checkpoint is missing, damaged, or of another architecture, size or
+                vocabulary.
+            ConfigError: old and new weights do not fit into memory together. (The old weights are
+                dropped only after the new ones are loaded, so a failure loses nothing.)
         """
         path = find_checkpoint(model)
-        found = read_config(path)
-        if found != self.model_config:
+        config = read_config(path)
+        if config != self.model_config:
             names = [
                 name
                 for name in ModelConfig.__dataclass_fields__
-                if getattr(found, name) != getattr(self.model_config, name)
+                if getattr(config, name) != getattr(self.model_config, name)
             ]
             name = names[0]
             raise ModelError(
-                f"{path} is another model than {self.path}: {name} is {getattr(found, name)!r} and "
-                f"not {getattr(self.model_config, name)!r}; weights can only be replaced by "
+                f"{path} is another model than {self.path}: {name} is {getattr(config, name)!r} "
+                f"and not {getattr(self.model_config, name)!r}; weights can only be replaced by "
                 "those of the same model, so start another engine for it"
             )
         free = free_memory()
@@ -144,20 +144,21 @@ class LocalEngine:
                 f"the new weights need {self.num_weight_bytes:,} bytes beside the old ones but "
                 f"only {free:,} are free; restart with the new checkpoint instead"
             )
-        asked = self.config.requested
+        requested = self.config.requested
         decoder = load_model(
-            path, dtype=asked.model.dtype, exact=asked.attention.exact, progress=progress
+            path, dtype=requested.model.dtype, exact=requested.attention.exact, progress=progress
         )
         return WeightSwap(self, path, decoder)
 
     def install_weights(self, path: Path, decoder: Decoder) -> bytes:
-        """Compute with other weights from now on; returns their namespace. See `WeightSwap`."""
+        """Compute with these weights from now on; returns their cache namespace. See `WeightSwap`."""
         namespace = self._namespace(path, self.weights_epoch + 1)
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
 
     def _namespace(self, path: Path, epoch: int) -> bytes:
+        """The cache namespace of the K/V that the weights in `path` compute."""
         exact = int(self.config.requested.attention.exact)
         model = _fingerprint(path)
         later = {"epoch": epoch} if epoch else {}
@@ -165,29 +166,29 @@ class LocalEngine:
 
 
 class WeightSwap:
-    """New weights, ready: calling it in the thread of the core puts them in, between two steps."""
+    """Loaded weights. Call it between two steps, in the thread of the core, to install them."""
 
     def __init__(self, engine: LocalEngine, path: Path, decoder: Decoder) -> None:
         self._engine, self._path, self._decoder = engine, path, decoder
 
     def __call__(self) -> bytes:
-        """Replace the weights; returns the namespace of their K/V."""
+        """Install the weights; returns the cache namespace of their K/V."""
         return self._engine.install_weights(self._path, self._decoder)
 
 
 def _load_tokenizer(path: Path) -> Tokenizer | None:
     if not (path / "tokenizer.json").is_file():
-        return None  # token ids in, token ids out
+        return None  # prompts and answers are token ids
     return Tokenizer.load(path)
 
 
 def _fingerprint(path: Path) -> str:
-    """What tells these weights from others: names, sizes and times of the checkpoint's files."""
+    """Identifies the weights by path, size and modification time of the checkpoint's files."""
     digest = hashlib.blake2b(digest_size=16)
     for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
         try:
-            facts = file.stat()
+            stat = file.stat()
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        digest.update(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()

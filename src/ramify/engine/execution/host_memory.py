@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""`free_memory`: bytes that this process may still allocate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that could be allocated now, the page cache included; a container's limit counts.
+    """Bytes that could be allocated now: available memory, but within the cgroup's limit.
 
     Args:
         root: where `proc` and `sys` are mounted.
@@ -21,9 +21,9 @@ def free_memory(root: Path = Path("/")) -> int:
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        most, now = _text(groups / limit).strip(), _text(groups / used).strip()
-        if most.isdigit() and now.isdigit():
-            free = min(free, max(0, int(most) - int(now)))
+        limit_bytes, used_bytes = _text(groups / limit).strip(), _text(groups / used).strip()
+        if limit_bytes.isdigit() and used_bytes.isdigit():
+            free = min(free, max(0, int(limit_bytes) - int(used_bytes)))
     return free
 
 

@@ -1,4 +1,4 @@
-"""Who carries out a step: here, in this process, on one device."""
+"""`LocalExecutor`: runs a `StepPlan` in this process, on one device."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.execution.sampler import SampleFn, sample_batch, sample_from_cdf, token_logprob
 from ramify.engine.step import SampledTokens, StepPlan, StepResult
 from ramify.errors import StepMemoryError
-from ramify.params import TokenLogprob
+from ramify.outputs import TokenLogprob
 
-SCORED_ROWS = 64  # logits of so many prompt rows at a time: [64, 152k] float32 is 39 MB
-
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's words
+SCORED_ROWS = 64  # prompt rows per logits product: [64, 152k] float32 is 39 MB
+# Parts of torch's messages when an allocation fails.
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, of whichever device and library."""
+    """Whether an error means that an allocation failed, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    told = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in told for words in NO_MEMORY)
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in message for words in NO_MEMORY)
 
 
 class LocalExecutor:
     """Forward pass and sampling in the caller's thread.
 
     Args:
-        sample_fn: how tokens are drawn, and guesses accepted.
+        sample_fn: draws a token, and so decides whether a draft token is accepted.
     """
 
     def __init__(self, runner: ModelRunner, sample_fn: SampleFn = sample_from_cdf) -> None:
@@ -40,48 +40,49 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`.
 
-        Requests with a hidden row that is not finite fail, and those whose logits are not.
+        Requests whose hidden rows or logits are not finite are in `StepResult.failed`.
         """
         try:
             return self._execute(plan)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise StepMemoryError(plan.batch.num_tokens, told[0]) from error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise StepMemoryError(plan.batch.num_tokens, lines[0]) from error
 
     def _execute(self, plan: StepPlan) -> StepResult:
         hidden = self.runner.forward(plan)
-        draws, failed = plan.samples, dict[int, Exception]()
-        is_every_row_drawn_from = [one.row for one in draws] == [*range(plan.batch.num_tokens)]
-        if not is_every_row_drawn_from:  # else their logits tell: of no broken row are they finite
+        specs, failed = plan.samples, dict[int, Exception]()
+        samples_every_row = [spec.row for spec in specs] == [*range(plan.batch.num_tokens)]
+        # If every row is sampled, `sample_batch` finds a row that is not finite by its logits.
+        if not samples_every_row:
             failed = self._nonfinite_requests(plan, hidden)
-            draws = tuple(draw for draw in draws if draw.request_id not in failed)
-        drawn: dict[int, SampledTokens] = {}
-        if draws:
-            rows = [draw.row + place for draw in draws for place in range(len(draw.draft) + 1)]
+            specs = tuple(spec for spec in specs if spec.request_id not in failed)
+        sampled: dict[int, SampledTokens] = {}
+        if specs:
+            rows = [spec.row + offset for spec in specs for offset in range(len(spec.draft) + 1)]
             logits = self.runner.logits(hidden, rows).numpy()
-            drawn, without = sample_batch(logits, draws, self._sample_fn)
-            if without:  # a broken row is the better reason
-                failed |= without | self._nonfinite_requests(plan, hidden)
-        scored: dict[int, tuple[TokenLogprob, ...]] = {}
-        for score in plan.prompt_logprobs:
-            if score.request_id in failed:
+            sampled, unsampled = sample_batch(logits, specs, self._sample_fn)
+            if unsampled:  # a hidden row that is not finite is the better reason
+                failed |= unsampled | self._nonfinite_requests(plan, hidden)
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        for logprob_spec in plan.prompt_logprobs:
+            if logprob_spec.request_id in failed:
                 continue
-            found: list[TokenLogprob] = []
-            for begin in range(0, len(score.targets), SCORED_ROWS):
-                targets = score.targets[begin : begin + SCORED_ROWS]
-                first = score.first_row + begin
+            logprobs: list[TokenLogprob] = []
+            for begin in range(0, len(logprob_spec.targets), SCORED_ROWS):
+                targets = logprob_spec.targets[begin : begin + SCORED_ROWS]
+                first = logprob_spec.first_row + begin
                 logits = self.runner.logits(hidden, range(first, first + len(targets))).numpy()
-                found += [
-                    token_logprob(row, target, score.num_logprobs)
+                logprobs += [
+                    token_logprob(row, target, logprob_spec.num_logprobs)
                     for row, target in zip(logits, targets, strict=True)
                 ]
-            scored[score.request_id] = tuple(found)
-        return StepResult(drawn, scored, failed)
+            prompt_logprobs[logprob_spec.request_id] = tuple(logprobs)
+        return StepResult(sampled, prompt_logprobs, failed)
 
     def _nonfinite_requests(self, plan: StepPlan, hidden: Tensor) -> dict[int, Exception]:
-        """Requests with a hidden row that is not finite, and what they are told."""
+        """Errors of the requests that have a hidden row which is not finite, by request id."""
         failed: dict[int, Exception] = {}
         for index in self.runner.nonfinite_rows(hidden):
             seq = int(np.searchsorted(plan.batch.cu_seqlens_q, index, side="right")) - 1

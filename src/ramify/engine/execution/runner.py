@@ -1,4 +1,4 @@
-"""One forward pass: a plan's arrays become tensors, K/V is written, attention reads it back."""
+"""`ModelRunner`: one forward pass of a step over the paged K/V."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ramify.models.ops.cpu_layer_attention import FusedAttention, FusedAttention
 
 
 class PagedAttention:
-    """Attention of a step as a decoder calls it, layer by layer: K/V is written, then read."""
+    """Attention of one step, called by a decoder layer by layer: writes K/V, then attends."""
 
     def __init__(self, runner: ModelRunner, step: StepPlan, slots: Tensor) -> None:
         self._runner, self._batch, self._slots = runner, step.batch, slots
@@ -32,7 +32,11 @@ class PagedAttention:
         self.output_rows = runner.output_rows(step)
 
     def __call__(self, layer: int, q: Any, *new: Tensor) -> Tensor:
-        """Write a layer's K/V, and attend to it."""
+        """Write the K/V of a layer (`new`, one tensor per plane), and attend to it.
+
+        Args:
+            q: query rows [T, ...]; in the last layer perhaps only those of `output_rows`.
+        """
         runner, pool = self._runner, self._runner.pool
         names = [plane.name for plane in pool.layout.planes]
         pool.write_kv(layer, self._slots, **dict(zip(names, new, strict=True)))
@@ -44,14 +48,14 @@ class PagedAttention:
 
 
 class ModelRunner:
-    """A model, its pool and its attention backend.
+    """A model, its K/V pool and its attention backend.
 
-    Rows are padded to whole multiples of `row_multiple`, by default what the model wants to be
-    exact; the padding rows write their K/V to the pool's padding page.
+    Steps are padded to a multiple of `row_multiple` rows, by default the model's own, without which
+    its bits are not exact. Padding rows write their K/V to the pool's padding page.
     """
 
-    # Rows of a step that end with the last layer's K/V, at least: fewer take as long to leave out as
-    # to compute (59 M and 0.35 B parameters, 2 cores).
+    # Least number of rows to leave out after the last layer's K/V: leaving out fewer takes as long
+    # as computing them (59 M and 0.35 B parameters, 2 cores).
     min_pruned_rows = 64
 
     def __init__(
@@ -67,7 +71,7 @@ class ModelRunner:
         self._inline = self._inlined()
 
     def inline_step(self, plan: object, slots: Tensor) -> FusedAttentionArgs | None:
-        """What lets the model run the layers of a step without a call of `attend` for each."""
+        """Arguments with which the model runs all layers of a step in one call; None if it cannot."""
         inline = self._inline
         if inline is None:
             return None
@@ -76,18 +80,18 @@ class ModelRunner:
         return inline.step(plan, slots.numpy())
 
     def output_rows(self, step: StepPlan) -> Tensor | None:
-        """Rows [R] int64, ascending, that are to go through all of the last layer; None for all.
+        """Rows [R] int64, ascending, that the whole last layer computes; None for all rows.
 
-        Where rows are padded all go: a few of them would have to be padded again.
+        All rows where `row_multiple` pads them, because a selection would need padding again.
         """
-        most = step.batch.num_tokens - self.min_pruned_rows
-        if step.all_rows or self.row_multiple > 1 or len(step.samples) > most:
+        max_rows = step.batch.num_tokens - self.min_pruned_rows
+        if step.all_rows or self.row_multiple > 1 or len(step.samples) > max_rows:
             return None
-        rows = {one.row + place for one in step.samples for place in range(len(one.draft) + 1)}
-        return None if len(rows) > most else torch.tensor(sorted(rows), dtype=torch.int64)
+        rows = {spec.row + offset for spec in step.samples for offset in range(len(spec.draft) + 1)}
+        return None if len(rows) > max_rows else torch.tensor(sorted(rows), dtype=torch.int64)
 
     def _inlined(self) -> FusedAttention | None:
-        """What makes such steps, if the model can run them."""
+        """Makes the arguments of `inline_step`; None unless model, backend and pool support it."""
         model, backend, pool = self.model, self.backend, self.pool
         if not isinstance(model, DenseDecoder) or not isinstance(backend, CpuBackend):
             return None
@@ -98,45 +102,44 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
-        """Hidden rows [T, hidden] of the step; its K/V is in the pool afterwards.
+        """Hidden rows [T, hidden] of the step; writes its K/V to the pool.
 
-        Rows that nothing is drawn from may be those before the last layer, unless the step is
-        `all_rows`. What is not finite in one of them, or in the K/V that it left, shows; what would be
-        behind that K/V is not computed, and nobody reads it.
+        Unless `plan.all_rows`, rows outside `output_rows` may be those before the last layer. Such a
+        row is not finite if its hidden state, or its K/V of the last layer, is not.
         """
         batch = plan.batch
-        # copies: torch warns of arrays that must not be written
+        # Copies, because torch warns of read-only arrays.
         token_ids, positions = plan.token_ids.copy(), batch.positions.astype(np.int64)
         slots = batch.slot_mapping.copy()
         num_padding = -batch.num_tokens % self.row_multiple
         if num_padding:
             page_size = self.pool.page_size
             spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
-            token_ids, positions = (np.pad(one, (0, num_padding)) for one in (token_ids, positions))
+            token_ids, positions = (np.pad(x, (0, num_padding)) for x in (token_ids, positions))
             slots = np.concatenate([slots, spare])
-        tensors = [torch.from_numpy(one) for one in (token_ids, positions, slots)]
+        tensors = [torch.from_numpy(array) for array in (token_ids, positions, slots)]
         attend = PagedAttention(self, plan, tensors[2])
         hidden = self.model.forward(tensors[0], tensors[1], attend)
         return hidden[: batch.num_tokens] if num_padding else hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """Logits [len(rows), vocab_size] float32 of some rows of `forward`'s result."""
+        """Logits [len(rows), vocab_size] float32 of these rows of `hidden`, the result of `forward`."""
         if len(rows) != len(hidden) or [*rows] != [*range(len(hidden))]:
             hidden = hidden[torch.as_tensor([*rows], dtype=torch.int64)]
         return self.model.logits(hidden)
 
     @torch.inference_mode()
     def nonfinite_rows(self, hidden: Tensor) -> list[int]:
-        """Rows of `forward`'s result that are not finite, ascending."""
-        if math.isfinite(hidden.sum(dtype=torch.float32).item()):  # inf or NaN: so is the sum
+        """Indices, ascending, of the rows of `hidden` that have an inf or NaN."""
+        if math.isfinite(hidden.sum(dtype=torch.float32).item()):  # an inf or NaN shows in the sum
             return []
-        found: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
-        return found
+        rows: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
+        return rows
 
 
 def select_rows(batch: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:
-    """The batch with these query rows alone, the last ones of some requests."""
+    """The batch reduced to query rows [R], which must be the last rows of their requests."""
     owners = np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1
     seqs, counts = np.unique(owners, return_counts=True)
     return batch.select(seqs.tolist(), counts)

@@ -1,1 +1,11 @@
-"""Logits processors and grammars."""
+"""What changes a request's logits before a token is drawn; numpy, no torch.
+
+In reading order:
+
+    logits_processors  `LogitsProcessor` of a request makes a `LogitsTransform` for each step: bias,
+                       penalties, allowed tokens, min_tokens, grammar bitmask
+    grammar            structured output: compiles grammars with llguidance, follows one per answer
+
+The scheduler's side makes transforms and puts them into a `StepPlan`; the sampler (in `execution`)
+applies them. Imports nothing else of the engine.
+"""

@@ -1,4 +1,4 @@
-"""Formats that an output must follow, compiled once and followed token by token (llguidance)."""
+"""Structured output: compiles grammars with llguidance, and follows one token by token."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ramify.params import StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Whitespace between JSON tokens: enough for pretty printing, and an end, because models without
-# one are known to go on with it for ever.
+# Whitespace between JSON tokens: enough for pretty printing, but bounded, because some models would
+# write it for ever.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-COMPILE_S = 1.0  # a format that takes longer is refused; measured: 1,000 properties take 0.7
-MAX_COMPILING = 2  # threads at once, those included whose deadline has passed
-EXIT_S = 10.0  # that a program waits at its end for formats that are being compiled
-MAX_CACHED = 256  # formats, refused ones included, that need not be compiled again
+COMPILE_S = 1.0  # a grammar that takes longer is refused; 1,000 properties take 0.7 s
+MAX_COMPILING = 2  # threads at once, including those past their deadline
+EXIT_S = 10.0  # at exit, the most to wait for threads that compile
+MAX_CACHED = 256  # compiled grammars, including refused ones
 
 
 class _CompileThreads:
-    """Threads that compile; one that came back to an interpreter which is gone would crash it."""
+    """Threads that compile; joined at exit, because one that outlives the interpreter crashes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class _CompileThreads:
         self._is_over = False
 
     def start(self, worker: threading.Thread) -> bool:
-        """Start a thread, unless the program ends."""
+        """Start a thread, unless the program is ending; returns whether it was started."""
         with self._lock:
             if not self._is_over:
                 worker.start()
@@ -46,7 +46,7 @@ class _CompileThreads:
             return not self._is_over
 
     def finish(self) -> None:
-        """The program ends: wait for those that are at work, `EXIT_S` seconds at most."""
+        """At exit: start no more threads, and wait up to `EXIT_S` seconds for the running ones."""
         with self._lock:
             self._is_over = True
             workers = list(self._started)
@@ -60,15 +60,16 @@ atexit.register(_compile_threads.finish)
 
 
 class LlguidanceMatcher:
-    """Where one answer is in its format. It is told the output, and takes what it did not know.
+    """The state of one answer in its grammar; each call catches up with the output it is given.
 
     Args:
-        start: before the first token; it is copied, never changed.
+        start: the matcher before the first token; copied, never changed.
+        start_mask: tokens allowed first.
     """
 
     def __init__(self, start: LLMatcher, start_mask: TokenBitmask, vocab_size: int) -> None:
         self._start, self._matcher, self._vocab_size = start, start.deep_copy(), vocab_size
-        self._num_known: int | None = 0  # output tokens; None while they change
+        self._num_known: int | None = 0  # output tokens consumed; None while that changes
         self._start_mask = self._mask = start_mask
 
     def advance(self, output_ids: Sequence[int]) -> bool:
@@ -76,7 +77,7 @@ class LlguidanceMatcher:
         if self._num_known == len(output_ids):
             return self._num_known > 0 and self._is_complete
         known, self._num_known = self._num_known, None
-        if known is None or known > len(output_ids):  # interrupted once, or another output
+        if known is None or known > len(output_ids):  # a call was cut off, or the output is shorter
             self._matcher, known = self._start.deep_copy(), 0
         new = list(output_ids[known:])
         if new and not self._matcher.consume_tokens(new):
@@ -90,22 +91,24 @@ class LlguidanceMatcher:
 
     def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
         """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
-        found = [self._next_mask() if self.advance(output_ids) else self._mask]
+        masks = [self._next_mask() if self.advance(output_ids) else self._mask]
         known, self._num_known = self._num_known, None
-        num_taken = 0
+        num_consumed = 0
         for token in draft:
-            if not _has(found[-1], token) or not self._matcher.consume_token(token):
+            if not _has(masks[-1], token) or not self._matcher.consume_token(token):
                 break
-            num_taken += 1
+            num_consumed += 1
             if self._is_complete:
-                break  # it ends there; nothing after it is ever asked for
+                break  # complete: no token can follow
             mask = self._next_mask()
             if self._matcher.is_error() or not mask.any():
                 break
-            found.append(mask)
-        if not self._matcher.is_error() and (not num_taken or self._matcher.rollback(num_taken)):
+            masks.append(mask)
+        if not self._matcher.is_error() and (
+            not num_consumed or self._matcher.rollback(num_consumed)
+        ):
             self._num_known = known
-        return found
+        return masks
 
     @property
     def _is_complete(self) -> bool:
@@ -114,23 +117,21 @@ class LlguidanceMatcher:
     def _next_mask(self) -> TokenBitmask:
         return _mask(self._matcher, self._vocab_size)
 
-    def _reason(self, usual: str) -> str:
+    def _reason(self, default: str) -> str:
         limits = {"ParserTooComplex", "LexerTooComplex"}
         if self._matcher.stop_reason() in limits:
             return "the format needs more work per token than is allowed"
         if self._matcher.stop_reason() == "InternalError":
-            return (
-                f"the format's parser gave up ({_shown(self._matcher.get_error().splitlines()[0])})"
-            )
-        return usual
+            return f"the format's parser gave up ({_shortened(self._matcher.get_error().splitlines()[0])})"
+        return default
 
 
 def _mask(matcher: LLMatcher, vocab_size: int) -> TokenBitmask:
-    """Tokens that may come next; the tokenizer may have fewer ids than the model, or more."""
-    found = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    """Tokens allowed next, as the model counts ids; the tokenizer may have fewer or more."""
+    bitmask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     mask = np.zeros(-(-vocab_size // 8), np.uint8)
-    num_bytes = min(len(mask), len(found))
-    mask[:num_bytes] = found[:num_bytes]
+    num_bytes = min(len(mask), len(bitmask))
+    mask[:num_bytes] = bitmask[:num_bytes]
     if vocab_size % 8:
         mask[-1] &= (1 << vocab_size % 8) - 1
     return mask
@@ -141,12 +142,12 @@ def _has(mask: TokenBitmask, token: int) -> bool:
 
 
 class GrammarCompiler:
-    """Compiles formats for one tokenizer and keeps them. Any thread may call it.
+    """Compiles and caches grammars for one tokenizer. Thread-safe.
 
     Args:
-        tokenizer_json: makes the text of `tokenizer.json`; called once, for the first format.
+        tokenizer_json: returns the text of `tokenizer.json`; called once, for the first grammar.
         vocab_size: of the model, which may have more ids than the tokenizer.
-        eos_token_ids: tokens that end an output; they are allowed where the format may end.
+        eos_token_ids: tokens that end an output; allowed where the grammar may end.
     """
 
     def __init__(
@@ -166,23 +167,23 @@ class GrammarCompiler:
     def compile(self, spec: StructuredOutput) -> LlguidanceMatcher:
         """A matcher for one answer, before its first token.
 
-        Takes up to `COMPILE_S` seconds for a format that was not compiled before, and the first one
-        reads the tokenizer too, seconds for a large vocabulary. `AsyncLLM` calls it in another thread
-        before the engine's thread does, which then finds the format kept.
+        Takes up to `COMPILE_S` seconds for a new grammar; the first one also reads the tokenizer,
+        seconds for a large vocabulary. `AsyncLLM` calls it in another thread before the engine
+        thread does, which then finds the grammar cached.
 
         Raises:
-            InvalidParamsError: the format is malformed, allows no text, or is too much work; or
+            InvalidParamsError: the grammar is malformed, allows no text, or is too much work; or
                 llguidance is not installed.
         """
         with self._lock:
-            found = self._cache.get(spec)
-            if found is not None:
+            compiled = self._cache.get(spec)
+            if compiled is not None:
                 self._cache.move_to_end(spec)
-        if found is None:
+        if compiled is None:
             with self._loading:
                 tokenizer = self._load_tokenizer()
-            found = self._compile(spec, tokenizer)
-        return found.matcher()
+            compiled = self._compile(spec, tokenizer)
+        return compiled.matcher()
 
     def _load_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
@@ -207,11 +208,11 @@ class GrammarCompiler:
         return self._tokenizer
 
     def _compile(self, spec: StructuredOutput, tokenizer: LLTokenizer) -> _CompiledGrammar:
-        """In a thread, because what takes too long cannot be stopped, only left alone."""
+        """Compile in a thread of its own, because llguidance cannot be stopped, only abandoned."""
         deadline = time.monotonic() + COMPILE_S
         if not self._permits.acquire(timeout=COMPILE_S):
             raise InvalidParamsError(
-                "structured", "given", "simpler, or sent later: others take too long to compile"
+                "structured", "given", "sent later: other grammars are still being compiled"
             )
         compiled = _CompiledGrammar(spec, self._vocab_size)
 
@@ -233,11 +234,11 @@ class GrammarCompiler:
             raise InvalidParamsError(
                 "structured",
                 "given",
-                "None: there is no thread to compile it in, or the program ends",
+                "None: no thread can be started to compile it, or the program is ending",
             )
         worker.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            if spec not in self._cache:  # until it is compiled after all
+            if spec not in self._cache:  # refuse it until the thread has compiled it
                 late = _CompiledGrammar(spec, self._vocab_size)
                 late.fault = f"simpler: it takes more than {COMPILE_S:g} s to compile"
                 self._store(spec, late)
@@ -250,24 +251,25 @@ class GrammarCompiler:
 
 
 class _CompiledGrammar:
-    """A format's matcher before the first token, or why there is none."""
+    """The matcher of a grammar before the first token, or why there is none."""
 
     def __init__(self, spec: StructuredOutput, vocab_size: int) -> None:
         self.spec, self.vocab_size = spec, vocab_size
         self.start: LLMatcher | None = None
         self.mask: TokenBitmask = np.zeros(0, np.uint8)
-        self.fault = "another one: its parser gave up"  # until it has told something better
+        self.fault = "another one: its parser gave up"  # unless `run` sets a better reason
 
     def run(self, tokenizer: LLTokenizer) -> None:
+        """Compile; sets `start` and `mask`, or `fault`."""
         from llguidance import LLMatcher, LLParserLimits
 
         try:
             grammar = _grammar(self.spec)
-        except Exception as error:  # noqa: BLE001 - foreign parsers, whose errors are told
-            self.fault = f"well-formed, but: {_shown(error)}"
+        except Exception as error:  # noqa: BLE001 - foreign parsers; the error goes to the user
+            self.fault = f"well-formed, but: {_shortened(error)}"
             return
-        # In its own units: about 20 ms to build a lexer, and 15 and 3 ms for what one token needs
-        # (figures of llguidance's documentation). A lexer state takes 1 to 2 kB.
+        # In llguidance's own units: about 20 ms to build a lexer, then 15 ms of lexing and 3 ms of
+        # parsing per token (by its documentation). A lexer state takes 1 to 2 kB.
         limits = LLParserLimits(
             initial_lexer_fuel=1_000_000,
             step_lexer_fuel=200_000,
@@ -280,24 +282,25 @@ class _CompiledGrammar:
         if not start.is_error():
             self.mask = _mask(start, self.vocab_size)
         if start.is_error():
-            told = start.get_error().splitlines()[0]
-            if told.startswith("NoExtension"):
-                told = "no text satisfies it"
-            self.fault = f"possible to follow, but: {_shown(told)}"
+            reason = start.get_error().splitlines()[0]
+            if reason.startswith("NoExtension"):
+                reason = "no text satisfies it"
+            self.fault = f"possible to follow, but: {_shortened(reason)}"
         elif not self.mask.any():
             self.fault = "possible to follow, but: no text satisfies it"
         else:
             self.start = start
 
     def matcher(self) -> LlguidanceMatcher:
+        """A new matcher. Raises InvalidParamsError if the grammar was refused."""
         if self.start is None:
             name = next(name for name in self.spec.__slots__ if getattr(self.spec, name))
-            raise InvalidParamsError(name, _shown(getattr(self.spec, name)), self.fault)
+            raise InvalidParamsError(name, _shortened(getattr(self.spec, name)), self.fault)
         return LlguidanceMatcher(self.start, self.mask, self.vocab_size)
 
 
 def _grammar(spec: StructuredOutput) -> Any:
-    """The format in llguidance's own form."""
+    """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -311,10 +314,10 @@ def _grammar(spec: StructuredOutput) -> Any:
     if spec.grammar is not None:
         return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice or ())
-    # A terminal: as rules, each text would be an item of the parser, of which a few are allowed.
+    # One terminal: as rules, each text would be a parser item, and `step_max_items` limits those.
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = str(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

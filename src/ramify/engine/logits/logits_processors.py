@@ -1,4 +1,4 @@
-"""What changes a request's scores before a token is drawn: penalties, biases, allowed tokens."""
+"""Logits processors: bias, penalties, min_tokens, allowed tokens and grammar of a request."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from numpy.typing import NDArray
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
 
-TokenBitmask = NDArray[
-    np.uint8
-]  # [ceil(vocab_size / 8)], token t is bit t % 8 (from below) of byte t // 8
+# [ceil(vocab_size / 8)]: token t is bit t % 8 (from the least significant) of byte t // 8.
+TokenBitmask = NDArray[np.uint8]
 
 
 class GrammarMatcher(Protocol):
-    """Which tokens a format allows next; see `ramify.engine.logits.grammar`."""
+    """Which tokens a grammar allows next; implemented by `ramify.engine.logits.grammar`."""
 
     def advance(self, output_ids: Sequence[int]) -> bool:
-        """Catch up with the output; whether the format is complete, so that nothing may follow.
+        """Catch up with the output; returns whether the grammar is complete and ends the answer.
 
         Raises:
-            DeadEndError: nothing may follow, but the format is not complete.
+            DeadEndError: no token may follow, but the grammar is not complete.
         """
         ...
 
     def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
-        """Tokens allowed after the output and after each draft, as far as the drafts are allowed.
+        """Tokens allowed after the output, and after each draft token that is itself allowed.
 
-        The first is always there.
+        Returns:
+            1 to 1 + len(draft) masks.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCounts:
-    """Which tokens a request has seen, each once, and how often they are in its output."""
+    """The distinct tokens of a request, and how often each is in its output."""
 
-    ids: NDArray[np.int64]  # [distinct]
-    counts: NDArray[np.int64]  # [distinct]; 0 for tokens of the prompt only
-    num_output: int = 0
+    ids: NDArray[np.int64]  # [D]
+    counts: NDArray[np.int64]  # [D], 0 for tokens that only the prompt has
+    num_output: int = 0  # output tokens counted so far
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int]) -> TokenCounts:
-        """Before any output."""
+        """The counts before any output."""
         ids = np.unique(np.asarray(prompt_ids, np.int64))
         return cls(ids, np.zeros(len(ids), np.int64))
 
     def plus(self, output_ids: Sequence[int]) -> TokenCounts:
-        """With more output tokens."""
+        """The counts with more output tokens added."""
         if not output_ids:
             return self
         ids, counts = self.ids, self.counts.copy()
         for token in output_ids:
-            at = np.flatnonzero(ids == token)
-            if len(at):
-                counts[at[0]] += 1
+            index = np.flatnonzero(ids == token)
+            if len(index):
+                counts[index[0]] += 1
             else:
                 ids, counts = np.append(ids, token), np.append(counts, 1)
         return TokenCounts(ids, counts, self.num_output + len(output_ids))
@@ -66,9 +66,9 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsTransform:
-    """What one step does to a request's scores; complete when made. No field is ever written to.
+    """Changes that one step makes to a request's logits. Immutable, arrays included.
 
-    Row i of the step follows the request's tokens and its first i drafts.
+    Row i holds the logits after the request's tokens and its first i draft tokens.
     """
 
     params: SamplingParams
@@ -76,46 +76,45 @@ class LogitsTransform:
     token_counts: TokenCounts | None  # None without penalties
     bias_ids: NDArray[np.int64]
     bias: NDArray[np.float32]
-    stop_token_ids: NDArray[np.int64]  # tokens that would end the request
-    num_rows_without_stop: int  # rows that may not draw one of them
-    token_bitmasks: (
-        tuple[TokenBitmask, ...] | None
-    )  # for the first rows; later ones cannot be drawn from
+    stop_token_ids: NDArray[np.int64]
+    num_rows_without_stop: int  # the first rows, in which stop tokens are forbidden (min_tokens)
+    # One per row. If there are fewer than rows, the rows after them cannot be reached.
+    token_bitmasks: tuple[TokenBitmask, ...] | None
 
     @property
     def num_rows(self) -> int:
-        """Rows that tokens can be drawn from."""
+        """Number of rows that tokens can be drawn from."""
         return len(self.draft) + 1 if self.token_bitmasks is None else len(self.token_bitmasks)
 
-    def apply(self, row: NDArray[np.float32], place: int) -> NDArray[np.float32]:
-        """Scores [vocab_size] of row `place`, a new array; what is not allowed is -inf."""
-        row, params = row.copy(), self.params
-        row[self.bias_ids] += self.bias
+    def apply(self, logits: NDArray[np.float32], row: int) -> NDArray[np.float32]:
+        """Transformed logits [vocab_size] of row `row`, a new array; -inf forbids a token."""
+        logits, params = logits.copy(), self.params
+        logits[self.bias_ids] += self.bias
         if self.token_counts is not None:
-            seen = self.token_counts.plus(self.draft[:place])
-            scores = row[seen.ids]
+            seen = self.token_counts.plus(self.draft[:row])
+            scores = logits[seen.ids]
             if params.repetition_penalty != 1.0:
                 factor = np.float32(params.repetition_penalty)
                 scores = np.where(scores < 0, scores * factor, scores / factor)
-            taken = params.presence_penalty * (seen.counts > 0)
-            taken += params.frequency_penalty * seen.counts
-            row[seen.ids] = scores - taken.astype(np.float32)
+            penalties = params.presence_penalty * (seen.counts > 0)
+            penalties += params.frequency_penalty * seen.counts
+            logits[seen.ids] = scores - penalties.astype(np.float32)
         if self.token_bitmasks is not None:
-            allowed = np.unpackbits(self.token_bitmasks[place], count=len(row), bitorder="little")
-            row[allowed == 0] = -np.inf
-        if place < self.num_rows_without_stop:
-            kept = row[self.stop_token_ids]
-            row[self.stop_token_ids] = -np.inf
-            if row.max() == -np.inf:
-                row[self.stop_token_ids] = kept  # a format that allows its end and nothing else
-        return row
+            allowed = np.unpackbits(self.token_bitmasks[row], count=len(logits), bitorder="little")
+            logits[allowed == 0] = -np.inf
+        if row < self.num_rows_without_stop:
+            stop_logits = logits[self.stop_token_ids]
+            logits[self.stop_token_ids] = -np.inf
+            if logits.max() == -np.inf:  # the grammar allows only its end
+                logits[self.stop_token_ids] = stop_logits
+        return logits
 
 
 class LogitsProcessor:
-    """Makes a request's `LogitsTransform` step by step. Derived from its prompt and output alone.
+    """Makes the `LogitsTransform` of each step of a request, from its prompt and output alone.
 
-    So neither preemption nor a step that failed needs a word: whatever the output has become,
-    the next call catches up with it.
+    Each call catches up with the output that it is given, so preemption and failed steps need no
+    roll-back here.
 
     Args:
         stop_token_ids: tokens that end the request.
@@ -136,11 +135,11 @@ class LogitsProcessor:
         if params.repetition_penalty != 1.0:
             self._token_counts = TokenCounts.of(prompt_ids)
         elif params.presence_penalty or params.frequency_penalty:
-            self._token_counts = TokenCounts.of(())  # the prompt does not count
+            self._token_counts = TokenCounts.of(())  # these penalties ignore the prompt
         self._bias_ids = np.array([*params.biases], np.int64)
         self._bias = np.array([*params.biases.values()], np.float32)
         self._stop_token_ids = np.array(
-            [one for one in sorted(stop_token_ids) if one < vocab_size], np.int64
+            [token for token in sorted(stop_token_ids) if token < vocab_size], np.int64
         )
         self._num_bitmask_bytes = -(-vocab_size // 8)
         self._allowed: TokenBitmask | None = None
@@ -160,7 +159,7 @@ class LogitsProcessor:
         vocab_size: int,
         matcher: GrammarMatcher | None = None,
     ) -> LogitsProcessor | None:
-        """One for a request whose scores change at all."""
+        """A processor, or None if the request leaves its logits as they are."""
         changes = (
             matcher is not None
             or params.repetition_penalty != 1.0
@@ -181,7 +180,7 @@ class LogitsProcessor:
         )
 
     def advance(self, output_ids: Sequence[int]) -> bool:
-        """Whether the structured output is complete.
+        """Catch up with the output; returns whether the structured output is complete.
 
         Raises:
             DeadEndError: no token is allowed after these.
@@ -197,7 +196,7 @@ class LogitsProcessor:
         return False
 
     def for_step(self, output_ids: Sequence[int], draft: tuple[int, ...]) -> LogitsTransform:
-        """For a step that draws what follows the output, and each draft that is right."""
+        """The transform of a step that draws after the output, and after each accepted draft token."""
         if self._token_counts is not None:
             self._token_counts = self._token_counts.plus(
                 output_ids[self._token_counts.num_output :]
@@ -207,9 +206,10 @@ class LogitsProcessor:
             masks = tuple(self._token_bitmasks(self._matcher, output_ids, draft))
             if self._allowed is not None:
                 masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
-                # behind a guess that leads to a dead end nothing is drawn: `advance` finds it there
-                ends = (at for at, mask in enumerate(masks) if at and not mask.any())
-                masks = masks[: next(ends, len(masks))]
+                # Draw nothing after a draft token that leads to a dead end; if it is accepted,
+                # `advance` raises the error.
+                dead_ends = (row for row, mask in enumerate(masks) if row and not mask.any())
+                masks = masks[: next(dead_ends, len(masks))]
         elif self._allowed is not None:
             masks = (self._allowed,) * (len(draft) + 1)
         return LogitsTransform(
@@ -228,5 +228,5 @@ class LogitsProcessor:
     ) -> list[TokenBitmask]:
         try:
             return matcher.token_bitmasks(output_ids, draft)
-        except DeadEndError:  # `advance` was cut off by an interrupt; this one's step alone fails
+        except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
             return [np.zeros(self._num_bitmask_bytes, np.uint8)]

@@ -1,1 +1,12 @@
-"""Continuous batching: queues, prefill admission, step plans."""
+"""Scheduling: which requests a step runs, and the plan of that step. No torch, no tokenizer.
+
+Read in this order:
+
+- `validation`: checks a request before it is queued
+- `waiting_queue`: the order of waiting requests
+- `prefill`: prompt chunks and admissions of one step
+- `scheduler`: the whole step: decodes, prefill, preemption
+- `step_plan`: turns the scheduled step into the executor's `StepPlan`
+
+For `engine.context` and what is above it. `validation` is also for the server and `cache_admin`.
+"""

@@ -1,4 +1,4 @@
-"""Who computes what in the next step: decodes, then the least work, around the cache."""
+"""Continuous-batching scheduler: decodes first, then chunked prefill; preempts if pages run out."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector
 from ramify.engine.scheduling.waiting_queue import PRIORITY_TOKENS, WaitingQueue
 from ramify.errors import OutOfPagesError, OverloadedError, TokensWaitError
 
-PREFILL_SHARE = 8  # prompts get one part in so many of a budget that decodes could fill
+PREFILL_SHARE = 8  # prefill gets 1 / PREFILL_SHARE of a budget that decodes alone would fill
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A planned step: its requests in batch order, leaders before followers."""
+    """A planned step: its requests in batch order, a computed prefix before its readers."""
 
     requests: tuple[Request, ...]
     batch: AttentionBatch
 
 
 class Scheduler:
-    """Owns the queues; decides with the cache's own answers and lets `plan` be the judge.
+    """Chooses which requests the next step runs, and how many tokens of each.
 
-    **Decodes first.** Each running request that decodes gets its token in each step, as long as
-    the budget has one for each. If it has not, they take turns, and prompts get an eighth of it (of
-    a budget below 8: every eighth step), so that no decode keeps a prompt out for ever.
+    It estimates what fits. If `planner.plan` raises OutOfPagesError, it asks for less and plans
+    again.
 
-    **Then prompts**, those part-way and those that wait, in one order
-    (`engine.scheduling.waiting_queue`): fair between tenants, larger priorities first, then the least uncached work, with ageing. A short
-    prompt so passes a long one that is part-way, which goes on with what is left and has its turn
-    when the clock reaches its rank. Chunks end on page boundaries if that leaves at most a 16th of
-    the budget unused, and a prompt is not cut into pieces below `MIN_CHUNK` tokens that another
-    chunk of the step leaves over. The first of the order that finds no pages or row holds up those
-    behind it, so that large requests are not passed for ever either.
+    **Decodes first.** Every decoding request gets its token in every step if the budget allows. If
+    not, they take turns, and prefill gets 1/8 of the budget (every eighth step if the budget is
+    below 8), so decodes never block prompts for ever.
 
-    **Single flight.** A waiting request that shares a prefix with a live computation attaches to
-    it if this step completes the shared part, and is parked until then otherwise, so that no token
-    is computed twice. When the leader is gone, its followers wait like others, and the first of
-    them leads.
+    **Then prefill**: running prompts and waiting requests in one order, see `waiting_queue`: fair
+    between tenants, then larger priority, then fewer uncached tokens, with ageing. So a short
+    prompt can overtake a half-computed long one. The long one gets the budget that is left over,
+    and comes first once the clock (tokens computed so far) reaches its rank. A chunk ends on a page
+    boundary if that wastes at most 1/16 of the budget, and a prompt gets no chunk below `MIN_CHUNK`
+    tokens while others have work. The first waiting request that finds no pages or row blocks those
+    behind it, so large requests are not overtaken for ever either.
 
-    Per step the cost does not depend on the number of waiting requests: at most as many lookups
-    as there are free rows, `MAX_PROBES` and `NUM_RERANKED`.
+    **In-flight prefix sharing.** A waiting request whose prefix a running one is about to compute
+    attaches to it, if this step completes the prefix; else it is parked until a step does. No token
+    is computed twice. If that leader goes away, its followers wait again, and the first leads.
 
-    **When pages run out**, the running request of the lowest priority goes back to the queue, and
-    among those the one that has the least computed, but never the one of the least
-    `virtual_arrival`: the first that came (with priorities counted as in
-    `engine.scheduling.waiting_queue`) is never preempted, so that there is always one that ends.
+    The cost of a step does not depend on the number of waiting requests: at most as many cache
+    lookups as free rows, plus `MAX_PROBES` and `NUM_RERANKED`.
+
+    **When pages run out**, give up in this order: drafts, this step's newest admissions, then one
+    running request: of the tenant that runs most, the lowest priority, then the least computed
+    work. The request with the smallest `virtual_arrival` is never preempted, so one always finishes.
 
     Args:
-        planner: the cache and block table behind it are the engine's.
-        max_num_seqs: running requests at once.
-        max_batch_tokens: new tokens per step; may be smaller than max_num_seqs.
-        coalesce_steps: hold admissions for up to so many steps while others decode and the waiting
-            prompts do not fill the budget, so that more of them are computed together.
+        planner: plans over the engine's cache and block table.
+        max_num_seqs: maximum number of running requests.
+        max_batch_tokens: maximum number of query tokens per step; may be below max_num_seqs.
+        coalesce_steps: defer admissions for up to this many steps while others decode and the
+            waiting prompts do not fill the budget, to prefill more of them together.
     """
 
     def __init__(
@@ -71,48 +72,47 @@ class Scheduler:
         self.planner = planner
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
         self.coalesce_steps = coalesce_steps
-        self.max_waiting_tokens: int | None = None  # that wait to be computed; None: any number
+        self.max_waiting_tokens: int | None = None  # limit for `check_queued_tokens`; None: none
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_tokens = 0  # of all planned steps: the clock
-        self._requeued: set[Request] = set()  # waiting ones that ran before
+        self.num_tokens = 0  # in all planned steps: the clock that ranks are read on
+        self._requeued: set[Request] = set()  # waiting requests that have run before, or failed
         self._step = self._round_robin = 0
-        self._num_deferred_steps = 0  # steps in a row without admissions, to coalesce them
+        self._num_deferred_steps = 0  # in a row, see `coalesce_steps`
         self._prefill = PrefillSelector(
             planner, self.waiting, min(MIN_CHUNK, max(1, max_batch_tokens // 4))
         )
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anyone waits or runs."""
+        """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def check_queue_len(self, max_waiting: int | None, now_s: float) -> None:
-        """Raise OverloadedError if so many requests wait; None is no limit.
+        """Raise OverloadedError if `max_waiting` requests wait already; None is no limit.
 
-        It is worth trying again when half of those that wait have begun: as long as the one that
-        came first has waited for its place, halved, but 1 s to 60 s.
+        Its `retry_after_s` is half the oldest request's waiting time, between 1 s and 60 s.
         """
         count = len(self.waiting)
         if max_waiting is None or count < max_waiting:
             return
-        waited_s = now_s - min(one.arrival_s for one in self.waiting)
+        waited_s = now_s - min(request.arrival_s for request in self.waiting)
         raise OverloadedError(count, max_waiting, min(60.0, max(1.0, waited_s / 2)))
 
     def check_queued_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Raise OverloadedError if with so many more too many prompt tokens would wait.
+        """Raise TokensWaitError if queueing `num_tokens` more would exceed `max_waiting_tokens`.
 
-        A prompt that nobody waits before is never too long.
+        An empty queue takes a prompt of any length.
         """
         queued, limit = self.waiting.num_uncached, self.max_waiting_tokens
         if limit is None or not queued or queued + num_tokens <= limit:
             return
-        waited_s = now_s - min(one.arrival_s for one in self.waiting)
+        waited_s = now_s - min(request.arrival_s for request in self.waiting)
         raise TokensWaitError(queued, num_tokens, limit, min(60.0, max(1.0, waited_s / 2)))
 
     def add(self, request: Request) -> None:
-        """Queue a new request, or a branch, which came when its leader did."""
+        """Queue a new request; a child arrived when its leader did."""
         if request.parent is not None:
             request.virtual_arrival = request.parent.virtual_arrival
         else:
@@ -120,23 +120,24 @@ class Scheduler:
         self._enqueue(request)
 
     def add_running(self, request: Request) -> None:
-        """Take in a branch that holds its pages and a row already."""
+        """Add a child that has pages and a row already, from `planner.fork`."""
         if request.parent is not None:
             request.virtual_arrival = request.rank = request.parent.virtual_arrival
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
-        """Take an ended request out; its published pages stay warm."""
+        """Remove a request that ends; its published pages stay cached."""
         self._requeued.discard(request)
+        # A child that has not begun is in neither queue: its leader still computes the prompt.
         if not self.waiting.remove(request) and request in self.running:
-            self.running.remove(request)  # else a branch whose prompt is still computed
-        back = self.planner.release([request.sequence])
-        if back:
-            wanted = set(map(id, back))
-            self.requeue([one for one in self.running if id(one.sequence) in wanted])
+            self.running.remove(request)
+        abandoned = self.planner.release([request.sequence])
+        if abandoned:
+            ids = set(map(id, abandoned))
+            self.requeue([follower for follower in self.running if id(follower.sequence) in ids])
 
     def requeue(self, requests: Iterable[Request]) -> None:
-        """Running requests that hold nothing any more wait again, as if they had always waited."""
+        """Queue running requests again whose pages were released; they keep their arrival."""
         for request in list(requests):
             if request in self.running:
                 self.running.remove(request)
@@ -153,14 +154,14 @@ class Scheduler:
         """Plan the next step; None when there is nothing to do.
 
         Raises:
-            OutOfPagesError: a single request does not fit, since leases taken outside the engine
-                hold the pages; nothing changed, and it fits once they are released.
+            OutOfPagesError: a single request does not fit, since leases outside the engine hold the
+                pages. Nothing changed; it fits once they are released.
         """
         self._step += 1
-        suspect = self.next_isolated()
-        work, admitted = self._choose() if suspect is None else self._schedule_isolated(suspect)
+        isolated = self.next_isolated()
+        work, admitted = self._choose() if isolated is None else self._schedule_isolated(isolated)
         try:
-            return self._plan_until_it_fits(work, admitted, is_isolated=suspect is not None)
+            return self._plan_until_it_fits(work, admitted, is_isolated=isolated is not None)
         except BaseException:
             self._undo_admissions(admitted, len(admitted))
             raise
@@ -177,145 +178,129 @@ class Scheduler:
             try:
                 batch = self._plan(chosen)
             except OutOfPagesError as error:
-                if any(one.draft for one, _ in work):  # guesses are the first to go
-                    work = [(one, num_new - len(one.draft)) for one, num_new in work]
-                    for one, _ in work:
-                        one.draft = ()
-                elif admitted and (work or len(admitted) > 1):
-                    # with nobody running, the first must go on; a suspect is tried alone
-                    missing = max(1, error.asked - error.free - error.evictable)
-                    self._undo_admissions(admitted, len(admitted) - (not work), missing)
-                elif len(self.running) + len(admitted) < 2:
-                    raise  # somebody outside the engine holds leases; it can go on without them
-                elif (
-                    admitted and is_isolated
-                ):  # a suspect is tried alone; those that pause make room
-                    self._preempt(work)
-                elif admitted:  # it came before those that run, but not in their place: in turn,
-                    # each would take the other's room, for ever
-                    self._undo_admissions(admitted, len(admitted))
-                    work = self._choose(admit=False)[0]
-                else:
-                    work = self._preempt(work) or self._choose(admit=False)[0]
+                work = self._ask_for_less(work, admitted, error, is_isolated=is_isolated)
                 continue
             self._mark_scheduled(work, admitted)
             self.num_tokens += batch.num_tokens
-            return ScheduledStep(tuple([one for one, _ in chosen]), batch)
+            return ScheduledStep(tuple([request for request, _ in chosen]), batch)
         return None
 
     def _mark_scheduled(
         self, work: list[tuple[Request, int]], admitted: list[tuple[Request, int]]
     ) -> None:
-        """Note who is in the step that was planned."""
-        step, counts = self._step, self.waiting.is_multi_tenant
+        """Update queues and counters for the requests of a planned step."""
+        step = self._step
         for request, _ in admitted:
             self.running.append(request)
             self._requeued.discard(request)
         for request, _ in work + admitted:
             request.last_step = step
-        if counts:  # admissions were charged when they were chosen
+        if self.waiting.is_multi_tenant:  # admissions were charged when they were chosen
             for request, num_new in work:
                 self.waiting.charge(request, num_new)
 
     def _plan(self, chosen: list[tuple[Request, int]]) -> AttentionBatch:
-        """`plan` with everybody's drafts behind the tokens that are known."""
-        drafting = [one for one, _ in chosen if one.draft]
-        for one in drafting:
-            one.sequence.tokens.extend(one.draft)
-            one.sequence.num_draft = len(one.draft)
+        """`planner.plan`, with drafts appended to their sequences; undone if it raises."""
+        drafting = [request for request, _ in chosen if request.draft]
+        for request in drafting:
+            request.sequence.tokens.extend(request.draft)
+            request.sequence.num_draft = len(request.draft)
         try:
             return self.planner.plan(
-                [one.sequence for one, _ in chosen], [num_new for _, num_new in chosen]
+                [request.sequence for request, _ in chosen], [num_new for _, num_new in chosen]
             )
         except BaseException:
-            for one in drafting:
-                del one.sequence.tokens[len(one.sequence.tokens) - len(one.draft) :]
-                one.sequence.num_draft = 0
+            for request in drafting:
+                tokens = request.sequence.tokens
+                del tokens[len(tokens) - len(request.draft) :]
+                request.sequence.num_draft = 0
             raise
 
-    # -- choosing ----------------------------------------------------------------------------
+    # -- choosing requests -------------------------------------------------------------------
 
     def next_isolated(self) -> Request | None:
-        """When a step has failed: its oldest request, which is tried alone until it has a new
-        token, then the next. So a request that always fails takes nobody with it.
-        """  # noqa: D205
+        """The oldest request that failed since its last token; it runs alone until its next token.
+
+        So a request that always fails takes no other with it. Running requests go first.
+        """
         for queue in (self.running, self._requeued):
-            one = min(
-                (one for one in queue if one.num_failed_steps), key=lambda one: one.id, default=None
-            )
-            if one is not None:
-                return one
+            failed = [request for request in queue if request.num_failed_steps]
+            if failed:
+                return min(failed, key=lambda request: request.id)
         return None
 
     def mark_isolated(self, request: Request) -> None:
-        """A request has failed: if it waits, it is tried alone."""
+        """Let a failed request run alone when it waits; a running one does so anyway."""
         if request in self.waiting:
             self._requeued.add(request)
 
     def blocked_request(self) -> Request | None:
-        """Whom `schedule` found no pages for when it raised that."""
+        """The request that `schedule` found no pages for when it raised OutOfPagesError."""
         first = self.running[0] if self.running else self.waiting.peek()
         return self.next_isolated() or first
 
     def _schedule_isolated(
         self, isolated: Request
     ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
-        """Work and admissions of a step in which one request is tried alone."""
-        alone = [(isolated, min(isolated.sequence.num_uncomputed, self.max_batch_tokens))]
+        """Work and admissions of a step that runs one request alone."""
+        num_new = min(isolated.sequence.num_uncomputed, self.max_batch_tokens)
         if isolated in self.running:
-            return alone, []
-        if len(self.running) >= self.max_num_seqs:  # branches took the last row
+            return [(isolated, num_new)], []
+        if len(self.running) >= self.max_num_seqs:  # children took the last row
             self._preempt([])
         self.waiting.admit(isolated)
-        self.waiting.charge(isolated, alone[0][1])
-        return [], alone
+        self.waiting.charge(isolated, num_new)
+        return [], [(isolated, num_new)]
 
     def _choose(
         self, *, admit: bool = True
     ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
-        """What running requests compute in this step, and whom to admit."""
+        """Work of running requests in this step, and admissions: (request, num_new tokens) each."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         num_draft = 0
-        for one in self.running:
-            sequence = one.sequence
+        for request in self.running:
+            sequence = request.sequence
             if len(sequence.tokens) - sequence.num_computed > 1:
-                prefills.append(one)
+                prefills.append(request)
             else:
-                decodes.append(one)
-                num_draft += len(one.draft)
-        budget, count = self.max_batch_tokens, len(decodes)
+                decodes.append(request)
+                num_draft += len(request.draft)
+        budget, num_decodes = self.max_batch_tokens, len(decodes)
         rows = self.max_num_seqs - len(self.running) if admit and self.waiting else 0
-        if self._defers_admissions(rows, budget - count, prefills):
+        if self._defers_admissions(rows, budget - num_decodes, prefills):
             rows = 0
         work, admitted, used = list[tuple[Request, int]](), list[tuple[Request, int]](), 0
         if prefills or rows:
-            least = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
-            left = max(budget - count, least)
+            reserved = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
+            prefill_budget = max(budget - num_decodes, reserved)
             work, admitted = self._prefill.choose(
-                prefills, left, num_free_rows=rows, num_decodes=count
+                prefills, prefill_budget, num_free_rows=rows, num_decodes=num_decodes
             )
             used = sum(num_new for _, num_new in work + admitted)
-        rest = budget - used
-        if rest < count:  # those that paused are first, and the others pause in turn
-            turn = self._round_robin % count
-            decodes = sorted(decodes[turn:] + decodes[:turn], key=lambda one: one.last_step)[:rest]
-            self._round_robin += rest
+        left = budget - used
+        if left < num_decodes:  # take turns: requests that have paused longest go first
+            turn = self._round_robin % num_decodes
+            decodes = decodes[turn:] + decodes[:turn]
+            decodes = sorted(decodes, key=lambda request: request.last_step)[:left]
+            self._round_robin += left
         if not num_draft:
-            return [(one, 1) for one in decodes] + work, admitted
-        rest -= len(decodes)
-        tokens = []
-        for one in decodes:
-            one.draft = one.draft[:rest]
-            rest -= len(one.draft)
-            tokens.append((one, 1 + len(one.draft)))
-        return tokens + work, admitted
+            return [(request, 1) for request in decodes] + work, admitted
+        left -= len(decodes)
+        decode_work = []
+        for request in decodes:
+            request.draft = request.draft[:left]
+            left -= len(request.draft)
+            decode_work.append((request, 1 + len(request.draft)))
+        return decode_work + work, admitted
 
-    def _defers_admissions(self, num_free_rows: int, left: int, prefills: list[Request]) -> bool:
-        """Whether to admit nobody in this step, since more may come to be computed together."""
+    def _defers_admissions(
+        self, num_free_rows: int, num_left: int, prefills: list[Request]
+    ) -> bool:
+        """Whether to admit nothing in this step, so that more prompts are prefilled together."""
         if not num_free_rows or not self.coalesce_steps:
             return False
-        enough = len(self.waiting) >= num_free_rows or self.waiting.num_uncached >= left
+        enough = len(self.waiting) >= num_free_rows or self.waiting.num_uncached >= num_left
         if (
             enough
             or prefills
@@ -329,49 +314,90 @@ class Scheduler:
 
     # -- when pages run out --------------------------------------------------------------------
 
+    def _ask_for_less(
+        self,
+        work: list[tuple[Request, int]],
+        admitted: list[tuple[Request, int]],
+        error: OutOfPagesError,
+        *,
+        is_isolated: bool,
+    ) -> list[tuple[Request, int]]:
+        """Give up drafts, admissions or a running request; returns the work that is left.
+
+        Removes from `admitted` in place. Raises `error` if a single request does not fit.
+        """
+        if any(request.draft for request, _ in work):
+            return _without_drafts(work)
+        if admitted and (work or len(admitted) > 1):
+            # One request stays in the step: without work, the first admission.
+            num_missing = max(1, error.asked - error.free - error.evictable)
+            self._undo_admissions(admitted, len(admitted) - (not work), num_missing)
+            return work
+        if len(self.running) + len(admitted) < 2:
+            raise error  # leases outside the engine hold the pages
+        if not admitted:
+            return self._preempt(work) or self._choose(admit=False)[0]
+        if is_isolated:  # the running requests pause in this step anyway
+            return self._preempt(work)
+        # Do not preempt for it: the preempted request would come back and preempt in turn, for
+        # ever. Admit nothing, run the others.
+        self._undo_admissions(admitted, len(admitted))
+        return self._choose(admit=False)[0]
+
     def _undo_admissions(
-        self, admitted: list[tuple[Request, int]], most: int, missing: int | None = None
+        self, admitted: list[tuple[Request, int]], limit: int, num_missing: int | None = None
     ) -> None:
-        """Leave up to `most` of the newest admissions for later, until about `missing` pages are
-        saved. What they pin is not counted: without them, that can be evicted too.
-        """  # noqa: D205
-        while most and (missing is None or missing > 0):
+        """Queue up to `limit` of the newest admissions again, until `num_missing` pages are saved.
+
+        An estimate: without them, cached pages that they would pin can be evicted too.
+        """
+        while limit and (num_missing is None or num_missing > 0):
             request, num_new = admitted.pop()
             self.waiting.charge(request, -num_new)
             self.waiting.add(request, request.rank - request.virtual_arrival)
-            most -= 1
-            if missing is not None:
-                missing -= -(-num_new // self.planner.page_size)
+            limit -= 1
+            if num_missing is not None:
+                num_missing -= -(-num_new // self.planner.page_size)
 
     def _preempt(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Send a running request back to the queue; the step goes on without it.
+        """Requeue a running request; returns `work` without it.
 
-        Nobody follows a running request in this step any more: admissions were dropped first.
+        No admission of this step attaches to its pages: those were undone first.
         """
-        senior = min(self.running, key=lambda one: (one.virtual_arrival, one.id))
-        others = [one for one in self.running if one is not senior]
-        # of the tenant that has most: a priority is a tenant's own to give, and counts among its own
-        held = Counter(one.tenant for one in others)
-        newest = {one.tenant: one.id for one in sorted(others, key=lambda one: one.id)}
+        oldest = min(self.running, key=lambda request: (request.virtual_arrival, request.id))
+        others = [request for request in self.running if request is not oldest]
+        # The tenant goes before the priority: tenants set priorities, for their own requests only.
+        num_running = Counter(request.tenant for request in others)
+        newest_id = {
+            request.tenant: request.id for request in sorted(others, key=lambda other: other.id)
+        }
         victim = min(
             others,
-            key=lambda one: (
-                -held[one.tenant],
-                -newest[one.tenant],
-                one.priority,
-                _recompute_cost(one),
-                -one.id,
+            key=lambda request: (
+                -num_running[request.tenant],
+                -newest_id[request.tenant],
+                request.priority,
+                _recompute_cost(request),
+                -request.id,
             ),
-            default=senior,
+            default=oldest,
         )
         self.num_preemptions += 1
         victim.preemptions += 1
         self.planner.release([victim.sequence])
         self.requeue([victim])
-        return [(one, num_new) for one, num_new in work if one is not victim]
+        return [(request, num_new) for request, num_new in work if request is not victim]
+
+
+def _without_drafts(work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    """Clear the drafts of requests; returns the work without their tokens."""
+    tokens = [(request, num_new - len(request.draft)) for request, num_new in work]
+    for request, _ in work:
+        request.draft = ()
+    return tokens
 
 
 def _recompute_cost(request: Request) -> int:
-    """Tokens that a running request has computed itself: what it may have to compute again."""
+    """Tokens that a running request has computed itself and may have to compute again."""
     sequence = request.sequence
     return sequence.num_computed - sequence.num_read - sequence.num_shared

@@ -1,4 +1,4 @@
-"""A scheduled step as the complete plan that goes down to the executor."""
+"""Builds the `StepPlan` of a `ScheduledStep`, for the executor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ramify.engine.step import PromptLogprobSpec, SampleSpec, StepPlan
 
 
 def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
-    """The plan of a step: token ids, what is drawn after them, and which of them are scored."""
+    """The plan of a step: its token ids, what to sample after them, and which to score."""
     batch = scheduled.batch
     ids = array("i")
-    draws: list[SampleSpec] = []
-    scores: list[PromptLogprobSpec] = []
-    names: list[int] = []
+    samples: list[SampleSpec] = []
+    prompt_logprobs: list[PromptLogprobSpec] = []
+    request_ids: list[int] = []
     for request in scheduled.requests:
         sequence, params, start = request.sequence, request.params, len(ids)
         tokens, begin = sequence.tokens, sequence.num_computed
         end = begin + sequence.num_planned
-        names.append(request.id)
+        request_ids.append(request.id)
         if end == begin + 1:
             ids.append(tokens[begin])
         else:
@@ -34,36 +34,42 @@ def build_step_plan(scheduled: ScheduledStep) -> StepPlan:
                 or request.verify_cold
                 or request.logits_processor is not None
             ):
-                draws += _sample_specs(request, len(ids), end)
+                samples += _sample_specs(request, len(ids), end)
             else:
-                row, wanted = len(ids) - 1, params.logprobs
-                draws.append(SampleSpec(request.id, row, end, params, request.seed, wanted))
+                row, num_logprobs = len(ids) - 1, params.logprobs
+                samples.append(SampleSpec(request.id, row, end, params, request.seed, num_logprobs))
         if params.prompt_logprobs is not None:
             first = max(begin, len(request.prompt_logprobs))
             targets = request.prompt_ids[first + 1 : end + 1]
             if targets:
                 row = start + first - begin
-                scores.append(
+                prompt_logprobs.append(
                     PromptLogprobSpec(request.id, row, tuple(targets), params.prompt_logprobs)
                 )
     token_ids = np.frombuffer(ids, np.int32).astype(np.int64) if ids else np.empty(0, np.int64)
-    return StepPlan(batch, token_ids, tuple(draws), tuple(scores), tuple(names), bool(scores))
+    return StepPlan(
+        batch,
+        token_ids,
+        tuple(samples),
+        tuple(prompt_logprobs),
+        tuple(request_ids),
+        bool(prompt_logprobs),
+    )
 
 
 def _sample_specs(request: Request, stop: int, end: int) -> list[SampleSpec]:
-    """What is drawn for a request and its branches; its rows end at `stop`, its tokens at `end`."""
-    draft, draws = request.draft, []
-    for one in (request, *request.pending_children):
-        wanted = one.params.logprobs
-        if wanted is None and one.verify_cold:
-            wanted = 0
-        shaping = (
-            None
-            if one.logits_processor is None
-            else one.logits_processor.for_step(one.output_ids, draft)
+    """Samples of a request and its children: its rows end at `stop`, its tokens at `end`."""
+    draft, samples = request.draft, []
+    row, position = stop - 1 - len(draft), end - len(draft)
+    for member in (request, *request.pending_children):
+        num_logprobs = member.params.logprobs
+        if num_logprobs is None and member.verify_cold:
+            num_logprobs = 0
+        processor = member.logits_processor
+        logits = None if processor is None else processor.for_step(member.output_ids, draft)
+        samples.append(
+            SampleSpec(
+                member.id, row, position, member.params, member.seed, num_logprobs, draft, logits
+            )
         )
-        row, position = stop - 1 - len(draft), end - len(draft)
-        draws.append(
-            SampleSpec(one.id, row, position, one.params, one.seed, wanted, draft, shaping)
-        )
-    return draws
+    return samples

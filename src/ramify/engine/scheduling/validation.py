@@ -1,4 +1,4 @@
-"""What a request must be like to be queued at all."""
+"""Request validation: token ids, lengths and options, before anything is queued."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ramify.params import SamplingParams
 
 
 def validate_token_ids(token_ids: Sequence[int], vocab_size: int) -> array[int]:
-    """The ids as 32-bit integers.
+    """The token ids as an array of int32.
 
     Raises:
-        RequestError: there are none, or one that is no integer in [0, vocab_size).
+        RequestError: no ids, or not all are integers in [0, vocab_size).
     """
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
         raise InvalidParamsError("prompt", token_ids, "text or a sequence of token ids")
     ids = list(token_ids)
     if not ids:
         raise EmptyPromptError
-    for kind in set(map(type, ids)):  # few, however long the prompt is
+    for kind in set(map(type, ids)):  # one or two types, however long the prompt
         if kind is bool or not issubclass(kind, int | np.integer):
-            place = next(place for place, token in enumerate(ids) if type(token) is kind)
-            raise InvalidParamsError(f"prompt[{place}]", ids[place], "an integer token id")
+            position = next(index for index, token in enumerate(ids) if type(token) is kind)
+            raise InvalidParamsError(f"prompt[{position}]", ids[position], "an integer token id")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        position = next(place for place, one in enumerate(ids) if not 0 <= one < vocab_size)
+        position = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise TokenOutOfRangeError(int(ids[position]), position, vocab_size)
     return array("i", ids)
 
 
 def resolve_max_len(num_prompt: int, params: SamplingParams, config: ResolvedConfig) -> int:
-    """Tokens, prompt included, at which a request ends at the latest.
+    """Maximum number of tokens of a request, prompt included.
 
     Raises:
         RequestError: the prompt fills the context, or the request would not fit in an empty pool.
@@ -50,21 +50,17 @@ def resolve_max_len(num_prompt: int, params: SamplingParams, config: ResolvedCon
         raise PromptTooLongError(num_prompt, limit)
     page_size, num_pages = config.page_size, config.num_pages
     if params.max_tokens is None:  # as long as context and pool allow
-        asked = min(limit, max(num_prompt, num_pages * page_size) + 1)
+        max_len = min(limit, max(num_prompt, num_pages * page_size) + 1)
     else:
-        asked = min(limit, num_prompt + params.max_tokens)
-    pages = -(-(asked - 1) // page_size)  # the last token's K/V is never needed
+        max_len = min(limit, num_prompt + params.max_tokens)
+    pages = -(-(max_len - 1) // page_size)  # the last token's K/V is never needed
     if pages > num_pages:
-        raise RequestTooLargeError(num_prompt, asked - num_prompt, num_pages, page_size)
-    return asked
+        raise RequestTooLargeError(num_prompt, max_len - num_prompt, num_pages, page_size)
+    return max_len
 
 
 def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse options about tokens that the model does not have.
-
-    Raises:
-        InvalidParamsError: a token id is not below `vocab_size`.
-    """
+    """Raise InvalidParamsError if an option names a token id that is not below `vocab_size`."""
     allowed = f"of token ids in 0..{vocab_size - 1}, those of this model"
     for name, ids in (
         ("logit_bias", params.biases),
@@ -77,7 +73,7 @@ def validate_token_options(params: SamplingParams, vocab_size: int) -> None:
 def validate_request_options(
     priority: object, tenant: object, salt: object, max_shared: object
 ) -> None:
-    """Raise InvalidParamsError for an option of a request that has another type or range."""
+    """Raise InvalidParamsError if a request option has the wrong type or range."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidParamsError("priority", priority, "an integer")
     if max_shared is not None and (

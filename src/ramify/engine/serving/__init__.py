@@ -1,1 +1,11 @@
-"""The engine thread and the streams it feeds."""
+"""The engine thread and the way of its outputs to event loops.
+
+In reading order:
+
+    streams        `Stream`, the reader's side; `OutputCollector`, the unread outputs of a request;
+                   `LoopDispatcher`, which carries outputs from the engine thread to an event loop
+    engine_thread  `EngineThread`: runs commands and steps of an `EngineCore` in a thread of its own
+
+The way of an output: `EngineThread._step` → `LoopDispatcher.put`, `flush` → (event loop)
+`OutputCollector.receive`, `wake` → `Stream.__anext__`. `async_llm` and `sessions` import this room.
+"""

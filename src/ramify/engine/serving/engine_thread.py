@@ -1,4 +1,4 @@
-"""The engine's own thread: commands go in between two steps, what the steps did goes out."""
+"""`EngineThread`: drives an `EngineCore` in its own thread; commands run between two steps."""
 
 from __future__ import annotations
 
@@ -12,96 +12,96 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from ramify.engine.core import EngineCore, StepOutput
+from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import take_stable_text
 from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollector
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
-    OutOfPagesError,
     OverloadedError,
     RamifyError,
     UnknownRequestError,
 )
-from ramify.params import FinishReason, SamplingParams
+from ramify.outputs import FinishReason, StepOutput
+from ramify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class EngineState(str, Enum):
-    """What the engine's thread is there for."""
+    """Life cycle of the engine thread."""
 
     READY = "ready"  # takes requests
-    DRAINING = "draining"  # finishes those it has
+    DRAINING = "draining"  # finishes its requests, takes no more
     STOPPED = "stopped"  # was closed
     DEAD = "dead"  # ended by a bug
 
     def __str__(self) -> str:
-        """The plain word."""
+        """The value, as in JSON."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the engine can be relied on; read without waiting for it."""
+    """State of the engine thread; read without waiting for it."""
 
     state: EngineState
     is_busy: bool  # a step is being computed
-    step_age_s: float | None  # since the last step began, or ended if none is being computed
-    error: str | None  # what ended a dead one
-    stuck_s: float | None = None  # how long a step has gone on beyond `step_timeout_s`
+    step_age_s: float | None  # since this step began; between steps, since the last one ended
+    error: str | None  # the bug that ended it
+    stuck_s: float | None = None  # age of a step that takes longer than `step_timeout_s`
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are computed."""
+        """Whether the thread computes requests."""
         return self.state in (EngineState.READY, EngineState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something to do in the engine's thread; `fail` is called instead when it has ended."""
+    """A call to make in the engine thread; `fail` is called instead if the thread has ended."""
 
     do: Callable[[], None]
     fail: Callable[[Exception], None]
-    is_void: Callable[[], bool] = bool  # whether nobody waits for it any more
+    is_void: Callable[[], bool] = bool  # whether nobody waits for the result any more
 
 
 class EngineThread:
-    """Drives a core in a thread that starts with the first command. Its methods are thread-safe.
+    """Drives a core in a thread that starts with the first command. Public methods are thread-safe.
 
-    Everything that touches the core or its cache runs in that thread, between two steps, in the
-    order in which it was asked for.
+    All calls that touch the core or its cache run in that thread, between two steps, in the order
+    in which they were posted.
 
     Args:
-        core: nobody else touches it from now on.
-        retry_after_s: what `DrainingError` tells.
+        core: belongs to this thread from now on.
+        retry_after_s: for `DrainingError`.
     """
 
     def __init__(self, core: EngineCore, *, retry_after_s: float = 10.0) -> None:
         self.core, self.retry_after_s = core, retry_after_s
-        self.ended: Future[None] = Future()  # done when the thread is over
-        self.ended.set_running_or_notify_cancel()  # whoever gives up waiting does not cancel it
+        self.ended: Future[None] = Future()  # done when the thread has ended
+        self.ended.set_running_or_notify_cancel()  # a waiter that gives up cannot cancel it
         self.error: EngineStoppedError | None = None
-        self.has_aborted = False  # requests were there when the thread ended
+        self.has_aborted = False  # requests were live when the thread ended
         self._state = EngineState.READY
         self._commands: deque[Command] = deque()
-        self._taken: deque[Command] = deque()  # out of `_commands`, by the thread
+        self._taken: deque[Command] = deque()  # those of `_commands` that the thread is running
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._step_s: float | None = None
         self._is_stepping = False
-        # what follows belongs to the thread
+        # The following attributes are for the engine thread only.
         self._collectors: dict[int, OutputCollector] = {}
-        self._dirty: dict[LoopDispatcher, None] = {}  # outlets that something was put into
+        self._dirty: dict[LoopDispatcher, None] = {}  # to flush; a dict for its order
         self._when_idle: deque[Command] = deque()
-        self._deferred: list[Command] = []  # requests that came after what waits for an idle moment
+        self._deferred: list[Command] = []  # requests that came after a command in `_when_idle`
         self._is_idle = True
 
     # -- for any thread ----------------------------------------------------------------------
 
     def call(self, call: Callable[[EngineCore], T]) -> Future[T]:
-        """Run `call(core)` between two steps; its errors are its caller's alone.
+        """Run `call(core)` between two steps; the future gets its result or its error.
 
         Raises:
             EngineStoppedError: the engine has ended.
@@ -111,9 +111,9 @@ class EngineThread:
         return future
 
     def call_when_idle(self, call: Callable[[EngineCore], T]) -> Future[T]:
-        """Run `call(core)` when all requests of now have ended; later ones wait for it.
+        """Run `call(core)` once the live requests have ended; later requests wait for it.
 
-        If it is cancelled before, they do not wait for it any longer.
+        Cancelling the future before that releases them.
         """
         command, future = self._command(call)
         self._post(Command(lambda: self._when_idle.append(command), command.fail))
@@ -122,8 +122,8 @@ class EngineThread:
             if command in self._when_idle:
                 self._when_idle.remove(command)
                 if not self._when_idle:
-                    held, self._deferred = self._deferred, []
-                    self._taken.extendleft(reversed(held))
+                    deferred, self._deferred = self._deferred, []
+                    self._taken.extendleft(reversed(deferred))
 
         future.add_done_callback(
             lambda done: self._post_if_running(drop) if done.cancelled() else None
@@ -133,10 +133,10 @@ class EngineThread:
     def submit(
         self, collector: OutputCollector, ids: Sequence[int], params: SamplingParams, **options: Any
     ) -> None:
-        """Queue a request, whose events go to `collector`, as does the error if it is refused.
+        """Queue a request; its id and outputs, or the error that refuses it, go to `collector`.
 
         Raises:
-            EngineStoppedError, DrainingError: the engine has ended, or is about to.
+            EngineStoppedError, DrainingError: the engine has ended, or takes no more requests.
         """
         if self._state is EngineState.DRAINING:
             raise DrainingError(self.retry_after_s)
@@ -153,7 +153,7 @@ class EngineThread:
         self._post(command)
 
     def abort(self, collector: OutputCollector) -> None:
-        """End the request of an inbox, if it has not ended; nobody is told."""
+        """Abort the request of a collector, if it has not ended."""
 
         def do() -> None:
             if collector.engine_request_id in self._collectors:
@@ -162,31 +162,31 @@ class EngineThread:
         self._post_if_running(do)
 
     def drain(self) -> None:
-        """Take no requests from now on; the thread ends when those it has are done."""
+        """Take no more requests; the thread ends when the live ones have finished."""
         with self._changed:
             if self._state is EngineState.READY:
                 self._state = EngineState.DRAINING
             self._end_unless_running()
 
     def stop(self) -> None:
-        """End the thread after this step; what is left is aborted and told."""
+        """End the thread after this step; abort the live requests and notify their readers."""
         with self._changed:
             if self._state is not EngineState.DEAD:
                 self._state = EngineState.STOPPED
             self._end_unless_running()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread is over; from that thread itself, do not."""
+        """Wait until the thread has ended; returns at once if called in that thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def health(self) -> Health:
-        """See `Health`; waits for nobody."""
+        """See `Health`; does not wait for the thread."""
         age_s = None if self._step_s is None else time.monotonic() - self._step_s
-        told = None if self.error is None else str(self.error)
+        error = None if self.error is None else str(self.error)
         watchdog = self.core.watchdog
         stuck_s = watchdog.stuck_s if watchdog.is_stuck else None
-        return Health(self._state, self._is_stepping, age_s, told, stuck_s)
+        return Health(self._state, self._is_stepping, age_s, error, stuck_s)
 
     def _command(self, call: Callable[[EngineCore], T]) -> tuple[Command, Future[T]]:
         future: Future[T] = Future()
@@ -196,11 +196,11 @@ class EngineThread:
                 return
             try:
                 result = call(self.core)
-            except StopIteration as error:  # which no future can hold
+            except StopIteration as error:  # a future cannot hold StopIteration
                 wrapped = RuntimeError("the call raised StopIteration")
                 wrapped.__cause__ = error
                 future.set_exception(wrapped)
-            except BaseException as error:  # noqa: BLE001 - the caller's, and told to it
+            except BaseException as error:  # noqa: BLE001 - goes to the caller through the future
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -222,7 +222,7 @@ class EngineThread:
             self._changed.notify()
 
     def _post_if_running(self, do: Callable[[], None]) -> None:
-        """Have something done of which nobody hears; if the engine has ended, there is no need."""
+        """Run `do` in the thread, if it has not ended; nobody waits for the result."""
         with self._changed:
             if self._thread is not None and not self.ended.done():
                 self._commands.append(Command(do, lambda error: None))
@@ -257,7 +257,7 @@ class EngineThread:
         self._shut_down()
 
     def _run_once(self) -> bool:
-        """Commands, then a step; False when the thread is to end."""
+        """Run the posted commands, then one step; returns False if the thread is to end."""
         with self._changed:
             while not self._commands and self._is_idle and self._state is EngineState.READY:
                 self._changed.wait()
@@ -267,7 +267,7 @@ class EngineThread:
         if self._state is EngineState.STOPPED:
             return False
         self._run_idle_calls()
-        self._flush()  # who was queued or refused need not wait for a step to know
+        self._flush()  # accepted and refused requests need not wait for the step to know
         if self.core.has_unfinished:
             self._is_idle = False
             self._step()
@@ -285,16 +285,16 @@ class EngineThread:
         while self._when_idle and not self.core.has_unfinished:
             self._when_idle.popleft().do()
             if not self._when_idle:
-                held, self._deferred = self._deferred, []
-                self._taken.extend(held)
+                deferred, self._deferred = self._deferred, []
+                self._taken.extend(deferred)
                 while self._taken:
                     self._taken.popleft().do()
 
     def _defer(self, command: Command, collector: OutputCollector) -> None:
-        """Keep a request back, if it has a place; those that are kept back wait like others."""
+        """Keep a request for after `_when_idle`; it counts towards `max_waiting` like a queued one."""
         scheduler, limit = self.core.scheduler, self.core.max_waiting
         if limit is not None and len(self._deferred) + len(scheduler.waiting) >= limit:
-            self._deferred = [one for one in self._deferred if not one.is_void()]
+            self._deferred = [waiting for waiting in self._deferred if not waiting.is_void()]
         count = len(self._deferred) + len(scheduler.waiting)
         if limit is not None and count >= limit:
             self._deliver(collector, OverloadedError(count, limit, self.retry_after_s))
@@ -324,43 +324,41 @@ class EngineThread:
     def _step(self) -> None:
         self._step_s, self._is_stepping = time.monotonic(), True
         try:
-            events = self.core.step()
-        except OutOfPagesError as error:  # pins hold what a single request needs
-            self.core.recovery.fail_blocked_request(error)
-            return
+            events = self.core.step_or_fail_blocked()
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False
         for event in events:
-            inbox = self._collectors.get(event.request_id)
-            if inbox is not None:
+            collector = self._collectors.get(event.request_id)
+            if collector is not None:
                 if event.output is not None:
                     del self._collectors[event.request_id]
-                elif inbox.final_only:
+                elif collector.final_only:
                     continue
-                self._deliver(inbox, event)
+                self._deliver(collector, event)
 
     def _abort(self, request_id: int) -> None:
-        """End a live request; whoever reads its inbox is told."""
-        answers = self.core.group_of(request_id)
+        """Abort a live request, and send its reader the final outputs."""
+        completions = self.core.group_of(request_id)
         try:
             output = self.core.abort(request_id)
-        except UnknownRequestError:  # a repair has ended it: the next step tells
+        except UnknownRequestError:  # a rebuild has ended it; the next step returns its output
             return
-        texts = [take_stable_text(one) for one in answers]  # what might have begun a stop text
-        inbox = self._collectors.pop(request_id)
-        if inbox.is_abandoned:
+        # Text that was held back because a stop string might have begun in it.
+        texts = [take_stable_text(completion) for completion in completions]
+        collector = self._collectors.pop(request_id)
+        if collector.is_abandoned:
             return
-        reasons = [one.finish_reason for one in output.completions]
-        told = [index for index, reason in enumerate(reasons) if reason is FinishReason.ABORT]
-        *others, last = told or [0]
-        for index in others if not inbox.final_only else ():
+        reasons = [completion.finish_reason for completion in output.completions]
+        aborted = [index for index, reason in enumerate(reasons) if reason is FinishReason.ABORT]
+        *others, last = aborted or [0]
+        for index in others if not collector.final_only else ():
             end = StepOutput(request_id, (), None, index, texts[index], (), reasons[index])
-            self._deliver(inbox, end)
+            self._deliver(collector, end)
         end = StepOutput(request_id, (), output, last, texts[last], (), reasons[last])
-        self._deliver(inbox, end)
+        self._deliver(collector, end)
 
     def abort_id(self, core: EngineCore, request_id: int) -> None:
-        """End a request by its id; for `call`.
+        """Abort a request by its id; a function for `call`.
 
         Raises:
             UnknownRequestError: no live request has this id.
@@ -375,21 +373,21 @@ class EngineThread:
 
     def _flush(self) -> None:
         dirty, self._dirty = self._dirty, {}
-        for outlet in dirty:
-            if not outlet.flush():
-                for request_id, inbox in list(self._collectors.items()):
-                    if inbox.dispatcher is outlet:
-                        inbox.is_abandoned = True
+        for dispatcher in dirty:
+            if not dispatcher.flush():  # its event loop is closed
+                for request_id, collector in list(self._collectors.items()):
+                    if collector.dispatcher is dispatcher:
+                        collector.is_abandoned = True
                         self._abort(request_id)
 
     def _shut_down(self) -> None:
-        """Nothing stays behind: live requests, and commands that nobody will carry out."""
-        waiting = any(not one.is_abandoned for one in self._collectors.values())
-        self.has_aborted = waiting or bool(self._deferred)
+        """Abort live requests, fail the commands that are left, and notify all who wait."""
+        has_readers = any(not collector.is_abandoned for collector in self._collectors.values())
+        self.has_aborted = has_readers or bool(self._deferred)
         for request_id in list(self._collectors) if self.error is None else ():
             self._abort(request_id)
-        for inbox in self._collectors.values():
-            self._deliver(inbox, self._stopped_error())
+        for collector in self._collectors.values():
+            self._deliver(collector, self._stopped_error())
         self._collectors.clear()
         with self._changed:
             left = [*self._deferred, *self._when_idle, *self._taken, *self._commands]

@@ -1,4 +1,4 @@
-"""Sessions: prompts that grow turn by turn, branch and go back, and are computed once."""
+"""Sessions: prompts that grow turn by turn, branch and go back; each token is computed once."""
 
 from __future__ import annotations
 
@@ -6,24 +6,65 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ramify.cache.pins import Pin
-from ramify.engine.core import StepOutput
+from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt
 from ramify.errors import EngineStoppedError, InvalidParamsError, PinError
-from ramify.params import FinishReason, RequestOutput, SamplingParams
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
-    from ramify.engine.async_llm import AsyncLLM
-    from ramify.engine.llm import LLM
+    from ramify.engine.text.tokenizer import Tokenizer
+
+
+class AnswersPrompts(Protocol):
+    """The calls that a `Session` makes; `LLM` has them."""
+
+    @property
+    def cache(self) -> CacheView:
+        """Has `pin` and `unpin`."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int,
+        tenant: str,
+        salt: str,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """See `LLM.generate`."""
+        ...
+
+
+class StreamsAnswers(Protocol):
+    """The calls that an `AsyncSession` makes; `AsyncLLM` has them."""
+
+    @property
+    def cache(self) -> AsyncCacheView:
+        """Has `pin` and `unpin`."""
+        ...
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int, tenant: str, salt: str
+    ) -> Stream:
+        """See `AsyncLLM.stream`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What holds for every turn of a session and its forks."""
+    """Options of every turn of a session and of its forks.
+
+    Raises:
+        InvalidParamsError: `ttl_s` is not None and not a number of seconds > 0.
+    """
 
     priority: int = 0
     tenant: str = ""
@@ -32,7 +73,6 @@ class SessionOptions:
     ttl_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Before the first answer, not after it."""
         ttl_s: Any = self.ttl_s
         is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
         if ttl_s is not None and not (is_number and ttl_s > 0):
@@ -40,16 +80,22 @@ class SessionOptions:
 
 
 class _SessionCore:
-    """What sessions of both kinds of engine have in common: what was said, and the pin."""
+    """State that `Session` and `AsyncSession` share: the transcript and the pin of the last turn."""
 
     def __init__(self, transcript: Transcript, options: SessionOptions) -> None:
         self.transcript, self.options = transcript, options
         self.pinned: Pin | None = None
         self.pin_refused: str | None = None
         self.is_busy = False
-        self.num_closed = 0  # times: an answer that was begun before is not pinned
+        # Calls of `aclose`: an answer that was begun before the last of them is not pinned.
+        self.num_closed = 0
 
     def begin(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
+        """Prompt ids and parameters of the next turn.
+
+        Raises:
+            RequestError: there is no prompt, `params` ask for several answers, or one is running.
+        """
         chosen: Any = SamplingParams() if params is None else params
         if not isinstance(chosen, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams or None")
@@ -59,13 +105,13 @@ class _SessionCore:
         return self.transcript.prompt_ids(), chosen
 
     def require_idle(self, call: str) -> None:
-        """Raise InvalidParamsError while an answer is made: it follows what was said before it."""
+        """Raise InvalidParamsError while an answer is running: it continues the present transcript."""
         if self.is_busy:
-            allowed = "left until the answer that is being made is there: await it, or fork"
+            allowed = "left until the running answer has ended: await it, or fork"
             raise InvalidParamsError(call, "called", allowed)
 
     def end(self, output: RequestOutput) -> bool:
-        """Add an answer, unless it failed; whether it is to be pinned."""
+        """Add an answer to the transcript unless it failed or was aborted; returns whether to pin it."""
         if output.error is not None or output.finish_reason is FinishReason.ABORT:
             return False
         self.transcript.add_answer(output)
@@ -75,22 +121,23 @@ class _SessionCore:
 class Session:
     """A growing prompt over an `LLM`; made by `LLM.session`.
 
-    A plain session is a sequence of token ids: text that is appended is tokenised by itself, what
-    was generated stays as the ids that it was generated as. A conversation is a list of messages
-    for the chat template; see `Transcript` for what of it is tokenised again, and when.
+    A plain session is a sequence of token ids: appended text is tokenised by itself, generated ids
+    are kept. A conversation is a list of messages for the chat template; `Transcript` says which
+    parts of it are tokenised again, and when.
 
-    K/V is found in the cache, where all earlier turns are unless they were evicted: a turn computes
-    the new tokens, and what is left of the last page before them. Forks share it in the same way;
-    nothing is copied. With `pin`, the newest turn is kept from eviction as far as the cache's
-    budget for pins allows.
+    The K/V of earlier turns is read from the cache unless it was evicted. A turn computes the new
+    tokens, and those before them that do not fill a page. Forks share K/V in the same way; nothing
+    is copied. With `pin`, the newest turn is not evicted, as far as the budget for pins allows.
     """
 
-    def __init__(self, llm: LLM, transcript: Transcript, options: SessionOptions) -> None:
+    def __init__(
+        self, llm: AnswersPrompts, transcript: Transcript, options: SessionOptions
+    ) -> None:
         self._llm, self._core = llm, _SessionCore(transcript, options)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All ids so far; of a conversation up to the last answer."""
+        """All token ids so far; in a conversation, up to the last answer."""
         return tuple(self._core.transcript.token_ids)
 
     @property
@@ -100,25 +147,23 @@ class Session:
 
     @property
     def pin_refused(self) -> str | None:
-        """Why the last turn could not be pinned, if it was to be."""
+        """Why the last turn could not be pinned; None if it was, or `pin` is off."""
         return self._core.pin_refused
 
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """Say something more.
+        """Add to the prompt of the next turn.
 
         Args:
-            more: a text or token ids; in a conversation a message, several, or the text of a
-                user's message.
+            more: a text or token ids; in a conversation a message, several messages, or the text
+                of a user's message.
         """
         self._core.transcript.append(more)
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
-        """Answer, and remember the answer: the next turn goes on after it.
-
-        One that failed (`output.error`) is not remembered.
+        """Answer, and add the answer to the session, unless it failed (`output.error`).
 
         Raises:
-            RequestError: it can never be served; the session is as before.
+            RequestError: the turn can never be served; the session is unchanged.
         """
         turns, options = self._core, self._core.options
         ids, chosen = turns.begin(params)
@@ -134,25 +179,25 @@ class Session:
         if turns.end(output):
             try:
                 self._pin()
-            except BaseException:  # an interrupt: as if it had not been answered
+            except BaseException:  # Ctrl-C: the caller gets no answer, so the session has none
                 turns.transcript.rollback(before)
                 raise
         return output
 
     def mark(self) -> Savepoint:
-        """Where the session is now, for `rollback`."""
+        """The present length of the session, for `rollback`."""
         return self._core.transcript.mark()
 
     def rollback(self, to: Savepoint | int) -> None:
-        """Go back to a mark, or forget the last `to` tokens; in a conversation, messages.
+        """Go back to a `mark`, or drop the last `to` tokens (in a conversation, messages).
 
         Raises:
-            InvalidParamsError: there is no such point.
+            InvalidParamsError: the session is shorter than that.
         """
         self._core.transcript.rollback(to)
 
     def fork(self, count: int = 2) -> list[Session]:
-        """Sessions that go on from here, each for itself; this one stays as it is."""
+        """`count` new sessions that continue from here independently; this one is unchanged."""
         turns = self._core
         return [
             Session(self._llm, turns.transcript.copy(), turns.options)
@@ -160,7 +205,7 @@ class Session:
         ]
 
     def close(self) -> None:
-        """End the pin, if there is one. What was computed stays cached as anything else."""
+        """Unpin the last turn. Its K/V stays cached until it is evicted."""
         turns = self._core
         if turns.pinned is not None:
             pin, turns.pinned = turns.pinned, None
@@ -191,9 +236,11 @@ class Session:
 
 
 class AsyncSession:
-    """The same over an `AsyncLLM`: see `Session`; answers are awaited or streamed."""
+    """A `Session` over an `AsyncLLM`: answers are awaited or streamed."""
 
-    def __init__(self, llm: AsyncLLM, transcript: Transcript, options: SessionOptions) -> None:
+    def __init__(
+        self, llm: StreamsAnswers, transcript: Transcript, options: SessionOptions
+    ) -> None:
         self._llm, self._core = llm, _SessionCore(transcript, options)
 
     @property
@@ -212,24 +259,24 @@ class AsyncSession:
         return self._core.pin_refused
 
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """See `Session.append`; not while an answer is made.
+        """See `Session.append`.
 
         Raises:
-            InvalidParamsError: an answer is being made, or `more` is malformed.
+            InvalidParamsError: an answer is running, or `more` is malformed.
         """
         self._core.require_idle("append")
         self._core.transcript.append(more)
 
     async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
-        """See `Session.generate`; an answer that was aborted or cancelled is not remembered."""
-        found: RequestOutput | None = None
+        """See `Session.generate`; an answer that is aborted or cancelled is not added either."""
+        output: RequestOutput | None = None
         async for event in self.stream(params):
-            found = event.output
-        assert found is not None
-        return found
+            output = event.output
+        assert output is not None
+        return output
 
     def stream(self, params: SamplingParams | None = None) -> SessionStream:
-        """The increments of the answer, which is remembered when the last one was taken."""
+        """The increments of an answer; it is added to the session once the last one is read."""
         return SessionStream(self, params)
 
     def mark(self) -> Savepoint:
@@ -237,7 +284,7 @@ class AsyncSession:
         return self._core.transcript.mark()
 
     def rollback(self, to: Savepoint | int) -> None:
-        """See `Session.rollback`; not while an answer is made."""
+        """See `Session.rollback`. Raises InvalidParamsError while an answer is running, too."""
         self._core.require_idle("rollback")
         self._core.transcript.rollback(to)
 
@@ -250,7 +297,7 @@ class AsyncSession:
         ]
 
     async def aclose(self) -> None:
-        """See `Session.close`; an answer that is being made will not be pinned."""
+        """See `Session.close`; a running answer will not be pinned."""
         turns = self._core
         turns.num_closed += 1
         if turns.pinned is not None:
@@ -274,7 +321,7 @@ class AsyncSession:
                 tenant=options.tenant,
                 salt=options.salt,
             )
-        except (PinError, EngineStoppedError) as error:  # the answer is there all the same
+        except (PinError, EngineStoppedError) as error:  # the answer itself is not lost
             turns.pin_refused = str(error)
             return
         if num_closed != turns.num_closed:
@@ -286,17 +333,18 @@ class AsyncSession:
 
     async def _unpin(self, pin: Pin) -> None:
         async def end() -> None:
-            with suppress(PinError, EngineStoppedError):  # its time was over, or the cache's
+            with suppress(PinError, EngineStoppedError):  # expired, or the engine has ended
                 await self._llm.cache.unpin(pin)
 
-        await asyncio.shield(end())  # if the caller is cancelled, nobody else knows of the pin
+        # Nobody else knows this pin, so a cancelled caller must still end it.
+        await asyncio.shield(end())
 
 
 class SessionStream:
     """The increments of a session's answer: `async for event in session.stream()`.
 
-    As with `Stream`, whoever leaves (`break`, `aclose`, a cancelled task, or no reference left)
-    ends the request, and the session is as before. It is taken up at the first `await`.
+    As with `Stream`, leaving it (`break`, `aclose`, a cancelled task, the last reference dropped)
+    aborts the request, and the session is unchanged. The request is queued at the first `await`.
     """
 
     def __init__(self, session: AsyncSession, params: SamplingParams | None) -> None:
@@ -322,7 +370,7 @@ class SessionStream:
         return event
 
     async def aclose(self) -> None:
-        """End the answer now, if it has not ended."""
+        """Abort the request, if it has not ended."""
         self._leave()
 
     async def __aenter__(self) -> Self:
@@ -346,11 +394,11 @@ class SessionStream:
     async def _end(self, output: RequestOutput) -> None:
         turns = self._session._core  # noqa: SLF001
         before = turns.transcript.mark()
-        self._is_over = True  # there is nothing to leave any more
+        self._is_over = True  # the request has ended: nothing to abort
         try:
             if turns.end(output):
                 await self._session._pin(self._num_closed)  # noqa: SLF001
-        except BaseException:  # cancelled: nobody gets the answer
+        except BaseException:  # cancelled: the caller gets no answer, so the session has none
             turns.transcript.rollback(before)
             raise
         finally:
@@ -363,8 +411,8 @@ class SessionStream:
         self._is_over = True
 
 
-def _unpin(llm: LLM, pin: Pin) -> None:
-    with suppress(PinError):  # its time was over
+def _unpin(llm: AnswersPrompts, pin: Pin) -> None:
+    with suppress(PinError):  # it has expired
         llm.cache.unpin(pin)
 
 
@@ -375,13 +423,13 @@ def _validate_count(count: int) -> int:
 
 
 def open_transcript(
-    llm: LLM | AsyncLLM,
+    tokenizer: Tokenizer | None,
     begin: Prompt,
     messages: Sequence[Message] | None,
     system: str | None,
     template_options: dict[str, object],
 ) -> Transcript:
-    """What a new session begins with: see `LLM.session`."""
+    """The transcript that a new session begins with; arguments and errors as `LLM.session`."""
     if system is not None:
         messages = [{"role": "system", "content": system}, *(messages or ())]
     for name, value in template_options.items():
@@ -391,6 +439,4 @@ def open_transcript(
             raise InvalidParamsError(name, value, "left out: a turn is an answer")
     if messages is not None and (not isinstance(begin, str) or begin):
         raise InvalidParamsError("begin", begin, "left out: a conversation begins with messages")
-    return Transcript(
-        llm.tokenizer, begin=begin, messages=messages, template_options=template_options
-    )
+    return Transcript(tokenizer, begin=begin, messages=messages, template_options=template_options)

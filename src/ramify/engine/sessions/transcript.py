@@ -1,4 +1,4 @@
-"""What a session has said so far, as token ids that are never made twice."""
+"""`Transcript`: what a session has said so far, and the token ids that stand for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.engine.text.prompt_inputs import Message, Prompt, encode
 from ramify.errors import ChatTemplateError, EmptyPromptError, InvalidParamsError
-from ramify.params import RequestOutput
+from ramify.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Savepoint:
-    """A point in a session to go back to."""
+    """A length of a session to go back to."""
 
-    num_tokens: int  # of a plain one
+    num_tokens: int  # of a plain session
     num_messages: int  # of a conversation
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenSpan:
-    """A part of the rendered conversation with its ids: as the template wrote it, or generated."""
+    """A part of the rendered conversation and its ids: written by the template, or generated."""
 
     text: str
     ids: array[int]
@@ -34,14 +34,14 @@ class _TokenSpan:
 
 
 class Transcript:
-    """A plain one is token ids; a conversation is messages, and the ids that were computed.
+    """Token ids of a plain session; messages and computed token ids of a conversation.
 
-    A conversation is rendered by the template anew each time, all of it, and the text that the
-    model gets is exactly that. What is kept are ids: of the longest beginning that was rendered,
-    or generated, before. So generated ids stay as the model gave them. Where the template renders
-    an answer otherwise than it was generated (thinking that it drops, text behind a stop text),
-    everything from that answer on is tokenised again. Ids that no model has generated are those of
-    the whole text tokenised at once, if the template ends answers with a special token.
+    A conversation is rendered anew, as a whole, for each turn. Token ids are reused for the longest
+    beginning of that text that was rendered or generated before, so generated ids stay as the model
+    gave them. Where the template renders an answer differently from what was generated (it drops
+    thinking, or text after a stop string), everything from that answer on is tokenised again. The
+    other ids are those of the whole text tokenised at once, if the template ends each answer with a
+    special token.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Transcript:
         self._messages: list[Message] | None = None if messages is None else []
         self._ids = array("i")
         self._spans: list[_TokenSpan] = []
-        # messages up to each answer, and the pieces that had been computed then
+        # (number of messages, spans) after each answer
         self._answers: list[tuple[int, tuple[_TokenSpan, ...]]] = []
         if messages is not None:
             if tokenizer is None or not tokenizer.has_chat_template:
@@ -69,23 +69,23 @@ class Transcript:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether this is a conversation."""
         return self._messages is not None
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of a conversation, answers included; none of a plain one."""
-        return [dict(one) for one in self._messages or ()]
+        """Copies of the messages, answers included; [] in a plain session."""
+        return [dict(message) for message in self._messages or ()]
 
     @property
     def token_ids(self) -> array[int]:
-        """All ids; of a conversation, those that were computed, up to the last answer."""
+        """All token ids; in a conversation, those computed, up to the last answer."""
         if not self.is_chat:
             return self._ids[:]
         return _joined(self._answers[-1][1] if self._answers else ())
 
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """Say something; see `Session.append`."""
+        """See `Session.append`."""
         given: Any = more
         if self._messages is None:
             if isinstance(given, str) and len(self._ids) and self._tokenizer is not None:
@@ -99,10 +99,10 @@ class Transcript:
             self._add_messages([given] if isinstance(given, Mapping) else given)
 
     def prompt_ids(self) -> array[int]:
-        """What is to be computed for the next answer.
+        """Token ids of the next prompt.
 
         Raises:
-            RequestError: nothing was said, or the template refuses the messages.
+            RequestError: the session is empty, or the template refuses the messages.
         """
         if self._messages is None:
             if not self._ids:
@@ -114,17 +114,18 @@ class Transcript:
             add_generation_prompt=True,
             **self._tokenizer.escape_special_tokens(self._options),
         )
-        kept, at = self._reusable_spans(text)
-        if at < len(text):
-            while kept and not kept[-1].is_generated:  # tokens may go across its end
-                at -= len(kept.pop().text)
-            last = kept[-1].ids[-1] if kept else None
-            kept.append(_TokenSpan(text[at:], self._encode_after(last, text[at:]), False))
-        self._spans = kept
-        return _joined(kept)
+        spans, end = self._reusable_spans(text)
+        if end < len(text):
+            # A token may cross the end of template text, so only a generated span can be kept.
+            while spans and not spans[-1].is_generated:
+                end -= len(spans.pop().text)
+            last = spans[-1].ids[-1] if spans else None
+            spans.append(_TokenSpan(text[end:], self._encode_after(last, text[end:]), False))
+        self._spans = spans
+        return _joined(spans)
 
     def add_answer(self, output: RequestOutput) -> None:
-        """Add the answer to what `prompt_ids` gave."""
+        """Add the answer to the prompt that `prompt_ids` returned last."""
         ids = array("i", output.token_ids)
         if self._messages is None:
             self._ids.extend(ids)
@@ -136,27 +137,29 @@ class Transcript:
         self._answers.append((len(self._messages), tuple(self._spans)))
 
     def mark(self) -> Savepoint:
-        """Where it is now."""
+        """The present length, for `rollback`."""
         return Savepoint(len(self._ids), len(self._messages or ()))
 
     def rollback(self, to: Savepoint | int) -> None:
-        """Forget the end; see `Session.rollback`."""
-        have: array[int] | list[Message] = self._ids if self._messages is None else self._messages
+        """See `Session.rollback`."""
+        items: array[int] | list[Message] = self._ids if self._messages is None else self._messages
         if isinstance(to, Savepoint):
             keep = to.num_messages if self.is_chat else to.num_tokens
         elif isinstance(to, int) and not isinstance(to, bool):
-            keep = len(have) - to
+            keep = len(items) - to
         else:
-            raise InvalidParamsError("to", to, "a mark, or a number of tokens or messages")
-        if not 0 <= keep <= len(have):
+            raise InvalidParamsError(
+                "to", to, "the result of mark(), or a number of tokens or messages"
+            )
+        if not 0 <= keep <= len(items):
             what = "messages" if self.is_chat else "tokens"
-            raise InvalidParamsError("to", to, f"within the {len(have)} {what} that there are")
-        del have[keep:]
+            raise InvalidParamsError("to", to, f"within the {len(items)} {what} of the session")
+        del items[keep:]
         while self.is_chat and self._answers and self._answers[-1][0] > keep:
             self._answers.pop()
 
     def copy(self) -> Transcript:
-        """Another one that goes on from here."""
+        """An independent copy."""
         twin = Transcript(self._tokenizer, template_options=self._options)
         twin._messages = None if self._messages is None else self.messages
         twin._ids, twin._spans = self._ids[:], list(self._spans)
@@ -166,32 +169,32 @@ class Transcript:
     def _add_messages(self, messages: Sequence[Message]) -> None:
         assert self._messages is not None
         if not isinstance(messages, list | tuple) or not all(
-            isinstance(one, Mapping) for one in messages
+            isinstance(message, Mapping) for message in messages
         ):
             raise InvalidParamsError(
-                "messages", messages, "messages: mappings with role and content"
+                "messages", messages, "a list of mappings with role and content"
             )
-        self._messages += [dict(one) for one in messages]
+        self._messages += [dict(message) for message in messages]
 
     def _reusable_spans(self, text: str) -> tuple[list[_TokenSpan], int]:
-        """The pieces that a text begins with, and where they end in it."""
-        kept: list[_TokenSpan] = []
-        at = 0
-        for piece in self._spans:
-            if text.startswith(piece.text, at):
-                kept.append(piece)
-                at += len(piece.text)
+        """The spans that `text` begins with, and the character at which they end."""
+        reusable: list[_TokenSpan] = []
+        end = 0
+        for span in self._spans:
+            if text.startswith(span.text, end):
+                reusable.append(span)
+                end += len(span.text)
                 continue
-            if piece.is_generated:
-                shorter = self._strip_end_tokens(piece)
-                if shorter.ids and text.startswith(shorter.text, at):
-                    kept.append(shorter)
-                    at += len(shorter.text)
+            if span.is_generated:
+                stripped = self._strip_end_tokens(span)
+                if stripped.ids and text.startswith(stripped.text, end):
+                    reusable.append(stripped)
+                    end += len(stripped.text)
             break
-        return kept, at
+        return reusable, end
 
     def _strip_end_tokens(self, span: _TokenSpan) -> _TokenSpan:
-        """An answer without special tokens at its end: the template has its own way to end it."""
+        """A generated span without special tokens at its end, where the template may write others."""
         assert self._tokenizer is not None
         special, size = self._tokenizer.special_token_ids, len(span.ids)
         while size and span.ids[size - 1] in special:
@@ -200,23 +203,26 @@ class Transcript:
         return _TokenSpan(self._tokenizer.decode(ids, skip_special_tokens=False), ids, True)
 
     def _encode_after(self, last: int | None, text: str) -> array[int]:
-        """Ids of a text that follows a token; a special one is tokenised along and left out."""
+        """Ids of a text that follows the token `last`.
+
+        A special token is encoded along with the text, as it may take in space; its id is dropped.
+        """
         assert self._tokenizer is not None
         if last in self._tokenizer.special_token_ids:
-            border = self._tokenizer.decode([last], skip_special_tokens=False)
-            ids, _ = self._tokenizer.encode_with_offsets(border + text)
+            special = self._tokenizer.decode([last], skip_special_tokens=False)
+            ids, _ = self._tokenizer.encode_with_offsets(special + text)
             if ids[0] == last:
                 return ids[1:]
         return self._tokenizer.encode_with_offsets(text)[0]
 
 
 def _joined(spans: Sequence[_TokenSpan]) -> array[int]:
-    return array("i", chain.from_iterable(piece.ids for piece in spans))
+    return array("i", chain.from_iterable(span.ids for span in spans))
 
 
 def _integers(ids: Sequence[int]) -> array[int]:
     try:
-        if isinstance(ids, bytes | bytearray):  # which `array` would take as they are
+        if isinstance(ids, bytes | bytearray):  # `array` would read them as raw memory
             raise TypeError("bytes")
         return array("i", ids)
     except (TypeError, OverflowError) as error:

@@ -1,8 +1,7 @@
-"""Guesses for a request's next tokens, which one step verifies all at once.
+"""Speculative decoding: proposes draft tokens, which one step verifies together.
 
-Where guesses come from, and how many are worth their rows. A step costs about as much as reading
-the weights, and each row a little more; so a guess is worth its row if it is right more often than
-the row's share in the cost of the step.
+A step costs about as much as reading the weights, and each row a little more. So a draft token is
+worth its row if the chance that it is accepted exceeds the row's share of the step's cost.
 """
 
 from __future__ import annotations
@@ -11,65 +10,62 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from ramify.cache.prefix_cache import PrefixCache
+from ramify.config import ResolvedConfig
+from ramify.engine.request import Request
 from ramify.engine.speculation.ngram import NgramIndex
 
-if TYPE_CHECKING:
-    from ramify.config import ResolvedConfig
-    from ramify.engine.request import Request
-
 logger = logging.getLogger(__name__)
-_LOGGED_ERRORS: deque[str] = deque(maxlen=64)  # what drafters raised last
+_LOGGED_ERRORS: deque[str] = deque(maxlen=64)  # the last errors of drafters
 
-ROWS_PER_STEP_COST = (
-    8  # cost as much as the step itself: 0.35 B in float32, 1 core: 0.5 s for 8, 1.0 for 16
-)
-MIN_ACCEPTANCE_RATE = (
-    0.1  # below it a guess is not worth the look at it, however few rows there are
-)
-RATE_WINDOW = 8.0  # verified guesses that the rate looks back at
-MAX_COOLDOWN_STEPS = 64  # steps from one retry to the next
+# Rows that cost as much as the step itself. Measured: 0.35 B in float32 on 1 core takes 0.5 s for 8
+# rows, 1.0 s for 16.
+ROWS_PER_STEP_COST = 8
+MIN_ACCEPTANCE_RATE = 0.1  # a draft token of a lower chance is not proposed, however few the rows
+RATE_WINDOW = 8.0  # verified draft tokens that the rate averages over
+MAX_COOLDOWN_STEPS = 64  # between two retries
 
 
 class Drafter(Protocol):
-    """Where the engine's drafts come from. A wrong one costs time, never a token."""
+    """Proposes drafts for the running requests. A wrong draft costs time, never a token."""
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Guesses, often none, for each running request that `accepts_drafts`.
+        """Yields (request, draft) for each request that `accepts_drafts`; called before each step.
 
-        At most `max_drafts` for each. Called before each step.
+        A draft has at most `max_drafts` tokens, and is often empty.
         """
         ...
 
     def verified(self, request: Request, num_accepted: int) -> None:
-        """So many of `request.draft` were right and became output; the others are dropped."""
+        """The first `num_accepted` tokens of `request.draft` became output, the others did not."""
         ...
 
 
 class Proposer(Protocol):
-    """One way to guess."""
+    """One source of draft tokens."""
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """At most `limit` guesses for the tokens after those that are known; often none."""
+        """At most `limit` draft tokens for what follows `request.sequence.tokens`; often none."""
         ...
 
 
 def propose_drafts(drafter: Drafter, running: Sequence[Request]) -> None:
-    """Give running requests their drafts; what a drafter that raises had not guessed, is not."""
+    """Set `request.draft` of running requests; log a drafter that raises, once per message."""
     try:
         for request, draft in drafter.propose(running):
             request.draft = draft
-    except Exception as error:  # noqa: BLE001 - no request needs guesses
-        told = f"{type(error).__name__}: {error}"
-        if told not in _LOGGED_ERRORS:  # once, not with every token
-            _LOGGED_ERRORS.append(told)
-            logger.warning("a step without guesses, and perhaps more: %s", told)
+    except Exception as error:  # noqa: BLE001 - drafts are optional
+        message = f"{type(error).__name__}: {error}"
+        if message not in _LOGGED_ERRORS:
+            _LOGGED_ERRORS.append(message)
+            logger.warning("the drafter failed, requests decode without drafts: %s", message)
 
 
 def accepts_drafts(request: Request) -> bool:
-    """Whether a running request is about to compute its newest token and nothing else."""
+    """Whether a request decodes: its next step computes one token, alone and without children."""
     return (
         request.sequence.num_uncomputed == 1
         and not request.num_failed_steps
@@ -78,15 +74,15 @@ def accepts_drafts(request: Request) -> bool:
 
 
 def max_drafts(request: Request) -> int:
-    """Guesses of which each may become output: the token after the last one is the last."""
+    """Maximum draft length: with all accepted, the token sampled after them is the last."""
     return request.max_len - len(request.sequence.tokens) - 1
 
 
 class PrefixTreeProposer:
-    """What followed this context before, in the request's namespace: what the cache remembers.
+    """Drafts the tokens that followed the request's context before, from the prefix cache's tree.
 
-    A request's lease is its place in the tree, which moves along as its pages are published; only
-    the tokens behind it are looked up.
+    The request's lease is its node in the tree and moves on as its pages are published. So only the
+    tokens behind the lease are looked up.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -97,42 +93,47 @@ class PrefixTreeProposer:
         lease = request.sequence.lease
         assert lease is not None
         if any(salt.start >= lease.num_tokens for salt in request.sequence.salts):
-            return ()  # the lease ends where others go on too: none of their texts are guesses
+            return ()  # behind the lease lie tokens of other owners, too: propose none
         tail = request.sequence.tokens[lease.num_tokens :]
         return tuple(self._cache.continuation(lease, tail, limit))
 
 
 class NgramProposer:
-    """What followed the end of the request's text earlier in the same text."""
+    """Drafts the tokens that followed the last ones earlier in the same request."""
+
+    def __init__(self) -> None:
+        self._indexes = WeakKeyDictionary[Request, NgramIndex]()
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
         """See `Proposer`."""
-        text = request.guessing.ngrams
-        text.extend(request.sequence.tokens[len(text.tokens) :])
-        return text.propose(limit)
+        index = self._indexes.get(request)
+        if index is None:
+            index = self._indexes[request] = NgramIndex()
+        index.extend(request.sequence.tokens[len(index.tokens) :])
+        return index.propose(limit)
 
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """How often one source was right for one request lately."""
+    """Recent acceptance rate of one proposer for one request, and its cooldown."""
 
-    num_accepted: float = 0.8 * RATE_WINDOW / 4  # a first opinion, which a few guesses outweigh
+    num_accepted: float = 0.8 * RATE_WINDOW / 4  # a prior that a few verified tokens outweigh
     num_verified: float = RATE_WINDOW / 4
-    cooldown: int = 0  # steps between retries, when guesses are not worth their rows
-    cooldown_left: int = 0  # of them still to pass
+    cooldown: int = 0  # steps between retries while drafts are not worth their rows
+    cooldown_left: int = 0
 
     def num_worthwhile(self, num_rows: int, limit: int) -> int:
-        """How many guesses are worth their rows in a step that has `num_rows` without them."""
-        rate, value = self.num_accepted / self.num_verified, 1.0
-        for place in range(limit):
-            value *= rate
-            rows = num_rows + place
-            if value < max(MIN_ACCEPTANCE_RATE, rows / (rows + ROWS_PER_STEP_COST)):
+        """Draft length, at most `limit`, worth its rows in a step of `num_rows` other rows."""
+        rate, chance = self.num_accepted / self.num_verified, 1.0
+        for length in range(limit):
+            chance *= rate  # that all drafts up to this one are accepted
+            rows = num_rows + length
+            if chance < max(MIN_ACCEPTANCE_RATE, rows / (rows + ROWS_PER_STEP_COST)):
                 break
         else:
-            place = limit
-        if place or not limit:
-            return place
+            length = limit
+        if length or not limit:
+            return length
         if self.cooldown_left:
             self.cooldown_left -= 1
             return 0
@@ -140,7 +141,7 @@ class AcceptanceRate:
         return 1
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a step: guesses after the first wrong one say nothing."""
+        """Update the rate. Draft tokens after the first rejected one do not count."""
         self.num_accepted += num_accepted
         self.num_verified += min(num_accepted + 1, num_drafted)
         if self.num_verified > RATE_WINDOW:
@@ -152,39 +153,35 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """What is kept for one request: its text, how its guesses went, and in all."""
+    """What the drafter knows of one request."""
 
-    ngrams: NgramIndex = field(default_factory=NgramIndex)
-    acceptance: dict[str, AcceptanceRate] = field(default_factory=dict)  # by source
-    proposer: str = ""  # of the guesses that are to be verified
-    num_drafted: int = 0
-    num_accepted: int = 0
+    acceptance: dict[str, AcceptanceRate] = field(default_factory=dict)  # by proposer
+    proposer: str = ""  # of the drafts that the next step verifies
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """Guesses of one source that were verified."""
+    """Verified draft tokens of one proposer."""
 
     num_drafted: int = 0
     num_accepted: int = 0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over verified ones; 0 before the first."""
+        """num_accepted / num_drafted; 0 before the first."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 class AdaptiveDrafter:
-    """A `Drafter` that asks several sources and adapts to how often each is right.
+    """Drafts from the first proposer that has tokens; adapts draft lengths to acceptance rates.
 
-    Per request the number of guesses follows the rate at which they were accepted lately, and
-    how full the step is: alone, a request may guess far ahead; beside many others only where it
-    is nearly sure. Guesses that are not worth it pause, longer each time a retry fails.
+    A request that runs alone gets long drafts, one among many only drafts that are nearly certain.
+    A proposer whose drafts are not worth their rows pauses, longer after each failed retry.
 
     Args:
-        proposers: by name; the first one that has a guess is taken.
-        max_draft_tokens: for one request in one step.
-        max_batch_tokens: rows of one step.
+        proposers: by name, in order of preference.
+        max_draft_tokens: maximum draft length.
+        max_batch_tokens: maximum rows of a step.
     """
 
     def __init__(
@@ -193,15 +190,16 @@ class AdaptiveDrafter:
         self._proposers = dict(proposers)
         self._max_draft_tokens, self._max_batch_tokens = max_draft_tokens, max_batch_tokens
         self._counts = {name: [0, 0] for name in proposers}
+        self._states = WeakKeyDictionary[Request, DraftState]()
 
     @property
     def counts(self) -> dict[str, DraftStats]:
-        """Guesses since the engine was made, by source."""
-        return {name: DraftStats(*found) for name, found in self._counts.items()}
+        """Draft tokens since the engine was built, by proposer."""
+        return {name: DraftStats(*counts) for name, counts in self._counts.items()}
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
         """See `Drafter`."""
-        num_rows = sum(one.sequence.num_uncomputed for one in running)
+        num_rows = sum(request.sequence.num_uncomputed for request in running)
         for request in running:
             if accepts_drafts(request):
                 draft = self._propose_for(request, num_rows)
@@ -214,39 +212,39 @@ class AdaptiveDrafter:
             max_drafts(request),
             max(0, self._max_batch_tokens - num_rows),
         )
-        guessing = request.guessing
-        for name, source in self._proposers.items():
-            record = guessing.acceptance.setdefault(name, AcceptanceRate())
-            wanted = record.num_worthwhile(num_rows, limit)
-            draft = source.propose(request, wanted) if wanted > 0 else ()
+        state = self._states.get(request)
+        if state is None:
+            state = self._states[request] = DraftState()
+        for name, proposer in self._proposers.items():
+            rate = state.acceptance.setdefault(name, AcceptanceRate())
+            length = rate.num_worthwhile(num_rows, limit)
+            draft = proposer.propose(request, length) if length > 0 else ()
             if draft:
-                guessing.proposer = name
+                state.proposer = name
                 return draft
         return ()
 
     def verified(self, request: Request, num_accepted: int) -> None:
         """See `Drafter`."""
-        guessing, num_drafted = request.guessing, len(request.draft)
-        guessing.acceptance[guessing.proposer].verified(num_drafted, num_accepted)
-        counts = self._counts[guessing.proposer]
+        state, num_drafted = self._states[request], len(request.draft)
+        state.acceptance[state.proposer].verified(num_drafted, num_accepted)
+        counts = self._counts[state.proposer]
         counts[0] += num_drafted
         counts[1] += num_accepted
-        guessing.num_drafted += num_drafted
-        guessing.num_accepted += num_accepted
 
 
 def create_drafter(config: ResolvedConfig, cache: PrefixCache) -> Drafter | None:
-    """What `speculative` asks for; None when it is off."""
-    asked = config.requested.speculative
-    sources: dict[str, Proposer] = {}
-    if asked.speculative in ("tree", "auto"):
-        sources["tree"] = PrefixTreeProposer(cache)
-    if asked.speculative in ("ngram", "auto"):
-        sources["ngram"] = NgramProposer()
-    if not sources:
+    """The drafter of the option `speculative`; None if it is "off"."""
+    options = config.requested.speculative
+    proposers: dict[str, Proposer] = {}
+    if options.speculative in ("tree", "auto"):
+        proposers["tree"] = PrefixTreeProposer(cache)
+    if options.speculative in ("ngram", "auto"):
+        proposers["ngram"] = NgramProposer()
+    if not proposers:
         return None
     return AdaptiveDrafter(
-        sources,
-        max_draft_tokens=asked.max_draft_tokens,
+        proposers,
+        max_draft_tokens=options.max_draft_tokens,
         max_batch_tokens=config.max_batch_tokens,
     )

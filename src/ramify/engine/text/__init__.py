@@ -1,1 +1,14 @@
-"""Text to token ids and back."""
+"""Text to token ids and back; the only room of the engine that imports tokenizers and Jinja.
+
+In reading order:
+
+    tokenizer            `tokenizer.json` of a checkpoint: encode, decode, special tokens
+    added_tokens         tokens that the checkpoint's other files name (`tokenizer_config.json`, ...)
+    special_tokens       escapes special tokens in user text, so that they stay text
+    chat_template        renders messages with the checkpoint's Jinja template, sandboxed
+    detokenizer          the text of an answer, token by token
+    incremental_encoder  tokenises only the new end of a conversation
+    prompt_inputs        a prompt in any form (text, token ids, messages) to token ids
+
+Imports nothing else of the engine; everything above it and the server may import it.
+"""

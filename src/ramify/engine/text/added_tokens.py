@@ -1,4 +1,4 @@
-"""What other files of a checkpoint say about tokens beside its `tokenizer.json`."""
+"""Added and special tokens that a checkpoint names in other files than `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -19,85 +19,86 @@ SPECIAL_TOKEN_ROLES = (
     "cls_token",
     "mask_token",
 )
-LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first that has any counts
+LISTS = ("extra_special_tokens", "additional_special_tokens")  # the first that has entries counts
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-ADDED_TOKENS_DECODER = "added_tokens_decoder"  # of `tokenizer_config.json`: a token for each id
+ADDED_TOKENS_DECODER = "added_tokens_decoder"  # in `tokenizer_config.json`: id → token
 
 
 def merge_tokenizer_configs(config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
-    """`tokenizer_config.json` with `special_tokens_map.json`, which older tools write.
+    """`tokenizer_config.json` merged with `special_tokens_map.json`, which older tools write.
 
-    It goes before the other one unless that has `ADDED_TOKENS_DECODER`, and its list of tokens
-    goes behind.
+    A config with `ADDED_TOKENS_DECODER` wins over `older`. Without it `older` wins, except that its
+    list of extra special tokens is appended to that of the config.
     """
     if ADDED_TOKENS_DECODER in config:
         return {**older, **config}
-    both = {name: value for name, value in {**config, **older}.items() if name not in LISTS}
-    extra, others = LISTS
+    merged = {name: value for name, value in {**config, **older}.items() if name not in LISTS}
+    extra, additional = LISTS
     if isinstance(config.get(extra), Mapping):
-        both[extra] = config[extra]
-        lists = (_list(older, extra), _list(older, others), _list(config, others))
-        both[others] = next((found for found in lists if found), [])
+        merged[extra] = config[extra]
+        lists = (_list(older, extra), _list(older, additional), _list(config, additional))
+        merged[additional] = next((tokens for tokens in lists if tokens), [])
     else:
-        both[others] = [*_listed(config), *_list(older, extra)] or _list(older, others)
-    return both
+        merged[additional] = [*_listed(config), *_list(older, extra)] or _list(older, additional)
+    return merged
 
 
 def add_named_tokens(
     core: tokenizers.Tokenizer, config: Mapping[str, Any], legacy: Mapping[str, Any]
 ) -> None:
-    """Add what `tokenizer.json` lacks, as transformers does: text that names a token then is one.
+    """Add the tokens that `tokenizer.json` lacks to `core`, as transformers does.
 
     Args:
-        core: is changed.
-        config: of `tokenizer_config.json`; without `ADDED_TOKENS_DECODER`, as
-            `merge_tokenizer_configs` makes it.
-        legacy: of `added_tokens.json`, which counts where there are no `ADDED_TOKENS_DECODER`:
-            text -> id.
+        core: changed in place.
+        config: of `tokenizer_config.json`; without `ADDED_TOKENS_DECODER`, the result of
+            `merge_tokenizer_configs`.
+        legacy: of `added_tokens.json`, text → id; read only without `ADDED_TOKENS_DECODER`.
 
-    Tokens come in the order of their ids, then special tokens that have a role or are listed but
-    have no id. What is in the vocabulary keeps its id, any other token gets the next one, whatever
-    the files say; that they say another is logged.
+    Tokens are added in the order of their ids, then the special tokens without an id. A token that
+    is in the vocabulary keeps its id, a new one gets the next free id; if the files name another
+    id, a warning is logged.
 
     Raises:
-        ValueError: an entry is no token, or an id no number.
+        ValueError: an entry is no token, or an id is no number.
     """
     special, with_role = _special(config)
     added = core.get_added_tokens_decoder()
-    present = {one.content: one for one in added.values()}
-    before = {repr(one) for one in present.values()}
-    is_new = ADDED_TOKENS_DECODER in config
-    ids: dict[int, Any] = _by_id(config[ADDED_TOKENS_DECODER]) if is_new else _by_legacy_id(legacy)
+    present = {token.content: token for token in added.values()}
+    before = {repr(token) for token in present.values()}
+    has_decoder = ADDED_TOKENS_DECODER in config
+    by_id: dict[int, Any] = (
+        _by_id(config[ADDED_TOKENS_DECODER]) if has_decoder else _by_legacy_id(legacy)
+    )
     wanted: dict[str, tokenizers.AddedToken] = {}
-    for index, entry in sorted(ids.items(), key=lambda item: item[0]):
-        if is_new:
+    for token_id, entry in sorted(by_id.items(), key=lambda item: item[0]):
+        if has_decoder:
             token = parse_added_token(entry)
             wanted[token.content] = token
-        elif index not in added and entry not in present:
+        elif token_id not in added and entry not in present:
             plain = entry not in special
             wanted[entry] = tokenizers.AddedToken(entry, normalized=plain, special=not plain)
     for text, entry in special.items():
-        known = wanted.get(text) or (None if is_new else present.get(text))
+        known = wanted.get(text) or (None if has_decoder else present.get(text))
         if known is not None:
             known.special |= text in with_role
             wanted[text] = known
         elif text not in present:
             wanted[text] = parse_added_token(entry, special=True)
-    core.add_tokens([one for one in wanted.values() if one.content and repr(one) not in before])
-    for index, entry in ids.items():
+    core.add_tokens([new for new in wanted.values() if new.content and repr(new) not in before])
+    for token_id, entry in by_id.items():
         text = parse_added_token(entry).content
-        if text in wanted and core.token_to_id(text) != index:
+        if text in wanted and core.token_to_id(text) != token_id:
             logger.warning(
-                "token %r has the id %s, where the files of the tokenizer say %d; so it has in "
-                "transformers", text, core.token_to_id(text), index,
+                "token %r has the id %s, as in transformers, although the tokenizer's files say %d",
+                text, core.token_to_id(text), token_id,
             )  # fmt: skip
 
 
 def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Special tokens that are named, text -> entry, and the texts that have a role.
+    """Special tokens, text → entry, and the texts of those that have a role.
 
-    Any key that ends in `_token`, and any key of a mapping of tokens, is a role. Of several entries
-    for one text the last that differs from those before it counts.
+    Roles are the keys that end in `_token`, and all keys of a mapping in `LISTS`. If a text has
+    several entries that differ, the last of them counts.
     """
     entries = [config.get(role) for role in SPECIAL_TOKEN_ROLES]
     for name, value in config.items():
@@ -117,36 +118,36 @@ def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
 
 def _listed(config: Mapping[str, Any]) -> list[Any]:
     """Special tokens without a role."""
-    return next((found for name in LISTS if (found := _list(config, name))), [])
+    return next((tokens for name in LISTS if (tokens := _list(config, name))), [])
 
 
 def _list(config: Mapping[str, Any], name: str) -> list[Any]:
-    found = config.get(name) or []
-    if isinstance(found, Mapping):  # of roles
+    entries = config.get(name) or []
+    if isinstance(entries, Mapping):  # role → token
         return []
-    if not isinstance(found, list):
-        raise ValueError(f"{name} is {found!r}; it must be a list")
-    return found
+    if not isinstance(entries, list):
+        raise ValueError(f"{name} is {entries!r}; it must be a list")
+    return entries
 
 
 def _by_id(entries: Any) -> dict[int, Any]:
     if not isinstance(entries, Mapping):
         raise ValueError(f"{ADDED_TOKENS_DECODER} is {entries!r}; it must be an object")
-    return {int(index): entry for index, entry in entries.items()}
+    return {int(token_id): entry for token_id, entry in entries.items()}
 
 
 def _by_legacy_id(legacy: Mapping[str, Any]) -> dict[int, str]:
-    for text, index in legacy.items():
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise ValueError(f"the id of {text!r} is {index!r}; it must be a number")
-    return {index: text for text, index in legacy.items()}
+    for text, token_id in legacy.items():
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise ValueError(f"the id of {text!r} is {token_id!r}; it must be a number")
+    return {token_id: text for text, token_id in legacy.items()}
 
 
 def parse_added_token(entry: Any, *, special: bool | None = None) -> tokenizers.AddedToken:
-    """What files give plainly or as an object; `special`, if given, goes before its own.
+    """The token of an entry, which is a text or an object; `special` overrides the entry's flag.
 
     Raises:
-        ValueError: it is no token.
+        ValueError: the entry is no token.
     """
     if isinstance(entry, str):
         return tokenizers.AddedToken(entry, normalized=False, special=True)

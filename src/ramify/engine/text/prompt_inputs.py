@@ -1,4 +1,4 @@
-"""The forms in which callers give prompts, made one: token ids with options for each."""
+"""Prompts in any form (text, token ids, messages) to token ids; options to one per prompt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ramify.errors import EmptyPromptError, InvalidParamsError, RequestError
-from ramify.params import (
-    CacheReport,
-    Completion,
-    FinishReason,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-)
+from ramify.outputs import CacheReport, Completion, FinishReason, RequestMetrics, RequestOutput
+from ramify.params import SamplingParams
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
@@ -26,46 +20,48 @@ T = TypeVar("T")
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt, text or ids, becomes a list of one."""
+    """A list of prompts, from a single prompt (text or ids) or several."""
     if isinstance(prompts, str):
         return [prompts]
-    found: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(found, Sequence) or isinstance(found, bytes | bytearray):
-        raise InvalidParamsError("prompts", prompts, "a text, token ids, or a list of them")
-    if len(found) and all(isinstance(one, Integral) for one in found):
-        return [found]
-    return list(found)
+    items: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray):
+        raise InvalidParamsError("prompts", prompts, "a text, token ids, or a list of either")
+    if len(items) and all(isinstance(item, Integral) for item in items):
+        return [items]
+    return list(items)
 
 
 def params_for(
     count: int, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
-    """One for each of `count` prompts."""
+    """`count` SamplingParams, from one for all or a list; None is the default."""
     if params is None:
         return [SamplingParams()] * count
     if not isinstance(params, SamplingParams | list | tuple):
-        raise InvalidParamsError("params", params, "SamplingParams, or a list of them")
+        raise InvalidParamsError(
+            "params", params, "SamplingParams, or a list with one for each prompt"
+        )
     return broadcast_option("params", params, count)
 
 
 def broadcast_option(name: str, value: T | Sequence[T], count: int) -> list[T]:
-    """An option for each of `count` prompts: a list or tuple has one for each, else it is for all.
+    """A list of `count` values of an option: `value` as it is if a list or tuple, else repeated.
 
     Raises:
         InvalidParamsError: a list of another length.
     """
     if not isinstance(value, list | tuple):
-        one: Any = value
-        return [one] * count
+        scalar: Any = value
+        return [scalar] * count
     if len(value) != count:
         raise InvalidParamsError(
-            name, f"{len(value)} of them", f"one, or as many as the {count} prompts"
+            name, f"{len(value)} values", f"one value, or as many as the {count} prompts"
         )
     return list(value)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """The token ids of a prompt.
+    """Token ids of a prompt: a text is tokenised, ids are returned as they are.
 
     Raises:
         RequestError: an empty text, or a text for a model without tokenizer.
@@ -84,7 +80,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int]:
 def encode_chat(
     messages: Sequence[Message], tokenizer: Tokenizer | None, **template_options: Any
 ) -> Sequence[int]:
-    """The token ids of a conversation, through the model's chat template.
+    """Token ids of a conversation, rendered by the model's chat template.
 
     Raises:
         RequestError: no tokenizer, no template, or it refuses the messages.
@@ -103,31 +99,31 @@ def prefix_token_ids(
     *,
     add_generation_prompt: bool,
 ) -> Sequence[int]:
-    """The token ids of a prefix in any form.
+    """Token ids of a text, of ids, or of the messages of a conversation with its tools.
 
     Raises:
         RequestError: it is empty or cannot be tokenised.
     """
-    found: Any = prefix
-    if isinstance(found, list | tuple) and found and isinstance(found[0], Mapping):
+    items: Any = prefix
+    if isinstance(items, list | tuple) and items and isinstance(items[0], Mapping):
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        return encode_chat(found, tokenizer, add_generation_prompt=add_generation_prompt, **options)
-    return encode(found, tokenizer)
+        return encode_chat(items, tokenizer, add_generation_prompt=add_generation_prompt, **options)
+    return encode(items, tokenizer)
 
 
 def stable_prefix_ids(
     prefix: Prefix, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Sequence[int]:
-    """The ids that a prompt begins with if it begins with `prefix`.
+    """Token ids that every prompt beginning with `prefix` begins with.
 
-    Not the last one of a text: with more text behind it, it could be another one.
+    The last token of a text is left out: more text after it could change it.
     """
     ids = prefix_token_ids(prefix, tokenizer, tools, add_generation_prompt=False)
     return ids[:-1] if isinstance(prefix, str) and len(ids) > 1 else ids
 
 
 def refused_output(prompt: object, error: RequestError) -> RequestOutput:
-    """The output of a prompt that was never queued."""
+    """The output, with `error`, of a prompt that was never queued."""
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(
         request_id=-1,

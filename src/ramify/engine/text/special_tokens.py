@@ -1,4 +1,4 @@
-"""Special tokens that users write are text; those that a template writes are tokens."""
+"""Escaping of special tokens in user text: only a chat template may write real ones."""
 
 from __future__ import annotations
 
@@ -10,120 +10,140 @@ from typing import Any
 
 import tokenizers
 
-ESCAPE_CHAR = (
-    "\U0010fffe"  # no character, and in no text: breaks up special tokens that users write
-)
+# A noncharacter, which no text contains: breaks up the special tokens that users write.
+ESCAPE_CHAR = "\U0010fffe"
 
 
 class SpecialTokenEscaper:
-    """Marks special tokens in what users write, and encodes text with such marks.
+    """Escapes special tokens in user text, and encodes text that contains such escapes.
 
-    Encoding replaces the template's own special tokens by aliases, which only a copy of the
-    tokenizer has: that copy reads all others as text. An alias takes the same space with it as its
-    token (`lstrip`, `rstrip`); it is one wherever its text stands (no `single_word`), as written.
+    A special token `<s>` that a user writes becomes `<·s·>·` (· is `ESCAPE_CHAR`). To encode, each
+    unescaped special token, which the template wrote, is replaced by an alias `··<s>` that only a
+    copy of the tokenizer has as an added token; that copy reads all other text as plain text. An
+    alias takes in the same space as its token (`lstrip`, `rstrip`), but ignores `single_word` and
+    `normalized`.
 
-    Two kinds of text still become special tokens, where the vocabulary has the token's text as a
-    piece (Unigram models, as a rule): what only a normalizer makes that text of ("＜/s＞"), and a
-    token of a single sign, which cannot be cut.
+    Two kinds of user text still become special tokens, where the vocabulary has the token's text as
+    a piece (Unigram models, as a rule): text that only the normalizer turns into it ("＜/s＞"), and
+    a token of a single character, which cannot be broken up.
     """
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self._core = core
         added = core.get_added_tokens_decoder()
-        self._special = {index: one for index, one in added.items() if one.special and one.content}
-        texts = sorted((one.content for one in self._special.values()), key=len, reverse=True)
-        found = "|".join(map(re.escape, texts))
-        self._written = re.compile(f"(?:{found})(?!{ESCAPE_CHAR})") if found else None
-        self._plain: tokenizers.Tokenizer | None = None  # with aliases; made when it is needed
-        self._ids: dict[int, int] = {}  # of an alias → of its token
-        self._cut = 0  # the id of an `ESCAPE_CHAR`, which stands for nothing
+        self._special = {
+            token_id: token for token_id, token in added.items() if token.special and token.content
+        }
+        texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, texts))
+        self._unescaped = re.compile(f"(?:{pattern})(?!{ESCAPE_CHAR})") if pattern else None
+        self._alias_tokenizer: tokenizers.Tokenizer | None = None  # made at first use
+        self._id_of_alias: dict[int, int] = {}  # id of an alias → id of its token
+        self._escape_id = 0  # id of `ESCAPE_CHAR` in the copy; encodes nothing
 
     def escape_special_tokens(self, value: Any) -> Any:
-        """What users wrote, nested as it may be, with an `ESCAPE_CHAR` after each sign of special tokens.
+        """Insert `ESCAPE_CHAR` after each character of special tokens, in nested values too.
 
-        After each, since special tokens may overlap, or be a part of one another.
+        After each character, because special tokens may overlap or contain one another.
         """
         if isinstance(value, str):
-            if self._written is None:
+            if self._unescaped is None:
                 return value
             text = value.replace(ESCAPE_CHAR, "")
-            return self._written.sub(lambda found: ESCAPE_CHAR.join((*found[0], "")), text)
+            return self._unescaped.sub(lambda match: ESCAPE_CHAR.join((*match[0], "")), text)
         if isinstance(value, Mapping):
             return {
                 self.escape_special_tokens(name)
                 if isinstance(name, str)
-                else name: self.escape_special_tokens(one)
-                for name, one in value.items()
+                else name: self.escape_special_tokens(item)
+                for name, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.escape_special_tokens(one) for one in value]
+            return [self.escape_special_tokens(item) for item in value]
         return value
 
     def encode(self, text: str) -> tuple[array[int], array[int]] | None:
-        """Ids of a text with guards, and where each ends, guards counted; None if it has none."""
-        if ESCAPE_CHAR not in text or self._written is None:
+        """Token ids [T] and end offsets [T] of a text with escapes; None if it has none.
+
+        Offsets count the escape characters.
+        """
+        if ESCAPE_CHAR not in text or self._unescaped is None:
             return None
-        borders = [found.span() for found in self._written.finditer(text)]
-        ids, begins, ends = self._encode(text, borders, ())
-        starts, at, written = [start for start, _ in borders], 0, list[str]()
-        for start, end in (*borders, (len(text), len(text))):
-            written.append(text[at:start].replace(ESCAPE_CHAR, ""))
-            at = end
-        as_token = set[int]()  # stretches whose text the vocabulary takes for a special token
-        maybe = set[tuple[int, int]]()  # what is unknown is often one that nobody has written
-        for one, begin, end in zip(ids, begins, ends, strict=True):
-            if one in self._special:
-                number = bisect_right(starts, end - 1)
-                maybe.add((number, one))
+        # The template's special tokens; segment i is the text before the i-th of them.
+        spans = [match.span() for match in self._unescaped.finditer(text)]
+        ids, begins, ends = self._encode(text, spans, ())
+        starts, position, segments = [start for start, _ in spans], 0, list[str]()
+        for start, end in (*spans, (len(text), len(text))):
+            segments.append(text[position:start].replace(ESCAPE_CHAR, ""))
+            position = end
+        # Segments in which the vocabulary itself has read a special token: with certainty, where
+        # escapes lie inside the token; else (it may be the unknown token) if its text is there.
+        misread = set[int]()
+        candidates = set[tuple[int, int]]()
+        for token, begin, end in zip(ids, begins, ends, strict=True):
+            if token in self._special:
+                segment = bisect_right(starts, end - 1)
+                candidates.add((segment, token))
                 if ESCAPE_CHAR in text[begin:end].lstrip(ESCAPE_CHAR):
-                    as_token.add(number)
-        as_token |= {at for at, one in maybe if self._special[one].content in written[at]}
-        if as_token:  # but it has not the token's characters for that
-            ids, _, ends = self._encode(text, borders, as_token)
-        return array("i", (self._ids.get(one, one) for one in ids)), ends
+                    misread.add(segment)
+        misread |= {
+            segment
+            for segment, token in candidates
+            if self._special[token].content in segments[segment]
+        }
+        if misread:
+            ids, _, ends = self._encode(text, spans, misread)
+        return array("i", (self._id_of_alias.get(token, token) for token in ids)), ends
 
     def _encode(
-        self, text: str, borders: list[tuple[int, int]], cut: Collection[int]
+        self, text: str, spans: list[tuple[int, int]], broken_up: Collection[int]
     ) -> tuple[list[int], list[int], array[int]]:
-        """Ids, still those of aliases, and where each begins and ends.
+        """Ids, aliases not yet resolved, and the offsets at which each begins and ends.
 
-        The stretches between borders that `cut` names are cut at every guard; elsewhere the guards
-        are taken out, so that a text has the ids that it has without them.
+        Escapes split tokens only in the segments `broken_up`. Elsewhere they are removed, so that a
+        text has the ids that it has without them.
         """
-        plain = self._plain or self._with_aliases()
-        pieces, places, at = list[str](), [0], 0  # places: of each border between characters
-        for number, (start, end) in enumerate((*borders, (len(text), len(text)))):
-            for place in range(at, start):
-                if text[place] != ESCAPE_CHAR or number in cut:
-                    pieces.append(text[place])
-                    places.append(place + 1)
+        tokenizer = self._alias_tokenizer or self._with_aliases()
+        # offsets[i]: where in `text` the i-th character of the encoded text begins
+        pieces, offsets, position = list[str](), [0], 0
+        for segment, (start, end) in enumerate((*spans, (len(text), len(text)))):
+            for index in range(position, start):
+                if text[index] != ESCAPE_CHAR or segment in broken_up:
+                    pieces.append(text[index])
+                    offsets.append(index + 1)
             if start < end:
                 pieces.append(_alias(text[start:end]))
-                places.extend([end] * len(pieces[-1]))
-            at = end
-        found = plain.encode("".join(pieces), add_special_tokens=False)
-        ids, offsets = found.ids, found.offsets  # each of which is a new list
-        kept = [at for at, one in enumerate(ids) if one != self._cut]
-        begins = [places[offsets[at][0]] for at in kept]
-        ends = array("i", (places[offsets[at][1]] for at in kept))
-        return [ids[at] for at in kept], begins, ends
+                offsets.extend([end] * len(pieces[-1]))
+            position = end
+        encoding = tokenizer.encode("".join(pieces), add_special_tokens=False)
+        ids, token_spans = encoding.ids, encoding.offsets  # properties that make a list each time
+        kept = [index for index, token in enumerate(ids) if token != self._escape_id]
+        begins = [offsets[token_spans[index][0]] for index in kept]
+        ends = array("i", (offsets[token_spans[index][1]] for index in kept))
+        return [ids[index] for index in kept], begins, ends
 
     def _with_aliases(self) -> tokenizers.Tokenizer:
-        """A copy that reads special tokens as text, and has a token in place of each."""
-        plain = tokenizers.Tokenizer.from_str(self._core.to_str())
-        plain.encode_special_tokens = True
-        aliases = {_alias(one.content): (index, one) for index, one in self._special.items()}
-        plain.add_tokens(
+        """A copy that reads special tokens as text, and has their aliases as added tokens."""
+        tokenizer = tokenizers.Tokenizer.from_str(self._core.to_str())
+        tokenizer.encode_special_tokens = True
+        aliases = {
+            _alias(token.content): (token_id, token) for token_id, token in self._special.items()
+        }
+        tokenizer.add_tokens(
             [
-                tokenizers.AddedToken(text, lstrip=one.lstrip, rstrip=one.rstrip, normalized=False)
-                for text, (_, one) in aliases.items()
+                tokenizers.AddedToken(
+                    text, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+                )
+                for text, (_, token) in aliases.items()
             ]
         )
-        self._ids = {_id(plain, text): index for text, (index, _) in aliases.items()}
-        plain.add_tokens([tokenizers.AddedToken(ESCAPE_CHAR, normalized=False)])
-        self._cut = _id(plain, ESCAPE_CHAR)
-        self._plain = plain
-        return plain
+        self._id_of_alias = {
+            _id(tokenizer, text): token_id for text, (token_id, _) in aliases.items()
+        }
+        tokenizer.add_tokens([tokenizers.AddedToken(ESCAPE_CHAR, normalized=False)])
+        self._escape_id = _id(tokenizer, ESCAPE_CHAR)
+        self._alias_tokenizer = tokenizer
+        return tokenizer
 
 
 def _alias(text: str) -> str:
@@ -131,6 +151,6 @@ def _alias(text: str) -> str:
 
 
 def _id(core: tokenizers.Tokenizer, text: str) -> int:
-    index = core.token_to_id(text)
-    assert index is not None
-    return index
+    token_id = core.token_to_id(text)
+    assert token_id is not None
+    return token_id

@@ -1,4 +1,4 @@
-"""Answers in Anthropic's words: whole, and as events."""
+"""Messages: the whole response, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ramify.params import FinishReason
-from ramify.server.anthropic.messages_request import TTL_S
+from ramify.outputs import FinishReason
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.request_history import HistoryEntry, first_difference, is_fully_reused
-from ramify.server.service import Generation, Service
-from ramify.server.tool_calls import (
-    ParsedToolCall,
-    TextOrCall,
-    ToolCallParser,
-    detect_format,
-    split,
-)
+from ramify.server.generation import Generation
+from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
+from ramify.server.service import Service
+from ramify.server.tool_calls import ParsedToolCall, TextOrCall, split
 
-TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)  # not at its end
+TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)
+# Kinds of `PromptDifference` -> types of `cache_miss_reason`.
 DIFFERENCE_REASONS = {
     "model": "model_changed",
     "system": "system_changed",
@@ -29,77 +24,74 @@ DIFFERENCE_REASONS = {
 
 
 def diagnostics(
-    service: Service, tenant: str, request: MessageRequest, entry: HistoryEntry, num_cached: int
+    service: Service, request: MessageRequest, generation: Generation
 ) -> dict[str, Any] | None:
-    """`diagnostics` of a message; None if nobody asked, or nothing changed."""
-    asked = request.diagnostics
-    if asked is None or asked.previous_message_id is None:
+    """`diagnostics` of a message; None if the request names no earlier message, or after a hit."""
+    options = request.diagnostics
+    if options is None or options.previous_message_id is None:
         return None
-    old = service.history.get(tenant, asked.previous_message_id)
-    if old is None:
+    comparison = service.compare_with_earlier(generation, options.previous_message_id)
+    if comparison is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    change = first_difference(old, entry)
-    other_model = change is not None and change.kind == "model"
-    if not other_model and is_fully_reused(old, entry, num_cached, service.page_size):
+    difference = comparison.difference
+    had_whole_page = comparison.num_reusable_tokens >= service.page_size
+    if comparison.is_fully_reused or (difference is None and not had_whole_page):
         return None
-    if change is None and old.num_reusable_tokens < service.page_size:
-        return None  # there was nothing to find
-    kind = None if change is None else DIFFERENCE_REASONS.get(change.kind)
-    if change is None or kind is None:  # it was evicted, or another parameter changed
+    reason_type = None if difference is None else DIFFERENCE_REASONS.get(difference.kind)
+    if difference is None or reason_type is None:  # evicted, or another option changed
         return {"cache_miss_reason": {"type": "unavailable"}}
     reason = {
-        "type": kind,
-        "cache_missed_input_tokens": change.missed_tokens,
-        "segment": change.path,  # beyond Anthropic's fields
+        "type": reason_type,
+        "cache_missed_input_tokens": difference.missed_tokens,
+        "segment": difference.path,  # not a field of Anthropic's
     }
     return {"cache_miss_reason": reason}
 
 
 class MessageResponseBuilder:
-    """The answer to a request for a message."""
+    """Builds the response to a Messages request from its generation."""
 
     def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
+        self.is_prewarm = generation.request.is_prewarm
         self.num_tokens = 0
         self.calls: list[ParsedToolCall] = []
-        choice = request.tool_choice
-        self._parser = None
-        if request.tools and (choice is None or choice.type != "none"):
-            names = [tool.name for tool in request.tools]
-            forced = choice is not None and choice.type in ("any", "tool")
-            single = choice is not None and bool(choice.disable_parallel_tool_use)
-            form = detect_format(service.chat_template)
-            self._parser = ToolCallParser(form, names, forced=forced, single=single)
+        parsing = generation.request.tool_parsing
+        self._parser = None if parsing is None else parsing.new_parser()
 
     def usage(self) -> dict[str, Any]:
-        """Token counts: the prompt is input + read + written."""
-        generation, use = self.generation, self.generation.cache
-        prompt = generation.request.prompt
-        read = 0 if use is None else use.cached
-        marks = [one for one in prompt.breakpoints if one.num_tokens > read]
-        size = self.service.page_size
-        written = {"5m": 0, "1h": 0}
-        done = read
-        for mark in marks if use is not None and self.service.prefix_cache else ():
-            name = "1h" if mark.ttl_s == TTL_S["1h"] else "5m"
-            end = mark.num_tokens // size * size
-            written[name] += max(0, end - done)
-            done = max(done, end)
-        total = sum(written.values())
-        told: dict[str, Any] = {
-            "input_tokens": len(prompt.ids) - read - total,
-            "cache_read_input_tokens": read,
-            "cache_creation_input_tokens": total,
+        """`usage`: the prompt has `input + cache_read_input + cache_creation_input` tokens.
+
+        Tokens up to a breakpoint count as cache creation of its lifetime; whole pages only.
+        """
+        generation, prompt = self.generation, self.generation.request.prompt
+        num_read, page_size = generation.num_cached, self.service.page_size
+        num_written = {"5m": 0, "1h": 0}
+        if generation.cache is not None and self.service.prefix_cache:
+            counted = num_read
+            for point in prompt.breakpoints:
+                if point.num_tokens > num_read:
+                    ttl = "1h" if point.ttl_s == BREAKPOINT_TTL_S["1h"] else "5m"
+                    end = point.num_tokens // page_size * page_size
+                    num_written[ttl] += max(0, end - counted)
+                    counted = max(counted, end)
+        total_written = sum(num_written.values())
+        payload: dict[str, Any] = {
+            "input_tokens": len(prompt.ids) - num_read - total_written,
+            "cache_read_input_tokens": num_read,
+            "cache_creation_input_tokens": total_written,
             "cache_creation": {
-                "ephemeral_5m_input_tokens": written["5m"],
-                "ephemeral_1h_input_tokens": written["1h"],
+                "ephemeral_5m_input_tokens": num_written["5m"],
+                "ephemeral_1h_input_tokens": num_written["1h"],
             },
             "output_tokens": self.num_tokens,
             "service_tier": "standard",
         }
-        return told | ({} if use is None else {"ramify_cache": use.as_json()})
+        if generation.cache is not None:
+            payload["ramify_cache"] = generation.cache.as_json()
+        return payload
 
-    def _message(self, content: list[dict[str, Any]], **ends: Any) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], **stop_fields: Any) -> dict[str, Any]:
         generation = self.generation
         return {
             "id": generation.id,
@@ -109,54 +101,49 @@ class MessageResponseBuilder:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "diagnostics": diagnostics(
-                self.service,
-                generation.caller.tenant,
-                self.request,
-                generation.request.history_entry,
-                0 if generation.cache is None else generation.cache.cached,
-            ),
+            "diagnostics": diagnostics(self.service, self.request, generation),
             "usage": self.usage(),
-        } | ends
+        } | stop_fields
 
-    def _ends(self) -> dict[str, Any]:
+    def _stop_fields(self) -> dict[str, Any]:
+        """`stop_reason` and `stop_sequence`, after the last event."""
         output = self.generation.output
         assert output is not None
         answer = output.completions[0]
-        asked_for = self.request.stop_sequences or ()
-        stop = answer.stop_reason if answer.stop_reason in asked_for else None
-        if self.generation.request.is_prewarm:
+        stop_sequences = self.request.stop_sequences or ()
+        stop = answer.stop_reason if answer.stop_reason in stop_sequences else None
+        if self.is_prewarm:
             reason, stop = "max_tokens", None
         elif self.calls and answer.finish_reason not in TRUNCATED:
             reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
         elif answer.finish_reason in TRUNCATED:
-            full = len(answer.token_ids) < self.request.max_tokens and (
+            is_context_full = len(answer.token_ids) < self.request.max_tokens and (
                 answer.finish_reason is FinishReason.LENGTH
             )
-            reason = "model_context_window_exceeded" if full else "max_tokens"
+            reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
         else:
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop}
 
     async def _pieces(self) -> AsyncIterator[list[TextOrCall]]:
+        """Yield the text to show and the complete calls of each event."""
         async for event in self.generation:
             pieces: list[TextOrCall] = []
-            if not self.generation.request.is_prewarm:
+            if not self.is_prewarm:
                 self.num_tokens += len(event.new_token_ids)
                 if self._parser is None:
                     pieces = [event.text] if event.text else []
                 else:
-                    pieces = self._parser.feed(event.text)
-                    if event.finish_reason is not None:
-                        pieces += self._parser.finish()
+                    is_last = event.finish_reason is not None
+                    pieces = self._parser.feed(event.text, is_last=is_last)
                 self.calls += split(pieces)[1]
             yield pieces
         self.generation.raise_error()
 
     async def body(self) -> dict[str, Any]:
-        """`message`."""
+        """Wait for the end; returns the `message`."""
         content: list[dict[str, Any]] = []
         async for pieces in self._pieces():
             for piece in pieces:
@@ -166,12 +153,12 @@ class MessageResponseBuilder:
                     content[-1]["text"] += piece
                 else:
                     content.append(_text(piece))
-        if not self.generation.request.is_prewarm and not content:
+        if not self.is_prewarm and not content:
             content.append(_text(""))
-        return self._message(content, **self._ends())
+        return self._message(content, **self._stop_fields())
 
     async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Names and data of server-sent events."""
+        """Yield names and data of server-sent events."""
         begun, index, is_open = False, 0, False
         async for pieces in self._pieces():
             if not begun:
@@ -197,7 +184,7 @@ class MessageResponseBuilder:
                 index += 1
         if is_open:
             yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=self._ends(), usage=self.usage())
+        yield _event("message_delta", delta=self._stop_fields(), usage=self.usage())
         yield _event("message_stop")
 
 

@@ -1,4 +1,4 @@
-"""What Anthropic's clients send. Fields that nobody knows are ignored."""
+"""Request types of the Messages API. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ramify.server.openai.protocol import MAX_MESSAGES, Name, NonNegativeInt, Un
 
 
 class CacheControl(Struct):
-    """The prompt up to the end of this block is to be kept."""
+    """Pin the prompt up to the end of this block."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class Block(Struct):
-    """A block of content; text, tool_use, tool_result and thinking are served."""
+    """A block of a message's content; text, tool_use, tool_result and thinking are served."""
 
     type: str
     text: str | None = None
@@ -39,7 +39,7 @@ class InputMessage(Struct):
 
 
 class InputTool(Struct):
-    """A tool that the model may use; only those that the client runs are served."""
+    """A tool that the model may call; only tools that the client runs are served."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -49,7 +49,7 @@ class InputTool(Struct):
 
 
 class ToolChoice(Struct):
-    """Whether, and which, tool must be used."""
+    """Whether the model must call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -57,27 +57,27 @@ class ToolChoice(Struct):
 
 
 class DiagnosticsParam(Struct):
-    """Asks why the prompt of an earlier message was not used again."""
+    """Ask why the prompt of an earlier message was not read from the cache."""
 
     previous_message_id: Name | None = None
 
 
 class Thinking(Struct):
-    """Whether the model thinks first; models here think if their template makes them."""
+    """Whether the model thinks first. Not passed on: here the chat template decides."""
 
     type: Name
     budget_tokens: int | None = None
 
 
 class OutputFormat(Struct):
-    """The form of an answer."""
+    """The JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Struct):
-    """What is asked of an answer."""
+    """Options of the answer."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -99,7 +99,7 @@ class CountRequest(Struct, kw_only=True):
 class MessageRequest(CountRequest, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: NonNegativeInt  # 0: the prompt is computed and kept, and nothing is said
+    max_tokens: NonNegativeInt  # 0: compute and cache the prompt only
     stream: bool | None = None
     temperature: UnitInterval | None = None
     top_p: UnitInterval | None = None

@@ -1,4 +1,4 @@
-"""What OpenAI clients send. Fields that nobody knows are ignored, values that nobody knows are not."""
+"""Request types of OpenAI's endpoints. Unknown fields are ignored, unknown values are refused."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
 Name = Annotated[str, Meta(max_length=256)]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+Metadata = Annotated[  # kept with the response, so its size is bounded
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 MAX_MESSAGES = 10_000
 
 
 class PromptCacheBreakpoint(Struct):
-    """The prompt up to the end of this block is to be kept."""
+    """Pin the prompt up to the end of this block."""
 
     mode: Literal["explicit"] = "explicit"
     ttl: Literal["30m", "1h", "12h", "24h"] | None = None
@@ -29,14 +33,14 @@ class PromptCacheBreakpoint(Struct):
 class PromptCacheOptions(Struct):
     """How a request uses the prompt cache."""
 
-    mode: Literal["implicit", "explicit"] | None = None  # implicit
-    ttl: Literal["30m", "1h", "12h", "24h"] | None = None  # of every breakpoint
+    mode: Literal["implicit", "explicit"] | None = None  # None: implicit
+    ttl: Literal["30m", "1h", "12h", "24h"] | None = None  # of all breakpoints
     prewarm: bool | None = None
     comparison_response_id: Name | None = None
 
 
 class ContentPart(Struct):
-    """A piece of a message; only text is served."""
+    """A block of a message's content; only text is served."""
 
     type: str
     text: str | None = None
@@ -45,14 +49,14 @@ class ContentPart(Struct):
 
 
 class FunctionCall(Struct):
-    """A call that the model made."""
+    """The function and the arguments of a tool call."""
 
     name: Name
     arguments: str = "{}"
 
 
 class ToolCall(Struct):
-    """A call that the model made, with its id."""
+    """A tool call in an assistant's message."""
 
     function: FunctionCall
     id: Name = ""
@@ -72,7 +76,7 @@ class ChatMessage(Struct):
 
 
 class FunctionDefinition(Struct):
-    """A function that the model may call."""
+    """Name and schema of a function that the model may call."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -81,27 +85,27 @@ class FunctionDefinition(Struct):
 
 
 class Tool(Struct):
-    """A tool that the model may use; functions are served."""
+    """A tool that the model may call; only functions are served."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
 
 
 class NamedFunction(Struct):
-    """The function that the model must call."""
+    """The name of the function that the model must call."""
 
     name: Name
 
 
 class NamedTool(Struct):
-    """The tool that the model must use."""
+    """`tool_choice` of one tool, which the model must call."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
 class JsonSchema(Struct):
-    """The schema that an answer must follow."""
+    """The JSON schema that an answer must match."""
 
     name: Name = ""
     schema: dict[str, Any] = field(default_factory=dict)
@@ -110,21 +114,21 @@ class JsonSchema(Struct):
 
 
 class ResponseFormat(Struct):
-    """The form of an answer."""
+    """Whether an answer is text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StreamOptions(Struct):
-    """What a stream tells beside the text."""
+    """Whether a stream ends with `usage`, or has it in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Sampling(Struct, kw_only=True):
-    """What all of OpenAI's requests may say on how tokens are chosen, other servers' names included."""
+    """Options of both completion endpoints: OpenAI's, and those that vLLM and SGLang add."""
 
     model: Name | None = None
     stream: bool | None = None
@@ -148,12 +152,19 @@ class Sampling(Struct, kw_only=True):
     grammar: Annotated[str, Meta(max_length=65536)] | None = None
     choice: Annotated[list[str], Meta(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
+    # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     user: str | None = None
+
+    @property
+    def is_prewarm(self) -> bool:
+        """True if the prompt is only to be computed and cached."""
+        options = self.prompt_cache_options
+        return options is not None and bool(options.prewarm)
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -170,7 +181,8 @@ class ChatRequest(Sampling, kw_only=True):
     verbosity: Name | None = None
     service_tier: Name | None = None
     modalities: list[str] | None = None
-    functions: Any = None  # these are refused: without them, the answer is not what was asked for
+    # These four are refused: ignoring them would change the answer.
+    functions: Any = None
     function_call: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -184,7 +196,7 @@ class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: NonNegativeInt | None = None  # 0 with `echo`: only the prompt and its scores
+    max_tokens: NonNegativeInt | None = None  # 0 with `echo`: the prompt and its logprobs only
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -193,7 +205,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class TokenizeRequest(Struct):
-    """POST /tokenize: a text, or a conversation."""
+    """POST /tokenize: either `prompt` or `messages`."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -209,3 +221,89 @@ class DetokenizeRequest(Struct):
 
     tokens: Annotated[list[int], Meta(max_length=10_000_000)]
     model: Name | None = None
+
+
+class InputItem(Struct):
+    """An item of `input`: a message, a function call, or a call's output, by `type`."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ContentPart] | None = None
+    id: Name | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class FunctionTool(Struct):
+    """A tool of the Responses API: a function's fields lie beside `type`."""
+
+    type: str
+    name: Name | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Struct):
+    """Whether the text is free, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name = ""
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Struct):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: Name | None = None
+
+
+class ChosenTool(Struct):
+    """`tool_choice` of one tool, which the model must call."""
+
+    type: str
+    name: Name | None = None
+
+
+class Reasoning(Struct):
+    """How much the model should think."""
+
+    effort: Name | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """POST /v1/responses."""
+
+    model: Name | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    max_output_tokens: PositiveInt | None = None
+    temperature: Temperature | None = None
+    top_p: UnitInterval | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    # These three are refused.
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    store: bool | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    service_tier: Name | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    user: Name | None = None

@@ -1,4 +1,4 @@
-"""Answers of the Responses API: whole, and as numbered events."""
+"""Responses API: the whole response, and the numbered events of a stream."""
 
 from __future__ import annotations
 
@@ -12,27 +12,34 @@ from typing import Any
 import msgspec
 
 from ramify.errors import RamifyError
-from ramify.params import FinishReason
+from ramify.outputs import FinishReason
 from ramify.server.errors import as_api_error
-from ramify.server.openai.chat_response import ChatResponseBuilder
-from ramify.server.openai.protocol import ChatMessage, ChatRequest, FunctionCall, ToolCall
-from ramify.server.openai.responses_request import INSTRUCTIONS, ResponsesRequest, StoredResponse
+from ramify.server.generation import Generation
+from ramify.server.openai.chat_response import ChatResponseBuilder, ChoiceState
+from ramify.server.openai.protocol import (
+    ChatMessage,
+    ChatRequest,
+    FunctionCall,
+    ResponsesRequest,
+    ToolCall,
+)
+from ramify.server.openai.responses_request import INSTRUCTIONS, StoredResponse
 from ramify.server.prompt_renderer import KnownPrefix
-from ramify.server.service import Generation, Service
+from ramify.server.service import Service
 from ramify.server.tool_calls import ParsedToolCall, TextOrCall
 
 
 @dataclass(slots=True)
 class OutputMessage:
-    """A stretch of text; calls may stand before and behind it."""
+    """A text item of the output, between tool calls."""
 
     id: str
     text: str = ""
-    scored: bool = False  # it has the log probabilities of the answer
+    has_logprobs: bool = False  # the first message has those of the whole answer
 
 
 class ResponsesResponseBuilder:
-    """The answer to a request for a response."""
+    """Builds the response to a Responses request from its generation."""
 
     def __init__(
         self,
@@ -45,10 +52,10 @@ class ResponsesResponseBuilder:
         self.generation = generation
         self.inner = ChatResponseBuilder(service, chat, generation)
         self._items: list[OutputMessage | ParsedToolCall] = []
-        self._is_open = False  # the last one is a message that grows, in a stream
+        self._is_open = False  # in a stream: the last item is a message that still grows
 
     @property
-    def _choice(self) -> Any:
+    def _choice(self) -> ChoiceState:
         return self.inner.choices[0]
 
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,50 +102,53 @@ class ResponsesResponseBuilder:
         }
 
     def _usage(self) -> dict[str, Any]:
-        told = self.inner.usage()
-        details = told.get("prompt_tokens_details", {})
-        made = {
-            "input_tokens": told["prompt_tokens"],
+        usage = self.inner.usage()
+        details = usage.get("prompt_tokens_details", {})
+        payload = {
+            "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": details.get("cached_tokens", 0),
                 "cache_write_tokens": details.get("cache_write_tokens", 0),
             },
-            "output_tokens": told["completion_tokens"],
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": told["total_tokens"],
+            "total_tokens": usage["total_tokens"],
         }
-        return made | ({"ramify_cache": told["ramify_cache"]} if "ramify_cache" in told else {})
+        if "ramify_cache" in usage:
+            payload["ramify_cache"] = usage["ramify_cache"]
+        return payload
 
     def _end(self) -> dict[str, Any]:
-        """The whole response."""
-        cut = self._choice.finish == "length"
-        show = not self.generation.request.is_prewarm
-        if show and not self._items:
+        """The whole response, after the last event."""
+        is_truncated = self._choice.finish == "length"
+        is_prewarm = self.generation.request.is_prewarm
+        if not is_prewarm and not self._items:
             self._message()
-        last = self._items[-1] if cut and self._items else None
+        last = self._items[-1] if is_truncated and self._items else None
         output = [
             self._text(item, "incomplete" if item is last else "completed")
             if isinstance(item, OutputMessage)
             else self._call(item, "completed")
             for item in self._items
         ]
-        body = self._body("incomplete" if cut and show else "completed", output)
-        told = self.generation.output
-        aborted = told is not None and told.completions[0].finish_reason is FinishReason.ABORT
-        if cut and show and not aborted:
+        is_incomplete = is_truncated and not is_prewarm
+        body = self._body("incomplete" if is_incomplete else "completed", output)
+        result = self.generation.output
+        aborted = result is not None and result.completions[0].finish_reason is FinishReason.ABORT
+        if is_incomplete and not aborted:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
         return body | self.inner.diagnostics()
 
     def _message(self) -> OutputMessage:
-        """The message that text belongs to now: a call ends the one before."""
+        """The message that new text is appended to; a new one after a call."""
         if not self._items or not isinstance(self._items[-1], OutputMessage):
-            first = not any(isinstance(item, OutputMessage) for item in self._items)
-            self._items.append(OutputMessage(f"msg_{secrets.token_hex(16)}", scored=first))
-        found = self._items[-1]
-        assert isinstance(found, OutputMessage)
-        return found
+            is_first = not any(isinstance(item, OutputMessage) for item in self._items)
+            self._items.append(OutputMessage(f"msg_{secrets.token_hex(16)}", has_logprobs=is_first))
+        message = self._items[-1]
+        assert isinstance(message, OutputMessage)
+        return message
 
     def _text(self, message: OutputMessage, status: str) -> dict[str, Any]:
         return {
@@ -150,9 +160,9 @@ class ResponsesResponseBuilder:
         }
 
     def _part(self, message: OutputMessage) -> dict[str, Any]:
-        logprobs = self.inner.logprobs(self._choice.logprobs)
-        told = logprobs["content"] if logprobs and message.scored and message.text else []
-        return {"type": "output_text", "text": message.text, "annotations": [], "logprobs": told}
+        payload = self.inner.logprobs(self._choice.logprobs)
+        content = payload["content"] if payload and message.has_logprobs and message.text else []
+        return {"type": "output_text", "text": message.text, "annotations": [], "logprobs": content}
 
     @staticmethod
     def _call(call: ParsedToolCall, status: str) -> dict[str, Any]:
@@ -166,7 +176,7 @@ class ResponsesResponseBuilder:
         }
 
     async def body(self) -> dict[str, Any]:
-        """`response`."""
+        """Wait for the end; returns the `response`."""
         async for event in self.generation:
             pieces = self._choice.add(event)
             for piece in () if self.generation.request.is_prewarm else pieces:
@@ -178,7 +188,7 @@ class ResponsesResponseBuilder:
         return self._end()
 
     def stored_response(self, body: Mapping[str, Any]) -> StoredResponse | None:
-        """What the next response can go on from; after the end."""
+        """The ended response, for a next request to continue; None if `store` is false."""
         output = self.generation.output
         if output is None or self.request.store is False:
             return None
@@ -191,16 +201,17 @@ class ResponsesResponseBuilder:
         if self.request.instructions:
             messages[0] = msgspec.structs.replace(messages[0], name=INSTRUCTIONS)
         if isinstance(output.completions[0].stop_reason, int):
-            ids = ids[:-1]  # the template writes the end itself
+            ids = ids[:-1]  # the template writes the stop token
         prompt = self.generation.request.prompt
         text = output.completions[0].text
         known = [KnownPrefix(prompt.text, prompt.ids)]
-        if self.service.tokenizer.decode(ids) == text:  # not so if a stop text was cut off
+        # They differ if a stop string was cut off.
+        if self.service.tokenizer.decode(ids) == text:
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
         return StoredResponse((*messages, answer), tuple(known), body)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Server-sent events, numbered."""
+        """Yield the data of server-sent events, numbered by `sequence_number`."""
         number = 0
 
         def event(kind: str, **fields: Any) -> dict[str, Any]:
@@ -211,34 +222,34 @@ class ResponsesResponseBuilder:
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
-        show = not self.generation.request.is_prewarm
+        is_prewarm = self.generation.request.is_prewarm
         async for step in self.generation:
             pieces = self._choice.add(step)
-            for piece in pieces if show else ():
-                for told in self._piece_events(event, piece):
-                    yield told
+            for piece in () if is_prewarm else pieces:
+                for payload in self._piece_events(event, piece):
+                    yield payload
         try:
             self.generation.raise_error()
         except RamifyError as error:
             failed = {"code": "server_error", "message": as_api_error(error).message}
             yield event("failed", response=self._body("failed", []) | {"error": failed})
             return
-        if show and not self._items:  # it said nothing
-            for told in self._message_begin_events(event):
-                yield told
+        if not is_prewarm and not self._items:  # the answer is empty
+            for payload in self._message_begin_events(event):
+                yield payload
         end = self._end()
         if self._is_open:
             status = "incomplete" if end["status"] == "incomplete" else "completed"
-            for told in self._message_end_events(event, status):
-                yield told
+            for payload in self._message_end_events(event, status):
+                yield payload
         yield event(end["status"], response=end)
 
     def _where(self, message: OutputMessage) -> dict[str, Any]:
-        place = len(self._items) - 1
-        return {"item_id": message.id, "output_index": place, "content_index": 0}
+        index = len(self._items) - 1
+        return {"item_id": message.id, "output_index": index, "content_index": 0}
 
     def _piece_events(self, event: Any, piece: TextOrCall) -> list[dict[str, Any]]:
-        """What a piece of the answer adds to the stream."""
+        """The events of a new piece of text or a complete call."""
         if isinstance(piece, ParsedToolCall):
             closed = self._message_end_events(event, "completed") if self._is_open else []
             return [*closed, *self._call_events(event, piece)]
@@ -249,21 +260,21 @@ class ResponsesResponseBuilder:
         return [*begun, delta]
 
     def _call_events(self, event: Any, call: ParsedToolCall) -> list[dict[str, Any]]:
-        """A call, whole."""
-        place = {"output_index": len(self._items)}
+        """The events of a complete call."""
+        position = {"output_index": len(self._items)}
         self._items.append(call)
         begun, done = self._call(call, "in_progress"), self._call(call, "completed")
-        item = {"item_id": begun["id"]} | place
+        item = {"item_id": begun["id"]} | position
         text = call.arguments
         return [
-            event("output_item.added", **place, item=begun),
+            event("output_item.added", **position, item=begun),
             event("function_call_arguments.delta", **item, delta=text),
             event("function_call_arguments.done", **item, name=call.name, arguments=text),
-            event("output_item.done", **place, item=done),
+            event("output_item.done", **position, item=done),
         ]
 
     def _message_begin_events(self, event: Any) -> list[dict[str, Any]]:
-        """The beginning of a message."""
+        """The events that begin a message."""
         self._is_open = True
         message = self._message()
         where, item = self._where(message), self._text(message, "in_progress")
@@ -273,7 +284,7 @@ class ResponsesResponseBuilder:
         ]
 
     def _message_end_events(self, event: Any, status: str) -> list[dict[str, Any]]:
-        """The end of the last message."""
+        """The events that end the last message."""
         self._is_open = False
         message = self._message()
         where, item = self._where(message), self._text(message, status)

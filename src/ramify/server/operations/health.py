@@ -1,4 +1,4 @@
-"""Whether a server takes requests, and if not, why."""
+"""Liveness and readiness: whether the server takes requests, and why not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from ramify.engine.serving.engine_thread import Health
 from ramify.server.errors import ApiError
 
-RETRY_S = 5  # to a client of a server that is about to end: another one takes over
+RETRY_S = 5  # another server takes over within this time
 
 
 class Readiness:
-    """The words of `/livez` and `/readyz`.
+    """State behind `/livez` and `/readyz`.
 
     Args:
-        engine: see `AsyncLLM.health`.
+        engine: returns the engine's health; `AsyncLLM.health`.
     """
 
     def __init__(self, engine: Callable[[], Health]) -> None:
@@ -23,7 +23,7 @@ class Readiness:
         self.is_ready = self.is_draining = False
 
     def liveness_failure(self) -> str | None:
-        """Why only another process can help, if so."""
+        """Why this process must be restarted; None while it is alive."""
         health = self._engine()
         if not health.is_alive and not self.is_draining:
             return "engine stopped"
@@ -32,7 +32,7 @@ class Readiness:
         return None
 
     def unready_reason(self) -> str | None:
-        """Why requests had better go elsewhere, if so."""
+        """Why requests should go to another server; None while they are served."""
         if self.is_draining:
             return "draining"
         if not self.is_ready:
@@ -40,7 +40,7 @@ class Readiness:
         return self.liveness_failure()
 
     def reject_if_draining(self) -> None:
-        """Raise ApiError 503 when no request is to begin any more."""
+        """Raise ApiError 503 while the server shuts down."""
         if self.is_draining:
             raise ApiError(
                 503,
@@ -50,7 +50,7 @@ class Readiness:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """What the engine is doing."""
+        """The engine's state, as both endpoints report it."""
         health = self._engine()
         age = health.step_age_s
         return {

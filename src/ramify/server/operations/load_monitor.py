@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ramify.engine.stats import EngineStats
+from ramify.engine.context import EngineStats
+from ramify.engine.core import EngineCore
 from ramify.errors import EngineStoppedError
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import Service
@@ -93,6 +94,6 @@ class LoadMonitor:
             return
 
     async def _snapshot(self) -> LoadSnapshot:
-        engine = await self._service.engine.run(EngineStats.of)
+        engine = await self._service.engine.run(EngineCore.stats)
         told = self._metrics
         return LoadSnapshot(told.num_prompt, told.num_output, told.num_saved, engine)

@@ -9,100 +9,40 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ramify.engine.core import EngineCore, StepOutput
-from ramify.server.service import Generation
+from ramify.engine.context import EngineStats
+from ramify.engine.core import EngineCore
+from ramify.outputs import StepOutput
+from ramify.server.generation import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 GAPS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 TOKENS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
-# What the engine knows: (name, its vLLM name or None, what it is, how to read it).
-Gauge = tuple[str, str | None, str, Callable[[EngineCore], float]]
+# (name, vLLM's name or None, help text, value in a snapshot)
+EngineMetric = tuple[str, str | None, str, Callable[[EngineStats], float]]
 
-
-def _gauges() -> Iterable[Gauge]:
-    def used(core: EngineCore) -> float:
-        stats = core.cache.stats()
-        return 1 - stats.free_pages / stats.num_pages
-
-    return (
-        (
-            "requests_running",
-            "num_requests_running",
-            "requests in the running batch",
-            lambda core: len(core.scheduler.running),
-        ),
-        (
-            "requests_waiting",
-            "num_requests_waiting",
-            "requests that wait to be admitted",
-            lambda core: len(core.scheduler.waiting),
-        ),
-        ("kv_cache_used_share", "kv_cache_usage_perc", "share of the pages with K/V", used),
-        (
-            "kv_leases",
-            None,
-            "prefixes that requests hold now",
-            lambda core: core.cache.stats().num_leases,
-        ),
-        ("kv_pages", None, "pages of the pool", lambda core: core.cache.num_pages),
-        ("kv_pages_free", None, "pages with nothing", lambda core: core.cache.stats().free_pages),
-        (
-            "kv_pages_cached",
-            None,
-            "pages that the prefix cache holds",
-            lambda core: core.cache.stats().cached_pages,
-        ),
-        (
-            "kv_pages_pinned",
-            None,
-            "pages that are kept on purpose",
-            lambda core: core.cache.stats().pinned_pages,
-        ),
-        (
-            "cache_ideal_hit_rate",
-            None,
-            "token hit rate that a cache without limit would have had",
-            lambda core: core.cache.stats().ideal_hit_rate,
-        ),
-    )
-
-
-def _counters() -> Iterable[Gauge]:
-    return (
-        (
-            "cache_lookup_tokens",
-            "prefix_cache_queries",
-            "prompt tokens looked up",
-            lambda core: core.cache.stats().lookup_tokens,
-        ),
-        (
-            "cache_hit_tokens",
-            "prefix_cache_hits",
-            "prompt tokens found in the cache",
-            lambda core: core.cache.stats().hit_tokens,
-        ),
-        (
-            "cache_evicted_pages",
-            None,
-            "pages evicted",
-            lambda core: core.cache.stats().evicted_pages,
-        ),
-        (
-            "preemptions",
-            "num_preemptions",
-            "requests sent back to the queue for want of pages",
-            lambda core: core.scheduler.num_preemptions,
-        ),
-        ("steps", None, "steps of the engine", lambda core: core.num_steps),
-        (
-            "computed_tokens",
-            None,
-            "rows that the model computed",
-            lambda core: core.num_computed_tokens,
-        ),
-    )
+# fmt: off
+GAUGES: tuple[EngineMetric, ...] = (
+    ("requests_running", "num_requests_running", "requests in the running batch", lambda stats: stats.num_running),
+    ("requests_waiting", "num_requests_waiting", "requests that wait to be admitted", lambda stats: stats.num_waiting),
+    ("kv_cache_used_share", "kv_cache_usage_perc", "share of the pages with K/V", lambda stats: 1 - stats.cache.free_pages / stats.cache.num_pages),
+    ("kv_leases", None, "prefixes that requests hold now", lambda stats: stats.cache.num_leases),
+    ("kv_pages", None, "pages of the pool", lambda stats: stats.cache.num_pages),
+    ("kv_pages_free", None, "pages with nothing", lambda stats: stats.cache.free_pages),
+    ("kv_pages_cached", None, "pages that the prefix cache holds", lambda stats: stats.cache.cached_pages),
+    ("kv_pages_pinned", None, "pages that are kept on purpose", lambda stats: stats.cache.pinned_pages),
+    ("cache_ideal_hit_rate", None, "token hit rate that a cache without limit would have had", lambda stats: stats.cache.ideal_hit_rate),
+)
+COUNTERS: tuple[EngineMetric, ...] = (
+    ("cache_lookup_tokens", "prefix_cache_queries", "prompt tokens looked up", lambda stats: stats.cache.lookup_tokens),
+    ("cache_hit_tokens", "prefix_cache_hits", "prompt tokens found in the cache", lambda stats: stats.cache.hit_tokens),
+    ("cache_evicted_pages", None, "pages evicted", lambda stats: stats.cache.evicted_pages),
+    ("preemptions", "num_preemptions", "requests sent back to the queue for want of pages", lambda stats: stats.num_preemptions),
+    ("steps", None, "steps of the engine", lambda stats: stats.num_steps),
+    ("computed_tokens", None, "rows that the model computed", lambda stats: stats.num_computed_tokens),
+)
+# fmt: on
 
 
 class EngineCollector(Collector):
@@ -114,10 +54,11 @@ class EngineCollector(Collector):
 
     def read(self, core: EngineCore) -> None:
         """Take all values; in the engine's thread."""
+        stats = core.stats()
         found: list[Metric] = []
-        for make, kinds in ((GaugeMetricFamily, _gauges()), (CounterMetricFamily, _counters())):
+        for make, kinds in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, alias, told, value in kinds:
-                number = float(value(core) or 0)
+                number = float(value(stats))
                 found.append(make(f"ramify_{name}", told, value=number))
                 if alias is not None:
                     theirs = make(f"vllm:{alias}", told, labels=["model_name"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ramify.errors import ConfigError
 from ramify.server.errors import ApiError
+from ramify.server.generation import Generation
 from ramify.server.http.wire import log_safe
-from ramify.server.service import Generation
 
 logger = logging.getLogger("ramify.requests")
 

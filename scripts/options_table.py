@@ -1,0 +1,113 @@
+"""Write docs/options.md: every option of `LLM` and `ramify serve`, its default and what it is for.
+
+    python scripts/options_table.py [FILE]
+
+The options of the engine come from the sections of `ramify.config.EngineConfig`, whose fields carry
+their help as `field(default=..., metadata={"help": ...})`; the flags come from the command itself.
+`make options` runs this; tests/pure/test_options_table.py fails when the file is not up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from ramify.cli import app
+from ramify.config import EngineConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+INTRO = """\
+# Options
+
+<!-- Written by scripts/options_table.py (make options). Edit the help in src/ramify/config.py instead. -->
+
+Engine options are keyword arguments of `LLM` and `AsyncLLM`, and flags of `ramify serve` where the second
+column names one. An option that does not exist is an error that lists those that do.
+
+```python
+llm = LLM("path/to/checkpoint", kv_cache_tokens=65_536, policy="lru")
+```
+
+```sh
+ramify serve path/to/checkpoint --kv-cache-tokens 65536 --policy lru
+```
+"""
+
+
+def engine_sections() -> Iterator[tuple[str, Any]]:
+    """(title, section dataclass) of each part of the configuration, in order."""
+    for section in fields(EngineConfig):
+        title = section.name.replace("_", " ").capitalize()
+        yield title, section.default_factory
+
+
+def serve_parameters() -> dict[str, Any]:
+    """Parameters of `ramify serve` by name, as the command line knows them."""
+    group: Any = typer.main.get_command(app)
+    return {parameter.name: parameter for parameter in group.commands["serve"].params}
+
+
+def flag_of(parameter: Any) -> str:
+    """`--exact`, `--no-exact`; an argument is written in capitals."""
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.name.upper()}`"
+    flags = ", ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
+    return flags + (f" (`${parameter.envvar}`)" if parameter.envvar else "")
+
+
+def cell(value: object) -> str:
+    """A default as code; nothing where an option may be left out and has none."""
+    value = getattr(value, "value", value)
+    return "" if value is None else f"`{value}`"
+
+
+def escaped(text: str) -> str:
+    """One line of text that may stand in a cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def rows_of(section: Any, flags: dict[str, Any]) -> Iterator[str]:
+    """A row for each field of a section.
+
+    Raises:
+        KeyError: a field has no metadata["help"].
+    """
+    for option in fields(section):
+        parameter = flags.get(option.name)
+        default = f"`{option.default}`"
+        flag = "" if parameter is None else flag_of(parameter)
+        if parameter is not None and parameter.default != option.default:
+            default += f", `serve`: {cell(parameter.default)}"
+        text = escaped(option.metadata["help"])
+        yield f"| `{option.name}` | {flag} | {default} | {text} |"
+
+
+def page() -> str:
+    """The text of docs/options.md."""
+    flags = serve_parameters()
+    lines = [INTRO]
+    for title, section in engine_sections():
+        lines += [f"## {title}", "", "| `LLM` | `ramify serve` | default | what for |"]
+        lines += ["|---|---|---|---|", *rows_of(section, flags), ""]
+    engine = {option.name for _, section in engine_sections() for option in fields(section)}
+    lines += ["## Server only", "", "| `ramify serve` | default | what for |", "|---|---|---|"]
+    for name, parameter in flags.items():
+        if name not in engine and name != "help":
+            help_text = escaped(parameter.help or "")
+            lines.append(f"| {flag_of(parameter)} | {cell(parameter.default)} | {help_text} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the page."""
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    file.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m ramify.cli`."""
+
+from ramify.cli import main
+
+main()

@@ -1,0 +1,98 @@
+"""`ramify info`: versions, device, attention backend and why, exactness, memory."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
+
+if TYPE_CHECKING:
+    from ramify.engine.llm import LLM
+
+
+@engine_options(
+    "dtype",
+    "page_size",
+    "kv_cache_tokens",
+    "kv_cache_memory",
+    "max_num_seqs",
+    "max_model_len",
+    "attention_backend",
+    "exact",
+)
+def info(engine: dict[str, Any], model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+    """Show versions, device, attention backend and why, exactness probe and memory plan."""
+    with exit_on_error():
+        from ramify.engine.llm import LLM
+
+        facts = _collect_info(LLM(model, progress=True, **engine))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    for section, entries in facts.items():
+        typer.echo(f"{section}:")
+        for name, value in entries.items():
+            typer.echo(f"  {name + ':':24} {value}")
+
+
+def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
+    import platform
+
+    import torch
+
+    import ramify
+    from ramify.attention.backend import BACKENDS
+    from ramify.engine.execution.host_memory import free_memory
+
+    config, plan = llm.engine.model_config, llm.config
+    weights = llm.engine.num_weight_bytes
+    chosen = llm.engine.backend_choice
+    backends = {
+        name: f"chosen: {chosen.reason}"
+        if name == chosen.name
+        else f"not used: {chosen.rejected[name]}"
+        for name in BACKENDS
+    }
+    return {
+        "versions": {
+            "ramify": ramify.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "device": {
+            "kind": "cpu",
+            "vector instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        "model": {
+            "path": str(llm.engine.path),
+            "architecture": config.architecture,
+            "dtype": str(llm.engine.decoder.dtype).removeprefix("torch."),
+            "layers": config.num_layers,
+            "context": f"{plan.max_model_len} tokens",
+        },
+        "attention backends": backends,
+        "exactness": {
+            "exact": plan.requested.attention.exact,
+            **{
+                f"{verdict.operation} {'x'.join(map(str, verdict.shape))}": (
+                    f"{verdict.strategy} ({verdict.reason})"
+                )
+                for verdict in llm.engine.exactness()
+            },
+        },
+        "memory": {
+            "weights": _mib(weights),
+            "K/V per token": f"{plan.token_bytes:,} bytes",
+            "K/V pages": f"{plan.num_pages:,} of {plan.page_size} tokens",
+            "K/V pool": f"{plan.kv_cache_tokens:,} tokens, {_mib(plan.kv_cache_bytes)}",
+            "free": _mib(free_memory()),
+        },
+    }
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,112 @@
+"""Command-line flags made from the config dataclasses: name, default and help text are declared once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import Enum
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from ramify.config import (
+    DTYPES,
+    KV_DTYPES,
+    SECTIONS,
+    SPECULATIVE_METHODS,
+    SPECULATIVE_SAMPLING,
+    ModelSection,
+)
+from ramify.errors import RamifyError
+
+CHOICES = {
+    "dtype": DTYPES,
+    "kv_dtype": KV_DTYPES,
+    "speculative": SPECULATIVE_METHODS,
+    "speculative_sampling": SPECULATIVE_SAMPLING,
+}
+MODEL_HELP = "Checkpoint directory, cached hub id, or ramify-tiny (built in)."
+DEFAULT_MODEL = ModelSection().model
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+def engine_options(
+    *names: str, panels: dict[str, str] | None = None, **defaults: object
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of these engine options; it receives their values as `engine`.
+
+    Args:
+        names: fields of the sections of `ramify.config`, in the order of the help page.
+        panels: the heading of the help page by section; None: no headings.
+        defaults: the command's own default of an option.
+    """
+    panels = panels or {}
+    flags = []
+    for section_name, section in SECTIONS.items():
+        types = get_type_hints(section)
+        for field in fields(section):
+            if field.name not in names:
+                continue
+            option = typer.Option(
+                help=field.metadata["help"], rich_help_panel=panels.get(section_name)
+            )
+            default, kind = defaults.get(field.name, field.default), types[field.name]
+            if field.name in CHOICES:
+                kind = _choice_type(field.name, CHOICES[field.name])
+                default = kind(default)
+            flags.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=Annotated[kind, option],
+                )
+            )
+    flags.sort(key=lambda flag: names.index(flag.name))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in inspect.signature(command).parameters.values()
+            if parameter.name != "engine"
+        ]
+
+        @functools.wraps(command)
+        def with_engine_options(**values: Any) -> None:
+            engine = {name: values.pop(name) for name in names}
+            for name in CHOICES.keys() & engine.keys():
+                engine[name] = engine[name].value
+            command(engine=engine, **values)
+
+        parameters = [*own, *flags]
+        vars(with_engine_options).pop("__wrapped__")
+        vars(with_engine_options)["__signature__"] = inspect.Signature(parameters)
+        with_engine_options.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_engine_options
+
+    return decorate
+
+
+def _choice_type(name: str, choices: Sequence[str]) -> Any:
+    """An enum of strings, which typer shows as `<auto|float32|bfloat16>`."""
+    return Enum(name, {choice: choice for choice in choices}, type=str)
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Turn a RamifyError into a line on stderr and exit code 2."""
+    try:
+        yield
+    except RamifyError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a duration: `1,234.5 ms`."""
+    return f"{seconds * 1e3:,.1f} ms"

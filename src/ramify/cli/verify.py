@@ -1,0 +1,58 @@
+"""`ramify verify`: do cold, warm, chunked, batched and preempted runs give the same bits?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
+
+
+@engine_options("dtype", "kv_dtype", "page_size", "attention_backend", "exact")
+def verify(
+    engine: dict[str, Any],
+    model: Model = DEFAULT_MODEL,
+    sample: Annotated[int, typer.Option(min=1, help="Number of random prompts.")] = 8,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Compute prompts cold, warm, chunked, batched and preempted, and compare every bit.
+
+    Exit code 0 means that nothing differs, 1 that something does.
+    """
+    with exit_on_error():
+        from ramify.engine.exactness_check import ExactnessCheck, random_prompts, read_prompt_lines
+        from ramify.engine.llm import LLM
+
+        llm = LLM(model, progress=True, **engine)
+        vocab_size, max_len = llm.engine.model_config.vocab_size, llm.config.max_model_len
+        token_ids = (
+            random_prompts(sample, vocab_size, max_len)
+            if prompts is None
+            else read_prompt_lines(llm, prompts)
+        )
+        if not as_json:
+            typer.echo(
+                f"{'scenario':24}{'answers':>9}{'logits':>9}{'K/V':>9}{'shared':>9}{'preempted':>11}  bits"
+            )
+        scenarios = []
+        for scenario in ExactnessCheck(llm, token_ids, new_tokens).scenarios():
+            scenarios.append(scenario)
+            if not as_json:
+                num = len(scenario.differences)
+                typer.echo(
+                    f"{scenario.name:24}{scenario.num_answers:9}{scenario.num_logits:9}"
+                    f"{scenario.num_kv:9}{scenario.read_tokens:9}{scenario.preemptions:11}  "
+                    + (f"{num} differ" if num else "the same")
+                )
+    differences = [difference for scenario in scenarios for difference in scenario.differences]
+    if as_json:
+        typer.echo(json.dumps([asdict(scenario) for scenario in scenarios], indent=2))
+    elif differences:
+        typer.echo(f"first difference: {differences[0]}")
+    raise typer.Exit(1 if differences else 0)

@@ -1,0 +1,122 @@
+"""The state that steps read and write, as one object that recovery can reset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ramify.attention.planner import RadixAttentionPlanner
+from ramify.cache.prefix_cache import PrefixCache
+from ramify.cache.types import CacheStats
+from ramify.config import ResolvedConfig
+from ramify.engine.request import Request
+from ramify.engine.scheduling.scheduler import Scheduler
+from ramify.engine.step import Executor
+from ramify.errors import InvariantError
+from ramify.kv.block_table import PagedBlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Requests now, and work since the engine was built."""
+
+    num_running: int  # each answer of a request with n > 1 counts
+    num_waiting: int
+    num_steps: int
+    num_computed_tokens: int  # query rows of all steps: prompt, output and draft tokens
+    num_preemptions: int
+    cache: CacheStats
+
+
+@dataclass(slots=True)
+class FailureCounts:
+    """Failures since the engine was built."""
+
+    failed_steps: int = 0  # forward passes that raised
+    failed_requests: int = 0  # rolled back because their own logits were not finite
+    out_of_memory: int = 0  # failed steps that were retried with half the token budget
+    errors: int = 0  # requests that ended with a StepFailedError
+    evicted_suspect_pages: int = 0  # evicted because a request that had read them failed
+    audits: int = 0
+    mismatches: int = 0  # audits that raised
+    rebuilds: int = 0  # times that all bookkeeping was built anew
+
+
+class EngineContext:
+    """Prefix cache, block table, planner, scheduler and executor of one engine.
+
+    `reset` replaces table, planner and scheduler: keep a reference to the context, not to these.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, executor: Executor, clock: Callable[[], float]
+    ) -> None:
+        self.config, self.executor = config, executor
+        self.cache = PrefixCache(
+            config.num_pages, config.page_size, policy=config.requested.cache.policy, clock=clock
+        )
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.failures = FailureCounts()
+        self.reset()
+
+    def reset(self) -> None:
+        """Replace block table, planner and scheduler with empty ones; keep the cache.
+
+        Live requests are not notified; the caller does that.
+        """
+        config = self.config
+        width = min(config.max_pages_per_seq, config.num_pages)
+        self.table = PagedBlockTable(config.max_num_seqs, width, config.page_size)
+        self.planner = RadixAttentionPlanner(
+            self.cache, self.table, share=config.requested.cache.prefix_cache
+        )
+        self.scheduler = Scheduler(
+            self.planner,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            coalesce_steps=config.requested.scheduler.coalesce_steps,
+        )
+
+    def stats(self) -> EngineStats:
+        """A snapshot, for the thread that runs the engine."""
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_steps=self.num_steps,
+            num_computed_tokens=self.num_computed_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            cache=self.cache.stats(),
+        )
+
+    def check(self, live: Iterable[Request]) -> None:
+        """Recount cache, block table and running requests. O(nodes + pages).
+
+        Raises:
+            InvariantError: they disagree, or one of the `live` requests is in no queue.
+        """
+        self.cache.check()
+        rows, private = set[int](), set[int]()
+        num_private = 0
+        for request in self.scheduler.running:
+            sequence = request.sequence
+            if sequence.row is None or sequence.lease is None:
+                raise InvariantError(f"request {request.id} runs without a row or a lease")
+            pages = self.table.pages(sequence.row)
+            if pages != [*sequence.lease.pages, *sequence.private]:
+                raise InvariantError(
+                    f"row {sequence.row} has not the pages of request {request.id}"
+                )
+            if sequence.num_computed > len(pages) * self.config.page_size:
+                raise InvariantError(f"request {request.id} has more tokens computed than pages")
+            if any(self.cache.is_free(page) for page in pages):
+                raise InvariantError(f"request {request.id} reads a page that is free")
+            rows.add(sequence.row)
+            private.update(sequence.private)
+            num_private += len(sequence.private)
+        if len(rows) != len(self.scheduler.running):
+            raise InvariantError("two requests have one row of the block table")
+        if len(private) != num_private or num_private > self.cache.stats().private_pages:
+            raise InvariantError("a private page belongs to two requests, or to the cache")
+        if any(not request.is_finished for request in live) and not self.scheduler.has_unfinished:
+            raise InvariantError("a live request is in no queue")

@@ -1,0 +1,234 @@
+"""The registry of live requests: creates, emits, finishes and fails them."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
+from itertools import count
+
+from ramify.cache import Salt
+from ramify.engine.context import EngineContext
+from ramify.engine.hit_verifier import HitVerifier
+from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
+from ramify.engine.output_processor import flush_held_text, take_stable_text
+from ramify.engine.request import IncrementalDetokenizer, Request
+from ramify.errors import InvalidParamsError, StepFailedError
+from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams, StructuredOutput
+
+
+class RequestLifecycle:
+    """Live requests by id, and the outputs that `EngineCore.step` has not returned yet.
+
+    A *group* is what one `add_request` creates: a leader and its `n - 1` children. It is live from
+    `register` to `make_output`. `EngineCore` describes the arguments.
+    """
+
+    def __init__(
+        self,
+        context: EngineContext,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        detokenizer_factory: Callable[[], IncrementalDetokenizer] | None,
+        grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.requests: dict[int, Request] = {}  # live ones by id, children too, oldest first
+        self.hit_verifier = HitVerifier(context.config.requested.attention.verify_sample)
+        self.detokenizer_factory, self.grammar_compiler = detokenizer_factory, grammar_compiler
+        self._context, self._clock = context, clock
+        self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
+        self._outputs: list[StepOutput] = []  # of several steps, if an interrupt cut one off
+        self._ids = count()
+
+    # -- creation ----------------------------------------------------------------------------
+
+    def create(
+        self,
+        ids: array[int],
+        params: SamplingParams,
+        scope: tuple[bytes, tuple[Salt, ...]],
+        max_len: int,
+    ) -> Request:
+        """A request without logits processor and detokenizer, in no queue and not registered."""
+        stop_ids = frozenset(params.stop_token_ids)
+        return Request(
+            id=next(self._ids),
+            prompt=None,
+            prompt_ids=ids,
+            params=params,
+            max_len=max_len,
+            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
+            seed=secrets.randbits(62) if params.seed is None else params.seed,
+            namespace=scope[0],
+            salts=scope[1],
+            arrival_s=self._clock(),
+            sequence=Request.new_sequence(ids[:], *scope, params),
+        )
+
+    def create_group(
+        self,
+        ids: array[int],
+        params: SamplingParams,
+        scope: tuple[bytes, tuple[Salt, ...]],
+        max_len: int,
+        *,
+        prompt: str | None,
+        priority: int,
+        tenant: str,
+        max_shared: int | None,
+    ) -> Request:
+        """A leader with its n - 1 children, complete but neither registered nor queued.
+
+        Args:
+            scope: namespace and salts of the prompt, see `PrefixNamespaces.scope_of`.
+            max_len: tokens, prompt included, at which an answer ends.
+
+        Raises:
+            RequestError: the grammar of the structured output is invalid.
+        """
+        leader = self.create(ids, params, scope, max_len)
+        leader.prompt = prompt
+        for index in range(1, params.n):
+            child = self.create(ids, replace(params, prompt_logprobs=None), scope, max_len)
+            child.seed = leader.seed + index
+            child.index, child.parent = index, leader
+            leader.children.append(child)
+        for request in (leader, *leader.children):
+            request.priority, request.tenant = priority, tenant
+            request.sequence.max_shared = max_shared
+            self.rebuild_text_state(request)
+        return leader
+
+    def rebuild_text_state(self, request: Request) -> None:
+        """Give a request a new logits processor, and a detokenizer that has seen its output.
+
+        Called for a new request, and again after a call failed half-way and left one inconsistent.
+        """
+        request.logits_processor = self._create_logits_processor(request)
+        if self.detokenizer_factory is not None:
+            request.detokenizer = self.detokenizer_factory()
+            # A stop token is not text.
+            end = -1 if isinstance(request.stop_reason, int) else None
+            for token in request.output_ids[:end]:
+                request.detokenizer.step(token)
+
+    def _create_logits_processor(self, request: Request) -> LogitsProcessor | None:
+        params, matcher = request.params, None
+        if params.structured is not None:
+            if self.grammar_compiler is None:
+                allowed = "None: the model has no tokenizer"
+                raise InvalidParamsError("structured", "given", allowed)
+            matcher = self.grammar_compiler(params.structured)
+        return LogitsProcessor.create_if_needed(
+            request.prompt_ids,
+            params,
+            stop_token_ids=request.stop_token_ids,
+            vocab_size=self.vocab_size,
+            matcher=matcher,
+        )
+
+    def register(self, leader: Request) -> None:
+        """Make a group live."""
+        self.requests.update((request.id, request) for request in (leader, *leader.children))
+
+    def unregister(self, leader: Request) -> None:
+        """Undo `register`, even if an interrupt cut it off."""
+        for request in (leader, *leader.children):
+            self.requests.pop(request.id, None)
+
+    # -- outputs -----------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[Request]:
+        """Requests and children whose group has no output yet, oldest first."""
+        return list(self.requests.values())
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `take_outputs` would return anything."""
+        return bool(self._outputs)
+
+    def take_outputs(self) -> list[StepOutput]:
+        """Outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def discard_outputs(self, request_ids: Container[int]) -> list[StepOutput]:
+        """Drop the outputs of these requests that were not taken yet; returns the dropped ones."""
+        dropped = [output for output in self._outputs if output.request_id in request_ids]
+        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+        return dropped
+
+    def emit(self, request: Request) -> None:
+        """Append a `StepOutput` of the tokens since the last one, and of the end if it came."""
+        leader, with_logprobs = request.parent_or_self, request.params.logprobs is not None
+        output = self.make_output(leader) if leader.has_ended and not leader.has_output else None
+        start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
+        request.end_emitted = request.is_finished
+        if leader.id not in self.hit_verifier.running:
+            self._outputs.append(
+                StepOutput(
+                    leader.id,
+                    tuple(request.output_ids[start:]),
+                    output,
+                    request.index,
+                    take_stable_text(request),
+                    tuple(request.logprobs[start:]) if with_logprobs else (),
+                    request.finish_reason,
+                    leader.cache_report(cache_on=self._context.planner.share)
+                    if request is leader and start == 0 < request.num_tokens_emitted
+                    else None,
+                )
+            )
+        elif output is not None:
+            self.hit_verifier.compare(leader.id, leader.prompt_logprobs)
+
+    def make_output(self, leader: Request) -> RequestOutput:
+        """The final output of a group whose answers have all ended; it is not live any more."""
+        output = leader.output(cache_on=self._context.planner.share)
+        leader.has_output = True
+        for request in (leader, *leader.children):
+            del self.requests[request.id]
+        return output
+
+    # -- end ---------------------------------------------------------------------------------
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request or child, once, and release its pages; published ones stay cached."""
+        request.pending_finish_reason = reason
+        self._context.scheduler.remove(request)
+        self.finalize(request)
+
+    def finalize(self, request: Request) -> None:
+        """Flush the text and set the finish reason of a request that is in no queue any more."""
+        assert request.pending_finish_reason is not None
+        try:
+            reason = flush_held_text(request, request.pending_finish_reason)
+        except Exception as error:  # noqa: BLE001 - a detokenizer's; ends this request only
+            reason = self.detokenize_failed(request, error)
+        request.end_s = self._clock()
+        request.finish_reason = reason
+        if request.verify_cold:
+            self.hit_verifier.record(request)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request or child with an error, and emit it."""
+        request.error = error
+        self.finish(request, FinishReason.ERROR)
+        self.emit(request)
+
+    def detokenize_failed(self, request: Request, error: Exception) -> FinishReason:
+        """Make a request end with an error, with the tokens it has: its detokenizer raised."""
+        failure = StepFailedError(
+            f"request {request.parent_or_self.id} has tokens of which no text can be made: "
+            f"{type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        self._context.failures.errors += 1
+        request.detokenizer, request.error = None, failure
+        request.pending_finish_reason = FinishReason.ERROR
+        return FinishReason.ERROR

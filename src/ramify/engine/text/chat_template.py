@@ -1,0 +1,162 @@
+"""Chat templates: Jinja sources of a checkpoint that render messages to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ramify.errors import ChatTemplateError, CheckpointError
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+# A template may fail in any of these ways on messages that its author did not expect.
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatTemplates:
+    """The chat templates of one checkpoint, rendered by sandboxed Jinja.
+
+    Args:
+        sources: name → Jinja source; `tool_use` is taken if there are tools, else `default`.
+        variables: what every template sees, such as bos_token → <s>.
+    """
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        self._sources, self._variables = dict(sources), dict(variables)
+        self._environment = _environment()
+
+    @property
+    def default(self) -> str | None:
+        """Source of the default template; None if there is none."""
+        return self._sources.get(DEFAULT)
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        **options: Any,
+    ) -> str:
+        """See `Tokenizer.apply_chat_template`."""
+        name = TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT
+        if name not in self._sources:
+            raise ChatTemplateError(
+                "the checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); send a plain prompt instead of messages"
+            )
+        variables = {
+            **self._variables,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **options,
+        }
+        # transformers leaves out keys whose value is None; some templates test for none instead.
+        without_none = [
+            {key: value for key, value in message.items() if value is not None}
+            if isinstance(message, Mapping)
+            else message
+            for message in messages
+        ]
+        try:
+            template = self._environment.from_string(self._sources[name])
+            try:
+                return template.render(variables, messages=without_none)
+            except _TEMPLATE_FAULTS:
+                if without_none == list(messages):
+                    raise
+                return template.render(variables, messages=messages)
+        except _TEMPLATE_FAULTS as error:
+            raise ChatTemplateError(
+                f"the chat template cannot render these {len(messages)} messages: {error}"
+            ) from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
+
+    tags = {"generation"}  # noqa: RUF012 - read by jinja
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements between the tags, unchanged."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja with what chat templates expect; sandboxed, because a template is foreign code."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own `tojson`, which models have never seen."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 - templates expect local time
+
+
+def read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources of a checkpoint's chat templates by name.
+
+    Files (`chat_template.jinja`, `additional_chat_templates/*.jinja`) win over the entries of
+    `tokenizer_config.json`, which is `config`.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    templates: dict[str, str] = {}
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        templates[DEFAULT] = configured
+    elif isinstance(configured, list):
+        for entry in configured:
+            if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys():
+                templates[str(entry["name"])] = str(entry["template"])
+    files = {DEFAULT: path / "chat_template.jinja"}
+    files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+    for name, file in files.items():
+        if file.is_file():
+            try:
+                templates[name] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return templates

@@ -1,0 +1,53 @@
+"""Incremental detokenisation: the text that each new token of an answer adds."""
+
+from __future__ import annotations
+
+from ramify.engine.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"  # what `decode` writes for bytes that are not, or not yet, a character
+# Longer than any character; bounds the work on an endless run of broken bytes.
+MAX_HELD_TOKENS = 64
+
+
+class Detokenizer:
+    """Turns tokens into text one at a time, never half a character.
+
+    The pieces joined are `Tokenizer.decode` of all tokens. Only the number of U+FFFD can differ:
+    where a tokenizer writes one for each broken byte, or after more than `MAX_HELD_TOKENS` broken
+    bytes in a row.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        # The tokens emitted last (the prefix), then those held back. The prefix is decoded again
+        # with each new token, because decoders treat the start of a text specially.
+        self._window: list[int] = []
+        self._prefix_len = 0  # tokens
+        self._prefix_text = ""
+        self._held_text = ""  # of the tokens held back; may still change
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; "" while a character is incomplete."""
+        if token_id in self._skipped_ids:
+            return ""
+        self._window.append(token_id)
+        new = self._decode()[len(self._prefix_text) :]
+        num_held = len(self._window) - self._prefix_len
+        if (not new or new.endswith(REPLACEMENT)) and num_held < MAX_HELD_TOKENS:
+            self._held_text = new
+            return ""
+        self._held_text = ""
+        self._window = self._window[self._prefix_len :]
+        self._prefix_len = len(self._window)
+        self._prefix_text = self._decode()
+        return new
+
+    def finish(self) -> str:
+        """The text held back, a character that stays incomplete; forget all tokens."""
+        held, self._held_text = self._held_text, ""
+        self._window, self._prefix_len, self._prefix_text = [], 0, ""
+        return held
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip)

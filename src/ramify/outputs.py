@@ -1,0 +1,154 @@
+"""What a caller gets back: outputs of a step and of a request, token counts, times, cache report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop token, a stop string or the end-of-sequence token
+    LENGTH = "length"  # max_tokens, or the model's context length
+    ABORT = "abort"  # the caller aborted it
+    ERROR = "error"  # it failed; RequestOutput.error says why
+
+    def __str__(self) -> str:
+        """The value alone, `stop` for instance."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token, and of the likeliest tokens at its position."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # token id -> logprob, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One generated continuation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    stop_reason: str | int | None = None  # the stop text or stop token id that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Prompt tokens by the source of their K/V.
+
+    read + shared + computed = prompt tokens, or fewer if the request ended during prefill.
+    """
+
+    read_tokens: int  # cache hits
+    shared_tokens: int  # attached in flight to pages that another request computed
+    computed_tokens: int  # computed by this request
+    recomputed_tokens: int = 0  # recomputed after preemption, output tokens included
+    reason: str | None = None  # why the cache was not read, if an option forbade it
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens read, shared or computed."""
+        return self.read_tokens + self.shared_tokens + self.computed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds; None where the request did not get that far."""
+
+    queue_s: float  # from arrival to its first step
+    ttft_s: float | None  # from arrival to the first output token
+    total_s: float  # from arrival to the end
+    decode_tokens_per_s: float | None  # output tokens after the first, per second
+    preemptions: int = 0
+    num_drafted: int = 0  # draft tokens verified
+    num_accepted: int = 0  # draft tokens accepted: output tokens without a step of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the OpenAI API reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion tokens."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of a finished request.
+
+    A failed request has `error` set, finish reason `error`, and the tokens it had produced. The text, token ids, logprobs and finish reason of the request are
+    those of its first completion.
+    """
+
+    request_id: int
+    prompt: str | None  # None when the prompt came as token ids
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    metrics: RequestMetrics
+    cache: CacheReport
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+    error: Exception | None = field(default=None, compare=False)
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output token ids of the first completion."""
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Log probabilities of the first completion's tokens; None unless requested."""
+        return self.completions[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first completion ended."""
+        return self.completions[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts; cached = read + shared."""
+        cached = self.cache.read_tokens + self.cache.shared_tokens
+        num_output = sum(len(completion.token_ids) for completion in self.completions)
+        return Usage(len(self.prompt_token_ids), num_output, cached)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """New tokens of one answer of a request, as one step produced them.
+
+    `text` and `logprobs` lag behind the tokens while the text may be the start of a stop string.
+    `output` is set when all answers of the request have ended. Unpacks to
+    (request_id, list of new token ids, whether the request has ended).
+    """
+
+    request_id: int
+    new_token_ids: tuple[int, ...]
+    output: RequestOutput | None = None
+    index: int = 0  # of the answer, 0..n-1
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None  # of this answer, when it has ended
+    cache: CacheReport | None = None  # with the first tokens of the first answer
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.request_id, list(self.new_token_ids), self.output is not None))

@@ -1,0 +1,212 @@
+"""One request in flight: what is sent to the engine, its output stream and its prompt cache usage."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ramify.cache.key import CacheKey
+from ramify.engine.serving.streams import Stream
+from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
+from ramify.params import SamplingParams
+from ramify.server.cache_miss import CacheMiss
+from ramify.server.prompt_renderer import RenderedPrompt
+from ramify.server.request_history import HistoryEntry
+from ramify.server.tenants import Caller
+from ramify.server.tool_calls import ToolCallFormat, ToolParsing, stop_after_call
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request of any API, translated for the engine."""
+
+    prompt: RenderedPrompt
+    params: SamplingParams
+    history_entry: HistoryEntry
+    salt: str = ""
+    priority: int = 0
+    is_prewarm: bool = False  # compute and cache the prompt; the response has no text
+    is_chat: bool = False  # a later request may send the answer back as a message
+    tool_parsing: ToolParsing | None = None  # None: the answers are plain text
+
+    @property
+    def max_shared(self) -> int | None:
+        """Prompt tokens that may stay cached for other requests; None: all."""
+        return self.history_entry.max_shared
+
+
+def build_chat_generation(
+    prompt: RenderedPrompt,
+    params: SamplingParams,
+    history_entry: HistoryEntry,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    tool_format: ToolCallFormat,
+    forces_call: bool,
+    single_call: bool,
+    salt: str,
+    priority: int,
+    is_prewarm: bool,
+) -> GenerationRequest:
+    """The request of a conversation of any API; decides whether and how tool calls are parsed.
+
+    Args:
+        tools: definitions of functions; empty if the model must not call any.
+        forces_call: `params.structured` allows nothing but a call.
+        single_call: at most one call; the answer ends after it if the format has an end delimiter.
+    """
+    tool_parsing = None
+    if tools:
+        names = tuple(tool["function"]["name"] for tool in tools)
+        tool_parsing = ToolParsing(tool_format, names, is_forced=forces_call, is_single=single_call)
+        if single_call and not forces_call:
+            params = stop_after_call(params, tool_format)
+    return GenerationRequest(
+        prompt=prompt,
+        params=params,
+        history_entry=history_entry,
+        salt=salt,
+        priority=priority,
+        is_prewarm=is_prewarm,
+        is_chat=True,
+        tool_parsing=tool_parsing,
+    )
+
+
+def sampling_filters(
+    temperature: float | None, top_k: int | None, top_p: float | None
+) -> dict[str, Any]:
+    """Keyword arguments of `SamplingParams`. Clients may send `top_p=0` (greedy), `top_k<=0` (off)."""
+    return {
+        "temperature": 1.0 if temperature is None else temperature,
+        "top_k": top_k if top_k is not None and top_k > 0 else None,
+        "top_p": 1.0 if top_p is None else max(top_p, 1e-9),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """`usage.ramify_cache`: `read + shared + computed` is the length of the prompt in tokens."""
+
+    read: int  # from the cache
+    shared: int  # computed by another request at the same time
+    computed: int
+    written: int  # computed tokens that stay cached for others: whole pages only
+    miss: CacheMiss | None
+
+    @property
+    def cached(self) -> int:
+        """Tokens that this request did not have to compute."""
+        return self.read + self.shared
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object of a response."""
+        payload: dict[str, Any] = {
+            "read": self.read,
+            "shared_in_flight": self.shared,
+            "computed": self.computed,
+            "written": self.written,
+        }
+        return payload | ({} if self.miss is None else {"miss": self.miss.as_json()})
+
+
+@dataclass(slots=True)
+class Generation:
+    """A request that the engine has accepted; iterate over it once.
+
+    `cache` is set from the first event on, `output` by the last one.
+    """
+
+    id: str
+    request: GenerationRequest
+    caller: Caller
+    created: int  # Unix seconds
+    events: Stream
+    first_output: StepOutput | None
+    miss: CacheMiss | None
+    page_size: int
+    publishes: bool = True  # the prefix cache is on
+    cache: CacheUsage | None = None
+    output: RequestOutput | None = None
+    on_end: list[Callable[[Generation], None]] = field(default_factory=list)
+    after_end: Callable[[Generation], Awaitable[None]] | None = None  # only after a complete output
+    on_event: list[Callable[[Generation, StepOutput], None]] = field(default_factory=list)
+    num_output: int = 0  # tokens so far, of all choices
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.first_output is not None:
+            self._record(self.first_output)
+
+    async def __aiter__(self) -> AsyncIterator[StepOutput]:
+        """Yield events until the last choice has ended."""
+        try:
+            if self.first_output is not None:
+                yield self.first_output
+            async for event in self.events:
+                yield self._record(event)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Abort the request if it is live, then call the `on_end` listeners. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            try:
+                await self.events.aclose()
+            finally:
+                for call in self.on_end:
+                    call(self)
+            if self.after_end is not None and self.output is not None:
+                await self.after_end(self)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that this request did not have to compute, as far as is known."""
+        return 0 if self.cache is None else self.cache.cached
+
+    def page_hashes(self) -> list[int]:
+        """Chained hashes of the prompt's whole pages, the first 64 bits of each."""
+        key = CacheKey(self.request.prompt.ids, self.caller.tenant.encode("utf-8", "surrogatepass"))
+        hashes = key.page_hashes(self.page_size)
+        return [int.from_bytes(page_hash[:8], "big") for page_hash in hashes]
+
+    def raise_error(self, index: int | None = None) -> None:
+        """Raise the error that ended the request, or that ended choice `index`, if there is one."""
+        if self.output is not None and self.output.error is not None:
+            reasons = [completion.finish_reason for completion in self.output.completions]
+            if index is None or reasons[index] is FinishReason.ERROR:
+                raise self.output.error
+
+    async def wait(self) -> RequestOutput:
+        """Consume all events; returns the complete output."""
+        async for _ in self:
+            pass
+        assert self.output is not None, "the engine ends every request"
+        return self.output
+
+    def _record(self, event: StepOutput) -> StepOutput:
+        self.num_output += len(event.new_token_ids)
+        if event.output is not None:
+            self.output = event.output
+            self.cache = self._cache_usage(event.output.cache)
+        elif self.cache is None and event.cache is not None:
+            self.cache = self._cache_usage(event.cache)
+        for call in self.on_event:
+            call(self, event)
+        return event
+
+    def _cache_usage(self, report: CacheReport) -> CacheUsage:
+        num_shareable, max_shared = len(self.request.prompt.ids), self.request.max_shared
+        if max_shared is not None:
+            num_shareable = min(num_shareable, max_shared)
+        num_publishable = num_shareable // self.page_size * self.page_size if self.publishes else 0
+        cached = report.read_tokens + report.shared_tokens
+        return CacheUsage(
+            read=report.read_tokens,
+            shared=report.shared_tokens,
+            computed=report.computed_tokens,
+            written=max(0, min(num_publishable, cached + report.computed_tokens) - cached),
+            miss=self.miss,
+        )

@@ -1,0 +1,279 @@
+"""Completion requests to generation requests, and their response: plain prompts, no chat template."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ramify.outputs import TokenLogprob
+from ramify.server.errors import ApiError
+from ramify.server.generation import CacheUsage, Generation, GenerationRequest
+from ramify.server.http.wire import convert_value
+from ramify.server.openai.chat_response import FINISH_REASONS, MIN_LOGPROB, usage_json
+from ramify.server.openai.options import (
+    compared_options,
+    limit_breakpoints,
+    max_shared_tokens,
+    sampling_params,
+)
+from ramify.server.openai.protocol import CompletionRequest, StreamOptions
+from ramify.server.prompt_renderer import RenderedPrompt
+from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.service import Service
+
+MAX_COMPLETION_PROMPTS = 128
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
+
+
+def completion_to_generations(
+    request: CompletionRequest, service: Service
+) -> list[GenerationRequest]:
+    """Translate a completion request: one generation request for each prompt.
+
+    Raises:
+        ApiError, RequestError: it cannot be served.
+    """
+    model = service.check_model(request.model)
+    if request.suffix:
+        raise ApiError(400, "suffix is not served; leave it out", param="suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ApiError(400, "best_of other than n is not served", param="best_of")
+    limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.is_prewarm:
+        limit = 1
+    others: dict[str, Any] = {}
+    if request.logprobs is not None:
+        others["logprobs"] = request.logprobs
+        if request.echo:
+            others["prompt_logprobs"] = request.logprobs
+    if limit == 0 and not request.echo:
+        raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
+    params = sampling_params(request, max_tokens=max(1, limit), **others)
+    prompts = _prompts(request.prompt)
+    if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with {params.n} answers each; the limit is "
+            f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
+            param="n",
+        )
+    generation_requests = []
+    for text_or_ids in prompts:
+        if isinstance(text_or_ids, str):
+            special = request.add_special_tokens
+            ids = encode_text(text_or_ids, service, add_special_tokens=special)
+        else:
+            ids = _token_ids(text_or_ids)
+        prompt = limit_breakpoints(RenderedPrompt(ids, num_stable_tokens=len(ids)), request)
+        entry = HistoryEntry(
+            model=model,
+            options=compared_options(request),
+            tools=(),
+            system="",
+            messages=(canonical_json(text_or_ids),),
+            prompt=prompt,
+            paths=("prompt",),
+            max_shared=max_shared_tokens(prompt, request),
+        )
+        generation_requests.append(
+            GenerationRequest(
+                prompt=prompt,
+                params=params,
+                history_entry=entry,
+                salt=request.cache_salt or "",
+                priority=request.priority,
+                is_prewarm=request.is_prewarm,
+            )
+        )
+    return generation_requests
+
+
+def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> array[int]:
+    """Tokenise a plain prompt.
+
+    Raises:
+        ApiError, RequestError: it is longer than any context, or not valid Unicode.
+    """
+    service.check_prompt_bytes(len(text), "prompt")
+    service.check_prompt_bytes(len(text.encode("utf-8", "replace")), "prompt")
+    return service.tokenizer.encode(text, add_special_tokens)
+
+
+def _token_ids(ids: Sequence[object]) -> array[int]:
+    token_ids = convert_value(ids, list[int])
+    invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
+    if invalid is not None:
+        raise ApiError(400, f"{invalid} is no token id", param="prompt")
+    return array("i", token_ids)
+
+
+def _prompts(prompt: str | list[Any]) -> list[Any]:
+    """The prompts of a completion request: texts, or lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "there is no prompt", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise ApiError(400, "prompts must be all texts or all lists of token ids", param="prompt")
+    if kinds == {int}:
+        return [prompt]
+    if not all(prompt):
+        raise ApiError(400, "a prompt is empty", param="prompt")
+    if len(prompt) > MAX_COMPLETION_PROMPTS:
+        raise ApiError(
+            400,
+            f"{len(prompt)} prompts, the limit is {MAX_COMPLETION_PROMPTS}; send several requests",
+            param="prompt",
+        )
+    return prompt
+
+
+class CompletionResponseBuilder:
+    """Builds the response to a completion request from its generations, one for each prompt.
+
+    Choice `index` is answer `index % n` to prompt `index // n`.
+    """
+
+    def __init__(
+        self, service: Service, request: CompletionRequest, generations: Sequence[Generation]
+    ) -> None:
+        self.service, self.request, self.generations = service, request, generations
+        self.id, self.created = generations[0].id, generations[0].created
+        self.is_prewarm = generations[0].request.is_prewarm
+        self.num_tokens = 0
+        self._text_offsets: dict[int, int] = {}  # choice -> characters that have a `text_offset`
+
+    def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.generations[0].request.history_entry.model,
+            "system_fingerprint": self.service.fingerprint,
+            "choices": [] if self.is_prewarm else choices,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = sum(len(generation.request.prompt.ids) for generation in self.generations)
+        usages = [
+            generation.cache for generation in self.generations if generation.cache is not None
+        ]
+        if not usages:
+            return usage_json(None, num_prompt, self.num_tokens)
+        total = CacheUsage(
+            read=sum(usage.read for usage in usages),
+            shared=sum(usage.shared for usage in usages),
+            computed=sum(usage.computed for usage in usages),
+            written=sum(usage.written for usage in usages),
+            miss=next((usage.miss for usage in usages if usage.miss is not None), None),
+        )
+        return usage_json(total, num_prompt, self.num_tokens)
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield `text_completion` chunks, prompt after prompt."""
+        options = self.request.stream_options or StreamOptions()
+        async for index, choice in self._choices():
+            payload = self._base([choice | {"index": index}])
+            if options.include_usage:
+                payload["usage"] = self._usage() if options.continuous_usage_stats else None
+            yield payload
+        if options.include_usage:
+            yield self._base([]) | {"usage": self._usage()}
+
+    async def body(self) -> dict[str, Any]:
+        """Wait for the end; returns the `text_completion`."""
+        choices: dict[int, dict[str, Any]] = {}
+        async for index, piece in self._choices():
+            choice = choices.setdefault(
+                index, piece | {"index": index, "text": "", "logprobs": None}
+            )
+            choice["text"] += piece["text"]
+            choice["finish_reason"] = piece["finish_reason"]
+            if piece["logprobs"] is not None:
+                earlier = choice["logprobs"] or {name: [] for name in piece["logprobs"]}
+                choice["logprobs"] = {
+                    name: earlier[name] + values for name, values in piece["logprobs"].items()
+                }
+        return self._base([choices[index] for index in sorted(choices)]) | {"usage": self._usage()}
+
+    async def _choices(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Yield the index of a choice with its new text, prompt after prompt."""
+        per_prompt, shows_answer = self.request.n or 1, self.request.max_tokens != 0
+        for number, generation in enumerate(self.generations):
+            first_index = number * per_prompt
+            if self.is_prewarm:
+                await generation.wait()
+                generation.raise_error()
+                continue
+            if self.request.echo and self.request.logprobs is not None:
+                # The prompt's logprobs arrive with the last event and come first in the response.
+                await generation.wait()
+                generation.raise_error()
+                for index in range(per_prompt):
+                    yield first_index + index, self._echoed(generation, index, first_index)
+                continue
+            begun: set[int] = set()
+            async for event in generation:
+                index = first_index + event.index
+                text = event.text if shows_answer else ""
+                if self.request.echo and event.index not in begun:
+                    text = self._prompt_text(generation) + text
+                begun.add(event.index)
+                finish = None
+                if event.finish_reason is not None:
+                    generation.raise_error(event.index)
+                    finish = FINISH_REASONS[event.finish_reason]
+                self.num_tokens += len(event.new_token_ids) * shows_answer
+                logprobs = self._logprobs(index, event.logprobs)
+                yield index, {"text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _echoed(self, generation: Generation, index: int, first_index: int) -> dict[str, Any]:
+        """A prompt with its whole answer, and the logprobs of both."""
+        output = generation.output
+        assert output is not None
+        answer = output.completions[index]
+        text = self._prompt_text(generation)
+        logprobs: list[TokenLogprob | None] = list(output.prompt_logprobs or ())
+        if self.request.max_tokens != 0:
+            text += answer.text
+            logprobs += answer.logprobs or ()
+            self.num_tokens += len(answer.token_ids)
+        first_token = int(generation.request.prompt.ids[0])
+        return {
+            "text": text,
+            "logprobs": self._logprobs(first_index + index, logprobs, first_token=first_token),
+            "finish_reason": FINISH_REASONS[answer.finish_reason],
+        }
+
+    def _prompt_text(self, generation: Generation) -> str:
+        return self.service.tokenizer.decode(generation.request.prompt.ids)
+
+    def _logprobs(
+        self, index: int, logprobs: Sequence[TokenLogprob | None], *, first_token: int = 0
+    ) -> dict[str, Any] | None:
+        """`logprobs` of tokens. None stands for the first token of a prompt, which has none."""
+        if self.request.logprobs is None:
+            return None
+        token_text = self.service.tokenizer.token_text
+        payload: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for logprob in logprobs:
+            text = token_text(first_token if logprob is None else logprob.token_id)
+            offset = self._text_offsets.get(index, 0)
+            self._text_offsets[index] = offset + len(text)
+            payload["tokens"].append(text)
+            payload["text_offset"].append(offset)
+            if logprob is None:
+                payload["token_logprobs"].append(None)
+                payload["top_logprobs"].append(None)
+            else:
+                payload["token_logprobs"].append(max(logprob.logprob, MIN_LOGPROB))
+                top = {token_text(token): value for token, value in logprob.top.items()}
+                payload["top_logprobs"].append(top)
+        return payload

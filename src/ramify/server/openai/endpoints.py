@@ -1,0 +1,215 @@
+"""Handlers of the OpenAI endpoints, and of `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+
+from ramify.server.context import RequestContext, cache_header
+from ramify.server.errors import ApiError
+from ramify.server.http.wire import DONE, sse_event, sse_response
+from ramify.server.openai.chat_request import chat_to_generation
+from ramify.server.openai.chat_response import ChatResponseBuilder
+from ramify.server.openai.completions import (
+    CompletionResponseBuilder,
+    completion_to_generations,
+    encode_text,
+)
+from ramify.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from ramify.server.openai.responses_request import StoredResponse, response_to_generation
+from ramify.server.openai.responses_response import ResponsesResponseBuilder
+from ramify.server.service import Service
+
+
+async def chat_completions(context: RequestContext) -> Response:
+    """POST /v1/chat/completions."""
+    request = await context.body(ChatRequest)
+    generation_request = await context.in_prompt_thread(
+        chat_to_generation, request, context.service, context.caller.tenant
+    )
+    generation = await context.start(generation_request, prefix="chatcmpl-")
+    builder = ChatResponseBuilder(context.service, request, generation)
+    if request.stream:
+        return _stream(context, builder.chunks())
+    return context.json(await context.until_done_or_disconnect(builder.body()))
+
+
+async def completions(context: RequestContext) -> Response:
+    """POST /v1/completions; a prompt of the list is a generation of its own."""
+    request = await context.body(CompletionRequest)
+    generation_requests = await context.in_prompt_thread(
+        completion_to_generations, request, context.service
+    )
+    generations = await context.until_done_or_disconnect(
+        context.service.start_all(generation_requests, context.caller, prefix="cmpl-")
+    )
+    context.generations.extend(generations)
+    builder = CompletionResponseBuilder(context.service, request, generations)
+    if request.stream:
+        return _stream(context, builder.chunks())
+    return context.json(await context.until_done_or_disconnect(builder.body()))
+
+
+def _stream(context: RequestContext, chunks: AsyncIterator[dict[str, Any]]) -> Response:
+    async def events() -> AsyncIterator[bytes]:
+        async for chunk in chunks:
+            yield sse_event(chunk)
+        yield DONE
+
+    def on_error(error: BaseException) -> bytes:
+        assert isinstance(error, ApiError)
+        return sse_event(error.openai()) + DONE
+
+    headers = context.headers | cache_header(context.generations)
+    return sse_response(events(), on_error=on_error, headers=headers)
+
+
+async def responses(context: RequestContext) -> Response:
+    """POST /v1/responses; stores the response unless the request says `store: false`."""
+    request = await context.body(ResponsesRequest)
+    service, tenant = context.service, context.caller.tenant
+    previous = None
+    if request.previous_response_id is not None:
+        previous = stored_response(
+            service, tenant, request.previous_response_id, "previous_response_id"
+        )
+    chat, generation_request = await context.in_prompt_thread(
+        response_to_generation, request, previous, service, tenant
+    )
+    generation = await context.start(generation_request, prefix="resp_")
+    builder = ResponsesResponseBuilder(service, request, chat, generation)
+
+    def store(body: Mapping[str, Any]) -> None:
+        stored = builder.stored_response(body)
+        if stored is not None:
+            entry = replace(generation_request.history_entry, response=stored)
+            service.history.put(tenant, generation.id, entry)
+
+    if not request.stream:
+        body = await context.until_done_or_disconnect(builder.body())
+        store(body)
+        return context.json(body)
+
+    async def events() -> AsyncIterator[bytes]:
+        async for event in builder.events():
+            if "response" in event and event["response"]["usage"] is not None:
+                store(event["response"])
+            yield sse_event(event, event["type"])
+
+    def on_error(error: BaseException) -> bytes:
+        assert isinstance(error, ApiError)
+        payload = error.openai()["error"]
+        return sse_event({"type": "error", "sequence_number": 0} | payload, "error")
+
+    headers = context.headers | cache_header(context.generations)
+    return sse_response(events(), on_error=on_error, headers=headers)
+
+
+def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
+    """Look up a stored response of this tenant.
+
+    Args:
+        param: the request's field, named in the error.
+
+    Raises:
+        ApiError: 404, it has expired or was never stored.
+    """
+    entry = service.history.get(tenant, name)
+    if entry is None or not isinstance(entry.response, StoredResponse):
+        raise ApiError(
+            404,
+            f"there is no response {name[:100]!r}; it has expired or was never stored",
+            param=param,
+        )
+    return entry.response
+
+
+async def get_response(context: RequestContext) -> Response:
+    """GET /v1/responses/{name}."""
+    name = context.request.path_params["name"]
+    stored = stored_response(context.service, context.caller.tenant, name, "response_id")
+    return context.json(stored.body)
+
+
+async def delete_response(context: RequestContext) -> Response:
+    """DELETE /v1/responses/{name}."""
+    name = context.request.path_params["name"]
+    stored_response(context.service, context.caller.tenant, name, "response_id")
+    context.service.history.forget(context.caller.tenant, name)
+    return context.json({"id": name, "object": "response", "deleted": True})
+
+
+async def list_models(context: RequestContext) -> Response:
+    """GET /v1/models."""
+    entries = [_model_entry(context.service, name) for name in context.service.names]
+    return context.json({"object": "list", "data": entries})
+
+
+async def get_model(context: RequestContext) -> Response:
+    """GET /v1/models/{name}."""
+    name = context.request.path_params["name"]
+    context.service.check_model(name)
+    return context.json(_model_entry(context.service, name))
+
+
+def _model_entry(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_s,
+        "owned_by": "ramify",
+        "root": service.model,
+        "max_model_len": service.max_model_len,
+    }
+
+
+async def tokenize(context: RequestContext) -> Response:
+    """POST /tokenize: token ids of a text, or of messages by chat template."""
+    request = await context.body(TokenizeRequest)
+    service = context.service
+    service.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "one of prompt and messages is needed", param="prompt")
+
+    def encode() -> Any:
+        if request.prompt is not None:
+            special = request.add_special_tokens
+            return encode_text(request.prompt, service, add_special_tokens=special)
+        chat = ChatRequest(messages=request.messages or [], tools=request.tools)
+        return chat_to_generation(
+            chat,
+            service,
+            context.caller.tenant,
+            add_generation_prompt=request.add_generation_prompt,
+        ).prompt.ids
+
+    token_ids = (await context.in_prompt_thread(encode)).tolist()
+    payload: dict[str, Any] = {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": service.max_model_len,
+    }
+    if request.return_token_strs:
+        payload["token_strs"] = [service.tokenizer.token_text(token) for token in token_ids]
+    return context.json(payload)
+
+
+async def detokenize(context: RequestContext) -> Response:
+    """POST /detokenize: the text of token ids."""
+    request = await context.body(DetokenizeRequest)
+    service = context.service
+    service.check_model(request.model)
+    wrong = next((token for token in request.tokens if not 0 <= token < 2**31), None)
+    if wrong is not None:
+        raise ApiError(400, f"{wrong} is no token id", param="tokens")
+    text = await context.in_prompt_thread(service.tokenizer.decode, request.tokens, False)
+    return context.json({"prompt": text})

@@ -1,0 +1,155 @@
+"""Options that all of OpenAI's endpoints share: sampling, response format, prompt cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from ramify.params import SamplingParams, StructuredOutput
+from ramify.server.errors import ApiError
+from ramify.server.generation import Generation, sampling_filters
+from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
+from ramify.server.prompt_renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
+from ramify.server.request_history import canonical_json
+from ramify.server.service import Service
+
+# Kinds of `PromptDifference` -> reasons of `prompt_cache_diagnostics`.
+DIFFERENCE_REASONS = {
+    "model": "model_changed",
+    "tools": "tools_changed",
+    "text_format": "text_format_changed",
+    "reasoning_effort": "reasoning_effort_changed",
+    "verbosity": "verbosity_changed",
+    "service_tier": "service_tier_changed",
+    "prompt_cache_key": "prompt_cache_key_changed",
+}
+
+
+def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any) -> SamplingParams:
+    """The sampling parameters of a request; `others` win over its response format.
+
+    Raises:
+        ApiError, InvalidParamsError: a value is out of range, or two exclude each other.
+    """
+    bias: dict[int, float] = {}
+    if request.logit_bias:
+        try:
+            bias = {int(token): value for token, value in request.logit_bias.items()}
+        except ValueError as error:
+            raise ApiError(400, "the keys must be token ids", param="logit_bias") from error
+    return SamplingParams(
+        **sampling_filters(request.temperature, request.top_k, request.top_p),
+        min_p=request.min_p or 0.0,
+        n=request.n or 1,
+        seed=None if request.seed is None else request.seed % 2**63,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        stop=[request.stop] if isinstance(request.stop, str) else request.stop or (),
+        stop_token_ids=request.stop_token_ids or (),
+        ignore_eos=request.ignore_eos,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=bias,
+        **{"structured": structured_output(request), **others},
+    )
+
+
+def structured_output(request: Sampling) -> StructuredOutput | None:
+    """The grammar that the answer must match; None if the request has none.
+
+    Raises:
+        ApiError: it has more than one.
+    """
+    grammars: list[StructuredOutput] = []
+    response_format = request.response_format
+    if response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
+            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
+        grammars.append(StructuredOutput(json_schema=response_format.json_schema.schema))
+    elif response_format is not None and response_format.type == "json_object":
+        grammars.append(StructuredOutput(json_object=True))
+    if request.regex is not None:
+        grammars.append(StructuredOutput(regex=request.regex))
+    if request.grammar is not None:
+        grammars.append(StructuredOutput(grammar=request.grammar))
+    if request.choice is not None:
+        grammars.append(StructuredOutput(choice=tuple(request.choice)))
+    if len(grammars) > 1:
+        raise ApiError(
+            400,
+            f"{len(grammars)} forms of the answer were asked for; one of response_format, regex, "
+            "grammar and choice is possible",
+            param="response_format",
+        )
+    return grammars[0] if grammars else None
+
+
+def breakpoint_ttl_s(request: Sampling) -> float:
+    """Seconds for which the breakpoints of a request are pinned."""
+    options = request.prompt_cache_options
+    if options is not None and options.ttl is not None:
+        return BREAKPOINT_TTL_S[options.ttl]
+    return BREAKPOINT_TTL_S["24h" if request.prompt_cache_retention == "24h" else "30m"]
+
+
+def limit_breakpoints(prompt: RenderedPrompt, request: Sampling) -> RenderedPrompt:
+    """Keep the last `MAX_BREAKPOINTS` breakpoints, the implicit one at the prompt's end included.
+
+    The implicit one is cached in any case; it is pinned only if the request sets a lifetime.
+    """
+    options = request.prompt_cache_options or PromptCacheOptions()
+    if options.mode == "explicit":
+        return replace(prompt, breakpoints=prompt.breakpoints[-MAX_BREAKPOINTS:])
+    prompt = replace(prompt, breakpoints=prompt.breakpoints[-(MAX_BREAKPOINTS - 1) :])
+    if options.ttl is None and not options.prewarm and request.prompt_cache_retention != "24h":
+        return prompt
+    return prompt.with_breakpoint("prompt", breakpoint_ttl_s(request))
+
+
+def max_shared_tokens(prompt: RenderedPrompt, request: Sampling) -> int | None:
+    """How many prompt tokens may stay cached for other requests; None: all."""
+    options = request.prompt_cache_options
+    is_explicit = options is not None and options.mode == "explicit"
+    return prompt.max_shared_tokens(breakpoints_only=is_explicit)
+
+
+def compared_options(request: Sampling) -> dict[str, str]:
+    """The options that `first_difference` compares, by name."""
+    options = {
+        "prompt_cache_key": request.prompt_cache_key or "",
+        "cache_salt": request.cache_salt or "",
+    }
+    if isinstance(request, ChatRequest):
+        options["text_format"] = canonical_json(msgspec.to_builtins(request.response_format))
+        options["reasoning_effort"] = request.reasoning_effort or ""
+        options["verbosity"] = request.verbosity or ""
+        options["service_tier"] = request.service_tier or ""
+        options["chat_template_kwargs"] = canonical_json(request.chat_template_kwargs or {})
+    return options
+
+
+def diagnostics(
+    service: Service, request: Sampling, generation: Generation
+) -> dict[str, Any] | None:
+    """`prompt_cache_diagnostics`; None unless the request names a response to compare with."""
+    options = request.prompt_cache_options
+    if options is None or options.comparison_response_id is None:
+        return None
+    comparison = service.compare_with_earlier(generation, options.comparison_response_id)
+    if comparison is None:
+        return {"type": "comparison_response_not_found"}
+    if comparison.is_fully_reused:
+        return {"type": "cache_hit"}
+    difference = comparison.difference
+    if difference is None:
+        return {"type": "unavailable"}  # the same prompt, but its prefix was evicted
+    return {
+        "type": "cache_miss",
+        "reason": DIFFERENCE_REASONS.get(difference.kind, "input_changed"),
+        "cache_missed_tokens": difference.missed_tokens,
+        "comparison_reusable_tokens": difference.at_token,
+        "segment": difference.path,  # not a field of OpenAI's
+    }

@@ -1,0 +1,32 @@
+"""docs/options.md is what the code says."""
+
+import runpy
+from dataclasses import fields
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "options_table.py"
+TABLE = runpy.run_path(str(SCRIPT))
+
+
+def test_every_engine_option_has_help() -> None:
+    """Each field of each section carries the text that the command line and the table show."""
+    missing = [
+        option.name
+        for _, section in TABLE["engine_sections"]()
+        for option in fields(section)
+        if not option.metadata.get("help")
+    ]
+
+    assert not missing
+
+
+def test_every_flag_of_serve_has_help() -> None:
+    """Each flag says what it is for."""
+    missing = [name for name, flag in TABLE["serve_parameters"]().items() if not flag.help]
+
+    assert set(missing) <= {"help"}
+
+
+def test_the_table_is_up_to_date() -> None:
+    """`make options` changes nothing."""
+    assert TABLE["PAGE"].read_text(encoding="utf-8") == TABLE["page"](), "run `make options`"
