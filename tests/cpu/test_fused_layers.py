@@ -55,7 +55,7 @@ def ids(model: DenseDecoder, num_rows: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.randint(model.config.max_model_len, (num_rows,), generator=generator)
 
 
-def one_by_one(model: DenseDecoder, *args: Any) -> Tensor:
+def forward_unfused(model: DenseDecoder, *args: Any) -> Tensor:
     """`model.forward` without the fused layers."""
     fused_layers, model._fused_layers = model._fused_layers, None
     try:
@@ -74,7 +74,7 @@ def test_the_bits_are_those_of_the_operations_one_by_one(
     for num_rows in (1, 2, 97, 1, 5, 8, 33, 200, 3, 200):
         args = (*ids(model, num_rows), attend)
 
-        assert torch.equal(model.forward(*args), one_by_one(model, *args)), num_rows
+        assert torch.equal(model.forward(*args), forward_unfused(model, *args)), num_rows
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -82,7 +82,7 @@ def test_the_number_of_threads_may_change_between_two_passes(folder: Path, threa
     """Op lists are cached by number of rows and number of threads."""
     model, before = decoder(folder, "llama", "float32"), torch.get_num_threads()
     args = (*ids(model, 40), attend)
-    expected = one_by_one(model, *args)
+    expected = forward_unfused(model, *args)
     try:
         torch.set_num_threads(threads)
         hidden = model.forward(*args)
