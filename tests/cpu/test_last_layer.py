@@ -1,4 +1,4 @@
-"""Behind the K/V of the last layer, rows that nothing is drawn from are left out."""
+"""Last-layer pruning: beyond its K/V, the last layer is computed only for rows that are sampled from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ramify.engine.step import SampleSpec, StepPlan
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
 from ramify.params import SamplingParams
-from tests.cpu.test_chain import decoder, ids, one_by_one
-from tests.cpu.test_inline import outcome, plan_of, runner_of
+from tests.cpu.test_fused_attention import outcome, plan_of, runner_of
+from tests.cpu.test_fused_layers import decoder, forward_unfused, ids
 from tests.cpu.tiny_models import DENSE
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
@@ -28,226 +28,234 @@ pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("last")
+    return tmp_path_factory.mktemp("last_layer")
 
 
-class Wanting:
-    """Something like attention, row by row, that keeps what it was given."""
+class RecordingAttention:
+    """A row-wise stand-in for attention that records q, k and v of each layer.
 
-    def __init__(self, rows: list[int] | None, *, spoilt: int | None = None) -> None:
+    Args:
+        rows: `output_rows`; None: no such attribute.
+        nonfinite_row: a row whose v becomes infinite in the last layer.
+    """
+
+    def __init__(self, rows: list[int] | None, *, nonfinite_row: int | None = None) -> None:
         if rows is not None:
             self.output_rows = torch.tensor(rows, dtype=torch.int64)
-        self.given: list[tuple[Tensor, ...]] = []
-        self._spoilt = spoilt
+        self.calls: list[tuple[Tensor, ...]] = []
+        self._nonfinite_row = nonfinite_row
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._spoilt is not None and layer == 2:
-            v[self._spoilt, 0, 0] = torch.inf
-        self.given.append((q.clone(), k.clone(), v.clone()))
+        if self._nonfinite_row is not None and layer == 2:
+            v[self._nonfinite_row, 0, 0] = torch.inf
+        self.calls.append((q.clone(), k.clone(), v.clone()))
         group = q.shape[1] // k.shape[1]
-        wide = [one[:1].repeat_interleave(group, 1) for one in (k, v)]
-        return q * 0.5 + wide[0] * (layer + 1) + wide[1]
+        keys, values = (heads[:1].repeat_interleave(group, 1) for heads in (k, v))
+        return q * 0.5 + keys * (layer + 1) + values
 
 
-@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", DENSE)
-def test_rows_that_are_wanted_are_those_of_a_pass_of_all(
-    folder: Path, family: str, dtype: str, chained: bool
+def test_output_rows_equal_those_of_a_full_pass(
+    folder: Path, family: str, dtype: str, fused: bool
 ) -> None:
-    """And K and V of every row; the last layer is asked for the others' attention no more."""
+    """So do K and V of every row; the last layer gets queries of the output rows only."""
     model = decoder(folder, family, dtype)
 
     def run(*args: Any) -> Tensor:
-        return model.forward(*args) if chained else one_by_one(model, *args)
+        return model.forward(*args) if fused else forward_unfused(model, *args)
 
     for num_rows, rows in ((97, [3, 4, 90]), (200, [199]), (70, []), (5, [0, 1, 2, 3, 4])):
-        every, some = Wanting(None), Wanting(rows)
-        expected = run(*ids(model, num_rows), every)
+        full, pruned = RecordingAttention(None), RecordingAttention(rows)
+        expected = run(*ids(model, num_rows), full)
 
-        found = run(*ids(model, num_rows), some)
+        hidden = run(*ids(model, num_rows), pruned)
 
-        assert torch.equal(found[rows], expected[rows])
-        assert found.isfinite().all()
-        for layer, (one, other) in enumerate(zip(some.given, every.given, strict=True)):
-            assert torch.equal(one[1], other[1])
-            assert torch.equal(one[2], other[2])
-            assert torch.equal(one[0], other[0][rows] if layer == 2 else other[0])
+        assert torch.equal(hidden[rows], expected[rows])
+        assert hidden.isfinite().all()
+        for layer, (call, reference) in enumerate(zip(pruned.calls, full.calls, strict=True)):
+            assert torch.equal(call[1], reference[1])
+            assert torch.equal(call[2], reference[2])
+            assert torch.equal(call[0], reference[0][rows] if layer == 2 else reference[0])
 
 
-@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_row_left_in_the_cache_shows_if_it_is_not_finite(
-    folder: Path, dtype: str, chained: bool
-) -> None:
-    """Nothing else of the last layer would tell."""
+def test_a_pruned_row_with_nonfinite_kv_becomes_nan(folder: Path, dtype: str, fused: bool) -> None:
+    """Its hidden row would show nothing otherwise, as the rest of the last layer is not computed."""
     model = decoder(folder, "llama", dtype)
-    args = (*ids(model, 80), Wanting([79], spoilt=40))
+    args = (*ids(model, 80), RecordingAttention([79], nonfinite_row=40))
 
-    found = model.forward(*args) if chained else one_by_one(model, *args)
+    hidden = model.forward(*args) if fused else forward_unfused(model, *args)
 
-    broken = (~found.isfinite().all(-1)).nonzero()[:, 0].tolist()
-    assert broken == [40]
+    nan_rows = (~hidden.isfinite().all(-1)).nonzero()[:, 0].tolist()
+    assert nan_rows == [40]
 
 
-def test_a_model_of_one_layer_has_its_positions_looked_at(folder: Path) -> None:
-    """The last layer is the first one, too."""
+def test_a_model_of_one_layer_checks_positions(folder: Path) -> None:
+    """The pruned last layer is also the first, which checks positions."""
     model = decoder(folder, "llama", "float32")
     assert model._fused_layers is not None
-    only = type(model._fused_layers)(
+    one_layer = type(model._fused_layers)(
         model._fused_layers._layers[:1],
         num_heads=model._fused_layers._num_heads,
         head_dim=model._fused_layers._head_dim,
     )
     _, positions = ids(model, 6)
     hidden = torch.randn(6, model.config.hidden_size)
-    expected = only.run(hidden.clone(), positions, Wanting(None))
+    expected = one_layer.run(hidden.clone(), positions, RecordingAttention(None))
 
-    found = only.run(hidden.clone(), positions, Wanting([2]))
+    pruned = one_layer.run(hidden.clone(), positions, RecordingAttention([2]))
 
-    assert torch.equal(found[2], expected[2])
+    assert torch.equal(pruned[2], expected[2])
     positions[4] = model.config.max_model_len
     with pytest.raises(IndexError, match="positions must be in"):
-        only.run(hidden, positions, Wanting([2]))
+        one_layer.run(hidden, positions, RecordingAttention([2]))
 
 
-def drawing(plan: StepPlan, drawn: list[tuple[int, int]]) -> StepPlan:
-    """With draws of requests (which, how many guesses) behind their last rows."""
+def sampling(plan: StepPlan, sampled: list[tuple[int, int]]) -> StepPlan:
+    """The plan with samples of requests: (request, draft tokens), from the request's last rows."""
     ends = plan.batch.cu_seqlens_q[1:].tolist()
-    draws = [
+    samples = [
         SampleSpec(seq, ends[seq] - 1 - num_drafts, 0, SamplingParams(), 0, None, (0,) * num_drafts)
-        for seq, num_drafts in drawn
+        for seq, num_drafts in sampled
     ]
-    return replace(plan, samples=tuple(draws), all_rows=False)
+    return replace(plan, samples=tuple(samples), all_rows=False)
 
 
 CASES: dict[str, list[StepPlan]] = {
-    "nothing is drawn": [drawing(plan_of([(0, 300)]), [])],
+    "no sample": [sampling(plan_of([(0, 300)]), [])],
     "the end of a prompt": [
-        drawing(plan_of([(0, 300)]), []),
-        drawing(plan_of([(300, 210)]), [(0, 0)]),
+        sampling(plan_of([(0, 300)]), []),
+        sampling(plan_of([(300, 210)]), [(0, 0)]),
     ],
     "decodes beside a chunk": [
-        drawing(plan_of([(20, 1), (0, 300), (600, 1), (13, 70)]), [(0, 0), (2, 0), (3, 0)])
+        sampling(plan_of([(20, 1), (0, 300), (600, 1), (13, 70)]), [(0, 0), (2, 0), (3, 0)])
     ],
-    "guesses beside a chunk": [drawing(plan_of([(20, 4), (0, 200), (300, 1)]), [(0, 3), (2, 0)])],
-    "a shared prefix": [drawing(plan_of([(512, 40)] * 4, shared=512), [(0, 0), (1, 0), (3, 0)])],
-    "somebody draws twice": [drawing(plan_of([(0, 90), (5, 2)]), [(0, 0), (0, 0), (1, 1)])],
+    "drafts beside a chunk": [sampling(plan_of([(20, 4), (0, 200), (300, 1)]), [(0, 3), (2, 0)])],
+    "a shared prefix": [sampling(plan_of([(512, 40)] * 4, shared=512), [(0, 0), (1, 0), (3, 0)])],
+    "a request samples twice": [sampling(plan_of([(0, 90), (5, 2)]), [(0, 0), (0, 0), (1, 1)])],
 }
 
 
-@pytest.mark.parametrize("backend", ["blocks, inline", "blocks", "blocked"])
+@pytest.mark.parametrize("backend", ["cpu, fused", "cpu, by layer", "blocked"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_that_are_drawn_from_are_those_of_the_whole_step(
+def test_sampled_rows_equal_those_of_a_full_step(
     folder: Path, case: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all of K/V; attention of the last layer has the rows of the draws alone."""
+    """So does all of K/V; the last layer's attention has the sampled rows only."""
     runner = runner_of(folder, "qwen3", dtype)
     if backend == "blocked":
         assert isinstance(runner.backend, CpuBackend)
         runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
-    elif backend == "blocks":
+    elif backend == "cpu, by layer":
         runner._inline = None
     plans = CASES[case]
-    whole = outcome(runner, [replace(plan, all_rows=True) for plan in plans])
-    asked = listen(runner, monkeypatch)
+    full = outcome(runner, [replace(plan, all_rows=True) for plan in plans])
+    last_positions = record_last_attention(runner, monkeypatch)
 
-    found = outcome(runner, plans)
+    pruned = outcome(runner, plans)
 
-    for plan, one, other in zip(plans, found, whole, strict=False):
-        rows = sorted({d.row + i for d in plan.samples for i in range(len(d.draft) + 1)})
-        assert torch.equal(one[rows], other[rows])
-        assert one.isfinite().all()
-        assert asked.pop(0) == (plan.batch.positions[rows].tolist() or None)
-    assert not asked
-    for one, other in zip(found[len(plans) :], whole[len(plans) :], strict=True):
-        assert torch.equal(one, other)
+    for plan, hidden, expected in zip(plans, pruned, full, strict=False):
+        rows = sorted(
+            {sample.row + i for sample in plan.samples for i in range(len(sample.draft) + 1)}
+        )
+        assert torch.equal(hidden[rows], expected[rows])
+        assert hidden.isfinite().all()
+        assert last_positions.pop(0) == (plan.batch.positions[rows].tolist() or None)
+    assert not last_positions
+    for plane, expected in zip(pruned[len(plans) :], full[len(plans) :], strict=True):
+        assert torch.equal(plane, expected)
 
 
-def listen(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[list[int] | None]:
-    """Positions of the rows of each step's last attention; None if there was none."""
-    found: list[list[int] | None] = []
-    ending, forward = runners.select_rows, runner.forward
+def record_last_attention(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> list[list[int] | None]:
+    """Positions of the rows of each step's pruned attention; None if there was none."""
+    recorded: list[list[int] | None] = []
+    select_rows, forward = runners.select_rows, runner.forward
 
-    def watched(*args: Any) -> Any:
-        batch = ending(*args)
-        found[-1] = batch.positions.tolist()
+    def recording_select_rows(*args: Any) -> Any:
+        batch = select_rows(*args)
+        recorded[-1] = batch.positions.tolist()
         return batch
 
-    def step(plan: StepPlan) -> Tensor:
-        found.append(None)
+    def recording_forward(plan: StepPlan) -> Tensor:
+        recorded.append(None)
         return forward(plan)
 
-    monkeypatch.setattr(runners, "select_rows", watched)
-    monkeypatch.setattr(runner, "forward", step)
-    return found
+    monkeypatch.setattr(runners, "select_rows", recording_select_rows)
+    monkeypatch.setattr(runner, "forward", recording_forward)
+    return recorded
 
 
-def test_few_rows_are_not_worth_it_and_a_step_made_by_hand_is_whole(folder: Path) -> None:
+def test_few_rows_are_not_pruned_and_a_hand_made_step_is_full(folder: Path) -> None:
+    """Pruning starts at `min_pruned_rows`; a `StepPlan` without samples has `all_rows`."""
     runner, plan = runner_of(folder, "llama", "float32"), plan_of([(0, 70), (300, 1)])
     assert plan.all_rows
-    few = drawing(plan_of([(0, 60), (300, 1)]), [(1, 0)])
-    for each in (plan, few):
-        assert runner.output_rows(each) is None
-    rows = runner.output_rows(drawing(plan, [(1, 0)]))
+    few = sampling(plan_of([(0, 60), (300, 1)]), [(1, 0)])
+    for unpruned in (plan, few):
+        assert runner.output_rows(unpruned) is None
+    rows = runner.output_rows(sampling(plan, [(1, 0)]))
     assert rows is not None
     assert rows.tolist() == [70]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_also_where_rows_need_not_be_exact(folder: Path, dtype: str) -> None:
-    """Operations of torch's own, layer by layer: close, and nothing left out of the K/V."""
+def test_pruning_with_plain_torch_operations(folder: Path, dtype: str) -> None:
+    """exact=False, layer by layer: results are close, and K/V of every row is computed."""
     decoder(folder, "qwen3", dtype)
     model = load_model(folder / "qwen3", dtype=dtype, exact=False, linear_strategy="plain")
     assert isinstance(model, DenseDecoder)
     assert model._fused_layers is None
     for num_rows, rows in ((97, [3, 4, 90]), (70, [])):
-        every, some = Wanting(None), Wanting(rows)
-        expected = model.forward(*ids(model, num_rows), every)
-        found = model.forward(*ids(model, num_rows), some)
-        close = 1e-5 if dtype == "float32" else 5e-2
-        torch.testing.assert_close(found[rows], expected[rows], rtol=close, atol=close)
-        assert found.isfinite().all()
-        assert [len(one[0]) for one in some.given] == [num_rows, num_rows, len(rows)]
-        assert [len(one[1]) for one in some.given] == [num_rows] * 3
+        full, pruned = RecordingAttention(None), RecordingAttention(rows)
+        expected = model.forward(*ids(model, num_rows), full)
+        hidden = model.forward(*ids(model, num_rows), pruned)
+        tolerance = 1e-5 if dtype == "float32" else 5e-2
+        torch.testing.assert_close(hidden[rows], expected[rows], rtol=tolerance, atol=tolerance)
+        assert hidden.isfinite().all()
+        assert [len(call[0]) for call in pruned.calls] == [num_rows, num_rows, len(rows)]
+        assert [len(call[1]) for call in pruned.calls] == [num_rows] * 3
 
 
 @pytest.mark.parametrize("num_tokens", [96, 99])
-def test_rows_of_padding_and_rows_to_finish_do_not_meet(folder: Path, num_tokens: int) -> None:
-    """Who needs padding computes all rows, also where none is needed for all of them."""
+def test_a_runner_that_pads_does_not_prune(folder: Path, num_tokens: int) -> None:
+    """With a row multiple every row is computed, also if the step is a multiple already."""
     runner = runner_of(folder, "llama", "float32")
-    plan = drawing(plan_of([(0, num_tokens)]), [(0, 0)])
+    plan = sampling(plan_of([(0, num_tokens)]), [(0, 0)])
     assert runner.output_rows(plan) is not None
     runner.row_multiple = 16
     assert runner.output_rows(plan) is None
     expected = outcome(runner, [replace(plan, all_rows=True)])
 
-    found = outcome(runner, [plan])
+    hidden = outcome(runner, [plan])
 
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(hidden[0], expected[0])
 
 
 @pytest.mark.parametrize("seqs", [(0, 1, 2), (0, 2)])
-def test_a_broken_row_is_told_of_whether_or_not_all_are_drawn_from(
+def test_a_nonfinite_row_fails_its_request_sampled_or_not(
     folder: Path, seqs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits tell of rows that are drawn from; hidden rows are looked at for the others."""
+    """Logits show it for sampled rows; hidden rows are checked for the others."""
     runner = runner_of(folder, "llama", "bfloat16")
-    plan = drawing(plan_of([(20, 1), (30, 1), (40, 1)]), [(seq, 0) for seq in seqs])
+    plan = sampling(plan_of([(20, 1), (30, 1), (40, 1)]), [(seq, 0) for seq in seqs])
     sound = LocalExecutor(runner).execute(plan)
     assert sorted(sound.sampled) == list(seqs)
     assert not sound.failed
     forward = runner.forward
 
-    def spoilt(plan: StepPlan) -> Tensor:
+    def damaged(plan: StepPlan) -> Tensor:
         hidden = forward(plan).clone()
         hidden[1, 3] = torch.inf
         return hidden
 
-    monkeypatch.setattr(runner, "forward", spoilt)
-    found = LocalExecutor(runner).execute(plan)
+    monkeypatch.setattr(runner, "forward", damaged)
+    result = LocalExecutor(runner).execute(plan)
 
-    assert list(found.failed) == [1]
-    assert "the hidden state of request 1 at position 30 is not finite" in str(found.failed[1])
-    assert found.sampled == {seq: sound.sampled[seq] for seq in seqs if seq != 1}
+    assert list(result.failed) == [1]
+    assert "the hidden state of request 1 at position 30 is not finite" in str(result.failed[1])
+    assert result.sampled == {seq: sound.sampled[seq] for seq in seqs if seq != 1}

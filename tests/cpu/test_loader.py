@@ -1,4 +1,4 @@
-"""Checkpoints: what is found, what is mapped, and what a broken one gets."""
+"""Checkpoints: finding and memory-mapping them, and errors for broken ones."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def rewrite(path: Path, **changes: Any) -> None:
     """Change tensors of a single-file checkpoint; None removes one."""
     weights: dict[str, Any] = load_file(path / "model.safetensors")
     weights |= {name.replace("__", "."): value for name, value in changes.items()}
-    kept = {name: value.clone() for name, value in weights.items() if value is not None}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: value.clone() for name, value in weights.items() if value is not None}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def edit_json(file: Path, **changes: Any) -> None:
@@ -40,35 +40,35 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
     """The number of files changes nothing."""
-    single = write_tiny_checkpoint(tmp_path / "one", "qwen2")
-    sharded = write_tiny_checkpoint(tmp_path / "three", "qwen2", shards=3)
+    single = write_tiny_checkpoint(tmp_path / "single", "qwen2")
+    sharded = write_tiny_checkpoint(tmp_path / "sharded", "qwen2", shards=3)
 
-    one, three = load(single), load(sharded)
+    weights, sharded_weights = load(single), load(sharded)
 
     assert len(list(sharded.glob("*.safetensors"))) == 3
-    assert one.keys() == three.keys()
-    assert all(torch.equal(one[name], three[name]) for name in one)
+    assert weights.keys() == sharded_weights.keys()
+    assert all(torch.equal(weights[name], sharded_weights[name]) for name in weights)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/maps")
 def test_weights_of_the_right_dtype_are_mapped_not_read(tmp_path: Path) -> None:
-    """Tensors point into the mapped file."""
+    """Tensors point into the memory-mapped file."""
     path = write_tiny_checkpoint(tmp_path, "llama")
 
     weights = load(path)
 
-    spans = []
+    mapped_ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(str(path / "model.safetensors")):
             start, stop = line.split()[0].split("-")
-            spans.append((int(start, 16), int(stop, 16)))
-    assert spans
+            mapped_ranges.append((int(start, 16), int(stop, 16)))
+    assert mapped_ranges
     for weight in weights.values():
-        assert any(start <= weight.data_ptr() < stop for start, stop in spans)
+        assert any(start <= weight.data_ptr() < stop for start, stop in mapped_ranges)
 
 
 def test_weights_are_converted_when_asked(tmp_path: Path) -> None:
-    """A bfloat16 checkpoint can be computed in float32, and the other way round."""
+    """A bfloat16 checkpoint can be loaded as float32 or bfloat16."""
     path = write_tiny_checkpoint(tmp_path, "llama", dtype="bfloat16")
     config = read_config(path)
 
@@ -88,8 +88,8 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     assert read_config(path).eos_token_ids == (2, 5)
 
 
-def test_tensors_that_follow_from_the_rest_are_ignored(tmp_path: Path) -> None:
-    """Rotary buffers of old files, and a head beside tied embeddings, do no harm."""
+def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
+    """Rotary buffers of old files, and an lm_head equal to the embedding that it is tied to."""
     path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     rewrite(
         path,
@@ -101,7 +101,7 @@ def test_tensors_that_follow_from_the_rest_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
-    """Either the weights or the configuration are wrong, and both give answers."""
+    """Either the weights or the configuration are wrong; loading either would give plausible answers."""
     path = write_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     rewrite(path, lm_head__weight=torch.zeros(300, 64))
 
@@ -109,8 +109,8 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Pat
         load(path)
 
 
-def test_one_whole_file_goes_before_shards_of_other_weights(tmp_path: Path) -> None:
-    """As in transformers: an index beside it is left over, whether its shards are there or not."""
+def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
+    """As in transformers: the index is a leftover, whether its shards exist or not."""
     path = write_tiny_checkpoint(tmp_path, "llama", shards=3)
     expected = {name: tensor + 1 for name, tensor in load(path).items()}
     save_file(expected, path / "model.safetensors")
@@ -125,7 +125,7 @@ def truncate(path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-100])
 
 
-def cut_to_nothing(path: Path) -> None:
+def empty_shard(path: Path) -> None:
     (path / "model-00002-of-00003.safetensors").write_bytes(b"")
 
 
@@ -150,15 +150,15 @@ def empty_index(path: Path) -> None:
     (path / INDEX).write_text("{}")
 
 
-def leave_the_directory(path: Path) -> None:
-    places = json.loads((path / INDEX).read_text())["weight_map"]
-    edit_json(path / INDEX, weight_map=places | {Q_PROJ: "../elsewhere.safetensors"})
+def point_outside_the_directory(path: Path) -> None:
+    shard_of = json.loads((path / INDEX).read_text())["weight_map"]
+    edit_json(path / INDEX, weight_map=shard_of | {Q_PROJ: "../elsewhere.safetensors"})
 
 
-def promise_too_much(path: Path) -> None:
-    places = json.loads((path / INDEX).read_text())["weight_map"]
+def index_a_missing_tensor(path: Path) -> None:
+    shard_of = json.loads((path / INDEX).read_text())["weight_map"]
     added = {"model.layers.9.x": "model-00001-of-00003.safetensors"}
-    edit_json(path / INDEX, weight_map=places | added)
+    edit_json(path / INDEX, weight_map=shard_of | added)
 
 
 def only_pickles(path: Path) -> None:
@@ -197,17 +197,17 @@ def fewer_layers(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (truncate, r"model-00002-of-00003.safetensors is corrupt or truncated .*download"),
-        (cut_to_nothing, r"model-00002-of-00003.safetensors is corrupt or truncated"),
+        (empty_shard, r"model-00002-of-00003.safetensors is corrupt or truncated"),
         (scramble_header, r"model-00002-of-00003.safetensors is corrupt or truncated"),
         (delete_shard, r"model-00003-of-00003.safetensors is missing \(1 of 3 shards"),
         (delete_index, rf"neither model.safetensors nor {INDEX}"),
         (break_index, rf"{INDEX} cannot be read"),
         (empty_index, "has no weight_map"),
-        (leave_the_directory, "not a file name"),
-        (promise_too_much, r"lacks the tensor model.layers.9.x"),
+        (point_outside_the_directory, "not a file name"),
+        (index_a_missing_tensor, r"lacks the tensor model.layers.9.x"),
         (only_pickles, r"pickled weights only \(pytorch_model.bin\).*safetensors"),
         (no_weights, "has no weights"),
         (no_config, "config.json is missing"),
@@ -218,19 +218,21 @@ def fewer_layers(path: Path) -> None:
         (fewer_layers, r"holds the tensor model.layers.2.* has no use for"),
     ],
 )
-def test_a_broken_checkpoint_gets_one_clear_error(tmp_path: Path, damage: Any, told: str) -> None:
-    """The message names the file, what is wrong with it, and the way out."""
+def test_a_broken_checkpoint_gets_one_clear_error(
+    tmp_path: Path, damage: Any, message: str
+) -> None:
+    """The message names the file, what is wrong and what to do."""
     path = write_tiny_checkpoint(tmp_path / "model", "llama", shards=3)
     damage(path)
 
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_model(path, store=ProbeStore(None))
 
     assert str(path) in str(caught.value)
 
 
 def test_a_wrong_shape_names_tensor_file_and_both_shapes(tmp_path: Path) -> None:
-    """Weights of another model under this configuration are found before anything runs."""
+    """Weights of another model are detected before anything runs."""
     path = write_tiny_checkpoint(tmp_path, "llama")
     rewrite(path, **{Q_PROJ.replace(".", "__"): torch.zeros(64, 32)})
 
@@ -238,8 +240,8 @@ def test_a_wrong_shape_names_tensor_file_and_both_shapes(tmp_path: Path) -> None
         load(path)
 
 
-def test_weights_without_a_use_are_not_dropped_silently(tmp_path: Path) -> None:
-    """A bias that the configuration denies would change the answers."""
+def test_unexpected_weights_are_refused(tmp_path: Path) -> None:
+    """Dropping a bias that the configuration does not have would change the answers."""
     path = write_tiny_checkpoint(tmp_path, "llama", attention_bias=True)
     edit_json(path / "config.json", attention_bias=False)
 
@@ -248,7 +250,7 @@ def test_weights_without_a_use_are_not_dropped_silently(tmp_path: Path) -> None:
 
 
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
-    """A quantised checkpoint that does not say so is recognised by its tensors."""
+    """A quantised checkpoint without a quantization_config is recognised by its tensors."""
     path = write_tiny_checkpoint(tmp_path, "llama")
     rewrite(path, **{Q_PROJ.replace(".", "__"): torch.zeros(64, 64, dtype=torch.int8)})
 
@@ -257,7 +259,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    """The message lists the possible ones."""
+    """The message lists the supported dtypes."""
     path = write_tiny_checkpoint(tmp_path, "llama")
     wrong: Any = "float64"
 
@@ -266,20 +268,20 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
 
 
 def test_directories_are_found(tmp_path: Path) -> None:
-    """A local directory is taken as it is, by string or by path."""
+    """A local directory is returned as it is, given as string or path."""
     assert find_checkpoint(tmp_path) == tmp_path
     assert find_checkpoint(str(tmp_path)) == tmp_path
 
 
 def test_a_cached_hub_model_is_found_by_its_name(tmp_path: Path) -> None:
-    """The snapshot in the hub's cache is used; in a process of its own, which reads the setting."""
+    """The snapshot in the hub's cache; in a new process, as huggingface_hub reads HF_HUB_CACHE on import."""
     entry = tmp_path / "models--some--model"
     snapshot = write_tiny_checkpoint(entry / "snapshots" / ("0" * 40), "llama")
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("0" * 40)
     code = "from ramify.models.loader import find_checkpoint; print(find_checkpoint('some/model'))"
 
-    answer = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path)},
         capture_output=True,
@@ -287,11 +289,11 @@ def test_a_cached_hub_model_is_found_by_its_name(tmp_path: Path) -> None:
         check=True,
     )
 
-    assert Path(answer.stdout.strip()).samefile(snapshot)
+    assert Path(result.stdout.strip()).samefile(snapshot)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("./nowhere", "there is no directory"),
         ("/nowhere/at/all", "there is no directory"),
@@ -301,18 +303,18 @@ def test_a_cached_hub_model_is_found_by_its_name(tmp_path: Path) -> None:
         ("nobody/never-cached", "hf download nobody/never-cached"),
     ],
 )
-def test_what_cannot_be_found_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+def test_a_missing_checkpoint_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     """No connection is opened; the message says what was looked for and what to do."""
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         find_checkpoint(name)
 
 
 def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """Naming the weights file itself is a common slip."""
+    """Naming the weights file instead of its directory raises."""
     path = write_tiny_checkpoint(tmp_path, "llama")
 
     with pytest.raises(CheckpointError, match="is a file"):

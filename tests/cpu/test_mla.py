@@ -24,7 +24,7 @@ from ramify.attention.sparse_index import IndexQuery, SparseIndex
 from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
-from ramify.models.deepseek import per_head_matmul
+from ramify.models.ops.functional import per_head_matmul
 
 CPU = torch.device("cpu")
 # (cached, new): first chunks, later chunks, decode, across and at the borders of chunks of 16

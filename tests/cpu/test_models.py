@@ -1,4 +1,4 @@
-"""The decoder against the reference implementation, for every family and variant."""
+"""Dense decoders against transformers for every family and variant, and the reading of config.json."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ VARIANTS: dict[str, tuple[TinyFamily, dict[str, Any]]] = {
 
 
 def dense_causal(config: ModelConfig) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Attention over the rows of one call, written as plainly as possible."""
+    """Causal attention over the rows of one call: softmax(q k^T * scale) v, without a cache."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * config.head_dim**-0.5
-        ages = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        distances = torch.arange(len(q))[:, None] - torch.arange(len(q))
         window = config.window_of(layer) or len(q)
-        hidden = (ages < 0) | (ages >= window)
-        weights = scores.masked_fill(hidden, -torch.inf).float().softmax(-1).to(q.dtype)
+        masked = (distances < 0) | (distances >= window)
+        weights = scores.masked_fill(masked, -torch.inf).float().softmax(-1).to(q.dtype)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     return attend
@@ -104,35 +104,35 @@ def random_tokens(seed: int, num_tokens: int, low: int = 6, high: int = 290) -> 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
-    """Every family and variant computes what the reference computes, exact or not."""
+    """Every family and variant, with exact=True and False, within 1e-4 of the largest logit."""
     family, overrides = VARIANTS[variant]
     path = write_tiny_checkpoint(tmp_path, family, seed=7, **overrides)
     tokens = torch.tensor(random_tokens(1, 100))
 
-    both = [our_logits(path, tokens, exact=exact) for exact in (True, False)]
+    results = [our_logits(path, tokens, exact=exact) for exact in (True, False)]
 
     with torch.inference_mode():
         expected = reference(path)(tokens[None]).logits[0]
-    for found in both:
-        assert found.dtype == torch.float32
-        assert found.shape == expected.shape
-        assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    for logits in results:
+        assert logits.dtype == torch.float32
+        assert logits.shape == expected.shape
+        assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     tmp_path: Path, family: TinyFamily
 ) -> None:
-    """Rounding happens at the places where the reference rounds, not more often."""
+    """Our error against float32 is at most 1.3 times that of transformers: no extra roundings."""
     path = write_tiny_checkpoint(tmp_path, family, dtype="bfloat16")
     tokens = torch.tensor(random_tokens(2, 60))
 
-    found = our_logits(path, tokens, "bfloat16")
+    logits = our_logits(path, tokens, "bfloat16")
 
     with torch.inference_mode():
         wide = reference(path)(tokens[None]).logits[0]
         narrow = reference(path, torch.bfloat16)(tokens[None]).logits[0].float()
-    error, reference_error = ((x - wide).square().mean().sqrt() for x in (found, narrow))
+    error, reference_error = ((x - wide).square().mean().sqrt() for x in (logits, narrow))
     assert error < 1.3 * reference_error
 
 
@@ -141,18 +141,18 @@ def test_float16_checkpoints_are_computed_in_float32(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "llama", dtype="float16")
     tokens = torch.tensor(random_tokens(2, 30))
 
-    found = our_logits(path, tokens, "auto")
+    logits = our_logits(path, tokens, "auto")
 
     with torch.inference_mode():
         expected = reference(path)(tokens[None]).logits[0]
-    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_continuations_depend_on_the_whole_context(tmp_path: Path, family: TinyFamily) -> None:
-    """Tiny checkpoints are fit to show faults: the first 16 of 100 tokens change every answer.
+    """Tiny checkpoints can reveal faults: replacing the first 16 of 100 tokens changes every answer.
 
-    And their answers vary, and are not decided by the last bits.
+    Their answers also vary, and near ties of the best logits are rare.
     """
     path = write_tiny_checkpoint(tmp_path, family)
     model = reference(path)
@@ -174,18 +174,18 @@ def test_continuations_depend_on_the_whole_context(tmp_path: Path, family: TinyF
 
     outcome = continuations(prompts)
     answers = outcome.sequences[:, 100:]
-    others = continuations(replaced).sequences[:, 100:]
-    shorter = continuations(prompts[:, 16:]).sequences[:, 84:]
+    of_replaced = continuations(replaced).sequences[:, 100:]
+    of_suffix = continuations(prompts[:, 16:]).sequences[:, 84:]
 
-    assert (answers != others).any(1).all()
-    assert (answers != shorter).any(1).all()
+    assert (answers != of_replaced).any(1).all()
+    assert (answers != of_suffix).any(1).all()
     best = torch.stack(outcome.logits).topk(2).values
     assert float((best[..., 0] - best[..., 1] < 1e-4).float().mean()) <= 0.005
     assert sum(len(answer.unique()) for answer in answers) / 20 > 5
 
 
 def hf_config(**changes: Any) -> dict[str, Any]:
-    """A Llama configuration; a value of `...` removes its entry."""
+    """A Llama config.json with changes; a value of `...` removes the field."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 100,
@@ -198,8 +198,8 @@ def hf_config(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (config | changes).items() if value is not ...}
 
 
-def test_absent_settings_mean_what_the_family_says() -> None:
-    """A short config.json is read as the reference reads it."""
+def test_absent_fields_get_the_familys_defaults() -> None:
+    """A short config.json is read as transformers reads it."""
     config = ModelConfig.from_hf(hf_config(), "test")
 
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
@@ -212,14 +212,14 @@ def test_absent_settings_mean_what_the_family_says() -> None:
 
 
 def test_model_type_stands_in_for_architectures() -> None:
-    """config.json files without `architectures` are understood."""
+    """A config.json without `architectures` is read by its `model_type`."""
     config = ModelConfig.from_hf(hf_config(architectures=..., model_type="llama"), "test")
 
     assert config.architecture == "LlamaForCausalLM"
 
 
 def test_windows_are_per_layer() -> None:
-    """Qwen's first `max_window_layers` layers see everything, the others a window."""
+    """Qwen's first `max_window_layers` layers have full attention, the others a sliding window."""
     config = ModelConfig.from_hf(
         hf_config(
             architectures=["Qwen2ForCausalLM"],
@@ -235,7 +235,7 @@ def test_windows_are_per_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
@@ -266,16 +266,16 @@ def test_windows_are_per_layer() -> None:
         ),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, Any], told: str) -> None:
-    """A setting that would change the numbers is refused, with its name and the file's."""
-    with pytest.raises(UnsupportedModelError, match=told) as caught:
+def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    """A setting that would change the results raises; the message names it and the file."""
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
         ModelConfig.from_hf(hf_config(**changes), "some/config.json")
 
     assert "some/config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
@@ -289,14 +289,14 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], told: str) -> Non
         ({"bos_token_id": "<s>"}, "bos_token_id '<s>'"),
     ],
 )
-def test_contradictions_are_told(changes: dict[str, Any], told: str) -> None:
-    """A broken config.json gets one clear message."""
-    with pytest.raises(CheckpointError, match=told):
+def test_broken_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+    """A missing, wrong or contradictory field raises; the message names it."""
+    with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf(hf_config(**changes), "config.json")
 
 
 def test_two_spellings_of_rotary_settings_must_agree() -> None:
-    """As transformers 4 wrote them, and 5; where they do not, nobody knows which one holds."""
+    """`rope_scaling` of transformers 4 and `rope_parameters` of 5: a contradiction raises."""
     llama3 = {
         "factor": 8.0,
         "low_freq_factor": 1.0,

@@ -1,1 +1,11 @@
-"""Where K/V bytes live: block tables (plain arrays) and pools (tensors)."""
+"""K/V cache memory: block tables (NumPy, no torch) and paged tensors (torch).
+
+Below `kernels` and `attention`, above `cache`; decides nothing about what is cached. Read in this order:
+
+- `block_table`: the pages of each live request, in order.
+- `layout`: K/V planes of a token, their shapes, reads and writes by slot.
+- `pool`: the tensors of all pages, planes and layers.
+- `quantize`: int8 and fp8 K/V, a scale for each token and head.
+- `flat_slots`: block table -> flat slot indices, on the device.
+- `huge_pages`: CPU tensors in 2 MB pages; weights use it too.
+"""

@@ -1,4 +1,4 @@
-"""Which pages each request reads, in order: one persistent array, rows updated in place."""
+"""Block tables: the pages of each live request, in order, in one persistent array [num_rows, max_pages]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ramify.errors import CacheError, ConfigError
 
 
 class RowAllocator:
-    """Hands out rows 0 .. capacity - 1, the smallest free one first, so that rows stay dense."""
+    """Allocates rows 0 .. capacity - 1, the smallest free row first, so that used rows stay dense."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -24,19 +24,19 @@ class RowAllocator:
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody holds."""
+        """Number of free rows."""
         return len(self._free)
 
     @property
     def rows(self) -> list[int]:
-        """The rows in use, ascending."""
+        """Rows in use, ascending."""
         return sorted(self._used)
 
     def allocate(self) -> int:
-        """The smallest free row.
+        """Take the smallest free row.
 
         Raises:
-            CacheError: every row is taken.
+            CacheError: every row is in use.
         """
         if not self._free:
             raise CacheError(
@@ -56,15 +56,15 @@ class RowAllocator:
             )
 
     def require(self, row: int) -> None:
-        """Raise CacheError unless somebody holds this row."""
+        """Raise CacheError unless this row is in use."""
         if row not in self._used:
             raise CacheError(f"row {row} is not in use; it was released before, or never allocated")
 
     def release(self, row: int) -> None:
-        """Give a row back.
+        """Free a row.
 
         Raises:
-            CacheError: nobody holds it.
+            CacheError: it is not in use.
         """
         self.require(row)
         self._used.discard(row)
@@ -72,14 +72,14 @@ class RowAllocator:
 
 
 class BlockTable(Protocol):
-    """Rows of pages for live requests, and how many tokens of each are there.
+    """A row of pages for each live request, and its length in tokens.
 
-    Plain integers and numpy on the host, whatever device the pool is on. A call that fails changes
+    Integers and NumPy on the host, whatever device the pool is on. A call that fails changes
     nothing; errors are CacheError, or what the source of pages raises.
     """
 
     page_size: int
-    array: NDArray[np.int32]  # [num_rows, max_pages]; written by the table alone
+    array: NDArray[np.int32]  # [num_rows, max_pages]; only the table writes to it
 
     @property
     def max_tokens(self) -> int:
@@ -88,31 +88,31 @@ class BlockTable(Protocol):
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that nobody holds."""
+        """Number of free rows."""
         ...
 
     def allocate(self, num_tokens: int = 0) -> int:
-        """The smallest free row, with room for `num_tokens`; its length is that."""
+        """Take the smallest free row, with pages for `num_tokens`, and set its length to that."""
         ...
 
     def allocate_all(self, lengths: Sequence[int]) -> list[int]:
-        """A row for each length in tokens: all of them, or an error and none."""
+        """Take a row for each length in tokens: all rows, or an error and none."""
         ...
 
     def update(self, row: int, num_tokens: int) -> None:
-        """Make a row `num_tokens` longer, with room for them; shorter if that is negative."""
+        """Lengthen a row by `num_tokens`, with pages for them; shorten it if negative."""
         ...
 
     def release(self, row: int) -> None:
-        """Empty a row and give it back."""
+        """Empty a row and free it."""
         ...
 
     def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """The pages of some rows, a copy: [len(rows), max_pages], -1 beyond the last of each."""
+        """A copy of the pages of `rows`: [len(rows), max_pages], -1 beyond a row's last page."""
         ...
 
     def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Tokens of some rows, as `allocate` and `update` were told: [len(rows)]."""
+        """Lengths of `rows` in tokens, as set by `allocate` and `update`: [len(rows)]."""
         ...
 
     def reset(self) -> None:
@@ -124,25 +124,24 @@ class PageSource(Protocol):
     """Where a table gets its pages; a `PrefixCache` is one."""
 
     def reserve(self, num_pages: int) -> Sequence[int]:
-        """So many pages, or an error and none."""
+        """Take `num_pages` pages: all, or an error and none."""
         ...
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Pages that were reserved become free."""
+        """Free reserved pages."""
         ...
 
 
 class PagedBlockTable:
-    """A `BlockTable` whose rows have any pages. Entries of `array` beyond a row's pages are -1.
+    """A `BlockTable` whose rows hold arbitrary pages. Entries of `array` beyond a row's pages are -1.
 
     With a `source` the table owns the pages of its rows: it reserves them as rows get longer and
-    gives them back, also those that were appended. Without one, somebody else owns them, as the
-    planner does, which keeps lengths of its own: pages come by `append`, and `update` is refused
-    beyond them.
+    gives them back, appended pages included. Without a source the caller owns them, as the planner
+    does: it adds pages by `append`, and `update` refuses a length beyond them.
 
     Args:
-        num_rows: requests that can hold a row at once.
-        max_pages: pages per row, at most.
+        num_rows: maximum number of live requests.
+        max_pages: maximum number of pages per row.
         page_size: tokens per page.
     """
 
@@ -159,7 +158,7 @@ class PagedBlockTable:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], page_size: int) -> PagedBlockTable:
-        """A table that holds exactly these rows."""
+        """A table with these pages in rows 0, 1, ..."""
         table = cls(max(1, len(rows)), max((len(pages) for pages in rows), default=1), page_size)
         for pages in rows:
             table.append(table.allocate(), pages)
@@ -172,7 +171,7 @@ class PagedBlockTable:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that nobody holds."""
+        """Number of free rows."""
         return self._rows.num_free
 
     def allocate(self, num_tokens: int = 0) -> int:
@@ -196,7 +195,7 @@ class PagedBlockTable:
         return rows
 
     def update(self, row: int, num_tokens: int) -> None:
-        """See `BlockTable.update`; pages that a shorter row does not need go back to the source."""
+        """See `BlockTable.update`; gives pages that a shorter row does not need back to the source."""
         self._rows.require(row)
         length = self._lengths[row] + num_tokens
         _check_length(length, self.max_tokens)
@@ -208,7 +207,7 @@ class PagedBlockTable:
         self._lengths[row] = length
 
     def release(self, row: int) -> None:
-        """Empty a row and give it back, and its pages to the source if there is one."""
+        """Empty a row and free it; gives its pages back to the source if there is one."""
         if self._source is not None:
             self._rows.require(row)
             self.truncate(row, 0)
@@ -230,10 +229,10 @@ class PagedBlockTable:
             self.release(row)
 
     def append(self, row: int, pages: Sequence[int]) -> None:
-        """Add pages at the end of a row.
+        """Append pages to a row.
 
         Raises:
-            CacheError: the row would get too long; it is unchanged.
+            CacheError: the row would have more than max_pages; it is unchanged.
         """
         start = self._num_pages[row]
         end = start + len(pages)
@@ -245,12 +244,12 @@ class PagedBlockTable:
         self._num_pages[row] = end
 
     def rewrite(self, row: int, start: int, pages: Sequence[int]) -> None:
-        """Replace the pages from index `start` on; the row's length stays."""
+        """Replace the pages at `start`, `start` + 1, ... of a row; their number does not change."""
         assert start + len(pages) <= self._num_pages[row]
         self.array[row, start : start + len(pages)] = pages
 
     def truncate(self, row: int, num_pages: int) -> None:
-        """Drop the pages of a row beyond the first `num_pages`."""
+        """Drop the pages of a row after the first `num_pages`."""
         assert 0 <= num_pages <= self._num_pages[row]
         if self._source is not None and num_pages < self._num_pages[row]:
             self._source.give_back(self.pages(row)[num_pages:])
@@ -259,13 +258,13 @@ class PagedBlockTable:
         self._lengths[row] = min(self._lengths[row], num_pages * self.page_size)
 
     def num_pages(self, row: int) -> int:
-        """Pages in a row."""
+        """Number of pages in a row."""
         return self._num_pages[row]
 
     def pages(self, row: int) -> list[int]:
         """The pages of a row, in order."""
-        found: list[int] = self.array[row, : self._num_pages[row]].tolist()
-        return found
+        pages: list[int] = self.array[row, : self._num_pages[row]].tolist()
+        return pages
 
     def _reserve(self, num_pages: int) -> Sequence[int]:
         if not num_pages:
@@ -279,13 +278,13 @@ class PagedBlockTable:
 
 
 class ContiguousBlockTable:
-    """A `BlockTable` whose row r always has pages r * max_pages and on: slots in one run.
+    """A `BlockTable` whose row r always has pages r * max_pages .. (r + 1) * max_pages - 1.
 
-    For what reserves the longest request in advance and shares nothing: a static cache, without a
-    tree, that attention reads like any other.
+    A static cache without a radix tree: it reserves the longest request in advance and shares
+    nothing; a request's slots are contiguous.
 
     Args:
-        num_rows: requests that can hold a row at once.
+        num_rows: maximum number of live requests.
         max_pages: pages of every row.
         page_size: tokens per page.
     """
@@ -302,7 +301,7 @@ class ContiguousBlockTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages that the pool must have."""
+        """Number of pages that the pool must have."""
         return self.array.size
 
     @property
@@ -312,7 +311,7 @@ class ContiguousBlockTable:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that nobody holds."""
+        """Number of free rows."""
         return self._rows.num_free
 
     def allocate(self, num_tokens: int = 0) -> int:
@@ -343,10 +342,10 @@ class ContiguousBlockTable:
     def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """See `BlockTable.view`."""
         index = _index(self._rows, rows)
-        found = self.array[index]
-        used = -(-self._lengths[index] // self.page_size)
-        found[np.arange(found.shape[1]) >= used[:, None]] = -1
-        return found
+        pages = self.array[index]
+        num_used = -(-self._lengths[index] // self.page_size)
+        pages[np.arange(pages.shape[1]) >= num_used[:, None]] = -1
+        return pages
 
     def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """See `BlockTable.lengths`."""
@@ -371,7 +370,8 @@ def _check_length(length: int, limit: int) -> None:
         )
 
 
-def _index(rows: RowAllocator, asked: Sequence[int]) -> NDArray[np.int64]:
-    for row in asked:
-        rows.require(row)
-    return np.fromiter(asked, np.int64, len(asked))
+def _index(allocator: RowAllocator, rows: Sequence[int]) -> NDArray[np.int64]:
+    """`rows` as an index array; CacheError unless all are in use."""
+    for row in rows:
+        allocator.require(row)
+    return np.fromiter(rows, np.int64, len(rows))

@@ -1,4 +1,4 @@
-"""What a token leaves behind in every layer, and where in a plane a slot's share of it lies."""
+"""`KVLayout`: the K/V planes of a token, their shapes and dtypes, and reads and writes of slots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ramify.errors import ConfigError, SlotOutOfRangeError
 from ramify.kv.quantize import SCALED_DTYPES
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-VECTOR_BYTES = 16  # of one vector load on a GPU
+VECTOR_BYTES = 16  # a vector load on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One named tensor per layer: `shape` for every token, in `dtype` (None: the pool's)."""
+    """A tensor per layer that holds `shape` elements of every token in `dtype` (None: the pool's)."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,15 +27,15 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What a token leaves behind in every layer, and in which order.
+    """The planes that each layer stores of a token, and their memory format.
 
-    A plane is `[pages, page_size, *shape]`. With `format="vectorised"` the planes `k` and `v` are
-    laid out for kernels that load vectors of x = 16 bytes: `k` is `[pages, heads, dim / x, page_size,
-    x]`, x elements of one token together; `v` is `[pages, heads, page_size / x, dim, x]`, x tokens
-    of one element together. All other planes stay as they are.
+        nhd          every plane  [pages, page_size, *shape]
+        vectorised   k            [pages, heads, dim / x, page_size, x]: x elements of one token
+                     v            [pages, heads, page_size / x, dim, x]: x tokens of one element
+                     other planes as in nhd
+        scales       <name>_scale [pages, page_size, *shape[:-1]] float32, for int8 and float8_e4m3fn
 
-    int8 and float8_e4m3fn planes have a plane of scales, `<name>_scale`, float32
-    `[pages, page_size, *shape[:-1]]`: one for each token and head.
+    x is the number of elements in 16 bytes, a vector load.
     """
 
     num_layers: int
@@ -64,10 +64,10 @@ class KVLayout:
     def mha(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, value_dim: int | None = None
     ) -> KVLayout:
-        """Keys and values per head: multi-head, grouped-query and multi-query attention.
+        """Planes `k` and `v` with heads: multi-head, grouped-query and multi-query attention.
 
         Args:
-            value_dim: width of a value, where it is not that of a key.
+            value_dim: width of a value; None: head_dim.
         """
         widths = {"k": head_dim, "v": head_dim if value_dim is None else value_dim}
         return cls(
@@ -76,45 +76,45 @@ class KVLayout:
 
     @classmethod
     def mla(cls, num_layers: int, latent_dim: int, rope_dim: int) -> KVLayout:
-        """One compressed vector for all heads, and the rotary part of the key beside it."""
+        """Planes `latent` and `rope`: one compressed vector for all heads, and the key's rotary part."""
         return cls(num_layers, (Plane("latent", (latent_dim,)), Plane("rope", (rope_dim,))))
 
     def with_index_key(self, dim: int) -> KVLayout:
-        """The same with an `index_key` plane, by which sparse attention selects tokens."""
+        """This layout with an `index_key` plane, by which sparse attention selects tokens."""
         return replace(self, planes=(*self.planes, Plane("index_key", (dim,))))
 
     def vectorised(self) -> KVLayout:
-        """The same, `k` and `v` in vectors of 16 bytes."""
+        """This layout with `k` and `v` in 16-byte vectors."""
         return replace(self, format="vectorised")
 
     def stored(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        """Every tensor of one layer in a pool of `dtype`: its planes, and those of their scales.
+        """The tensors of one layer in a pool of `dtype`: planes with their dtype, and planes of scales.
 
         Raises:
-            ConfigError: a plane would have a dtype that no pool stores.
+            ConfigError: a plane's dtype is not supported.
         """
-        found = []
+        tensors = []
         for plane in self.planes:
-            kept = dtype if plane.dtype is None else plane.dtype
-            if kept not in FLOAT_DTYPES and kept not in SCALED_DTYPES:
-                known = ", ".join(str(each) for each in (*FLOAT_DTYPES, *SCALED_DTYPES))
-                raise ConfigError(f"plane {plane.name} cannot be {kept}; use one of {known}")
-            found.append(replace(plane, dtype=kept))
-            if kept in SCALED_DTYPES:
-                found.append(Plane(f"{plane.name}_scale", plane.shape[:-1], torch.float32))
-        return tuple(found)
+            stored = dtype if plane.dtype is None else plane.dtype
+            if stored not in FLOAT_DTYPES and stored not in SCALED_DTYPES:
+                known = ", ".join(str(supported) for supported in (*FLOAT_DTYPES, *SCALED_DTYPES))
+                raise ConfigError(f"plane {plane.name} cannot be {stored}; use one of {known}")
+            tensors.append(replace(plane, dtype=stored))
+            if stored in SCALED_DTYPES:
+                tensors.append(Plane(f"{plane.name}_scale", plane.shape[:-1], torch.float32))
+        return tuple(tensors)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token over all layers, planes and scales, in a pool of `dtype`."""
+        """Bytes per token over all layers, planes and scales, in a pool of `dtype`."""
         return self.num_layers * sum(
             prod(plane.shape) * plane.dtype.itemsize for plane in self.stored(dtype) if plane.dtype
         )
 
     def tensor_shape(self, stored: Plane, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """The shape of a stored plane over `num_pages` pages.
+        """The shape of a plane of `stored` with `num_pages` pages.
 
         Raises:
-            ConfigError: vectors of 16 bytes do not divide it.
+            ConfigError: `dim` or `page_size` is not a multiple of the vectorised format's x.
         """
         if self.format == "nhd" or stored.name not in {"k", "v"}:
             return (num_pages, page_size, *stored.shape)
@@ -134,11 +134,11 @@ class KVLayout:
 
 
 def read_slots(name: str, plane: Tensor, slots: Tensor) -> Tensor:
-    """A dense copy of a plane at `slots` [n] int64: [n, *shape] in the plane's dtype.
+    """Gather a plane at `slots` [n] int64 into a dense copy [n, *shape] in the plane's dtype.
 
     Args:
-        name: of the plane; `k` and `v` differ in the vectorised layout.
-        plane: in either layout; only the vectorised one has five axes.
+        name: of the plane; `k` and `v` differ in the vectorised format.
+        plane: in either format; only the vectorised one has five axes.
 
     Raises:
         IndexError: a slot is outside the plane, on CPU.
@@ -154,13 +154,14 @@ def read_slots(name: str, plane: Tensor, slots: Tensor) -> Tensor:
 
 
 def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Scatter `values` [n, *shape], in the plane's dtype, to `slots` [n] int64 of a plane.
+    """Scatter `values` [n, *shape], in the plane's dtype, to `slots` [n] int64, in place.
 
     Raises:
         IndexError: a slot is outside the plane, on CPU.
     """
     if plane.dim() < 5:
-        if plane.dtype == torch.float8_e4m3fn:  # torch has no such copy on CPU: bytes are bytes
+        # torch cannot index float8 on CPU; bytes do as well.
+        if plane.dtype == torch.float8_e4m3fn:
             plane, values = plane.view(torch.uint8), values.view(torch.uint8)
         plane.flatten(0, 1).index_copy_(0, slots, values)
     elif name == "k":
@@ -173,10 +174,10 @@ def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None
 
 
 def _page_and_offset(slots: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of every slot.
+    """Page and offset of every slot, range-checked on CPU.
 
-    Indexing by several tensors would take a negative page for one counted from the end. On GPU a
-    check would wait for the device, and the last page, to which -1 leads, is the padding page.
+    Tensor indexing would count a negative page from the end. On GPU the check would need a host
+    sync; there slot -1 leads to the last page, which is the padding page.
     """
     if slots.device.type == "cpu" and len(slots):
         low, high = (int(bound) for bound in torch.aminmax(slots))

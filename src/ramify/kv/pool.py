@@ -1,4 +1,4 @@
-"""The tensors that hold K/V, page by page."""
+"""`KVPool`: the paged K/V tensors of all layers; write, gather, copy, erase."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ __all__ = ["KVLayout", "KVPool", "Plane"]
 
 
 class KVPool:
-    """Paged, non-contiguous K/V; one page id addresses every plane of every layer.
+    """Paged K/V tensors: a page id addresses the same page in every plane of every layer.
 
-    One page more than `num_pages` is allocated: `padding_page`, outside every count, takes the
-    writes of padding rows and is never read as content.
+    Allocates one page more than `num_pages`: padding rows write to `padding_page`, which is never read.
 
     Args:
-        layout: planes and layers.
+        layout: planes and number of layers.
         num_pages, page_size: at least 1 each.
-        dtype: of every plane that names none: float32, bfloat16, float16, or int8 and
+        dtype: of every plane without its own dtype: float32, bfloat16, float16, or int8 and
             float8_e4m3fn with scales (error bounds: `ramify.kv.quantize.quantize`).
         device: of every plane.
 
     Raises:
-        ConfigError: a size or dtype that cannot be stored, or not in this layout.
-        MemoryError: on CPU, there is no room for so many pages.
+        ConfigError: a size below 1, or a dtype or size that the layout cannot store.
+        MemoryError: on CPU, the pages do not fit in memory.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class KVPool:
             for plane in layout.stored(dtype)
         }
         self._planes = [
-            {name: _zeros(shape, kept, self.device) for name, (shape, kept) in shapes.items()}
+            {name: _zeros(shape, stored, self.device) for name, (shape, stored) in shapes.items()}
             for _ in range(layout.num_layers)
         ]
-        # one row per slot, where that is how a plane lies: the view costs as much as the checks
+        # Views with one row per slot, of float planes in nhd: making one costs as much as the checks.
         self._flat_planes = [
             {
                 name: plane.flatten(0, 1)
@@ -67,36 +66,35 @@ class KVPool:
 
     @property
     def padding_page(self) -> int:
-        """The extra page for padding rows."""
+        """Id of the extra page that padding rows write to."""
         return self.num_pages
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all planes and scales, the padding page included."""
+        """Bytes of all planes and scales, the padding page included."""
         return self.layout.token_bytes(self.dtype) * (self.num_pages + 1) * self.page_size
 
     def planes(self, layer: int) -> dict[str, Tensor]:
-        """The planes of one layer by name, scales among them; for shapes see `KVLayout`."""
+        """The planes and scales of one layer by name; for shapes see `KVLayout`."""
         return self._planes[layer]
 
     def write_kv(self, layer: int, slots: Tensor, **values: Tensor) -> None:
-        """Scatter the new tokens of one layer into their slots, in place.
+        """Scatter K/V of new tokens into their slots of one layer, in place.
 
-        Every token and head is quantised on its own where the plane has scales: its bits depend
-        neither on its neighbours nor on where it is written.
+        Planes with scales are quantised per token and head, so the stored bits do not depend on
+        other tokens.
 
         Args:
             slots: [tokens] int64; slot = page * page_size + offset.
-            values: one per plane of the layout, [tokens, *shape] in the plane's dtype, or in any
-                float dtype for a plane with scales.
+            values: one tensor per plane of the layout, [tokens, *shape] in the plane's dtype, or in
+                any float dtype for a plane with scales.
 
         Raises:
             ConfigError: names, shapes, dtypes or devices disagree; nothing was written.
-            IndexError: a slot is outside the planes (on CPU; on GPU nobody waits to look). Its
-                neighbours may have been written.
+            IndexError: a slot is outside the planes (checked on CPU only: on GPU it would need a host
+                sync). Other slots may have been written.
 
-        Two equal slots make the result undefined, except in the padding page where nobody
-        looks.
+        Two equal slots make the result undefined, except in the padding page, which is never read.
         """
         planes = self._planes[layer]
         if values.keys() != self._shapes.keys():
@@ -114,10 +112,10 @@ class KVPool:
                     f"{name} is {new.dtype} {tuple(new.shape)} on {new.device}; for {num_tokens} "
                     f"slots of a {plane.dtype} plane on {plane.device} it must have shape {shape}"
                 )
-        rows = self._flat_planes[layer]
+        flat_planes = self._flat_planes[layer]
         for name, new in values.items():
-            if name in rows:
-                rows[name].index_copy_(0, slots, new)
+            if name in flat_planes:
+                flat_planes[name].index_copy_(0, slots, new)
             elif planes[name].dtype in SCALED_DTYPES:
                 codes, scale = quantize(new, planes[name].dtype)
                 write_slots(name, planes[name], slots, codes)
@@ -128,52 +126,51 @@ class KVPool:
     def gather_kv(
         self, layer: int, slots: Tensor, out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Dense copies of one layer's planes at any slots, in any order, equal ones included.
+        """Gather one layer's planes at `slots` into dense tensors, dequantised.
 
         Args:
-            slots: [tokens] int64.
-            out: where to put them: one tensor per plane of the layout, [tokens, *shape] in any
-                float dtype. Without it new ones are made, in the plane's dtype, or in float32
-                where it has scales.
+            slots: [tokens] int64, in any order; slots may repeat.
+            out: one tensor per plane of the layout to write to, [tokens, *shape] in any float dtype.
+                None allocates them in the plane's dtype, or float32 if it has scales.
 
         Returns:
-            [tokens, *shape] by name: `out`, if given. Scales are multiplied in.
+            [tokens, *shape] by name: the tensors of `out`, if given.
 
         Raises:
-            ConfigError: `slots` or `out` do not fit; nothing was written.
+            ConfigError: shapes or dtypes of `slots` or `out` are wrong; nothing was written.
             IndexError: a slot is outside the planes (on CPU).
         """
         self._check_slots(slots)
         if out is not None:
             self._check_out(len(slots), out)
-        found = {}
+        gathered = {}
         planes = self._planes[layer]
         for name in self._shapes:
             dense = read_slots(name, planes[name], slots)
             if planes[name].dtype in SCALED_DTYPES:
                 scale = f"{name}_scale"
                 dense = dequantize(dense, read_slots(scale, planes[scale], slots))
-            found[name] = dense if out is None else out[name].copy_(dense)
-        return found
+            gathered[name] = dense if out is None else out[name].copy_(dense)
+        return gathered
 
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole pages in every plane of every layer, as if all were read before any is written.
+        """Copy page source[i] to target[i] in every plane of every layer; all reads come before writes.
 
         Raises:
-            ConfigError: the lists differ in length, a page is outside the pool, or a target is
-                named twice; nothing was copied.
+            ConfigError: the lists differ in length, a page is outside the pool, or a target page
+                occurs twice; nothing was copied.
         """
         if len(source) != len(target):
             raise ConfigError(f"{len(source)} source pages, {len(target)} target pages")
         if len(set(target)) != len(target):
             raise ConfigError(f"a target page is named twice in {list(target)}")
-        take, put = self._page_index(source), self._page_index(target)
+        source_index, target_index = self._page_index(source), self._page_index(target)
         for planes in self._planes:
             for plane in map(_as_indexable, planes.values()):
-                plane.index_copy_(0, put, plane.index_select(0, take))
+                plane.index_copy_(0, target_index, plane.index_select(0, source_index))
 
     def zero_pages(self, pages: Sequence[int]) -> None:
-        """Erase pages whose content must never be seen again, after a failed step.
+        """Fill pages with zeros in every plane of every layer: those that a failed step wrote.
 
         Raises:
             ConfigError: a page is outside the pool; nothing was erased.
@@ -184,12 +181,12 @@ class KVPool:
                 plane.index_fill_(0, index, 0)
 
     def _page_index(self, pages: Sequence[int]) -> Tensor:
-        listed = list(pages)
-        if listed and not 0 <= min(listed) <= max(listed) <= self.padding_page:
+        page_ids = list(pages)
+        if page_ids and not 0 <= min(page_ids) <= max(page_ids) <= self.padding_page:
             raise ConfigError(
-                f"pages {min(listed)} to {max(listed)} are not all in 0..{self.padding_page}"
+                f"pages {min(page_ids)} to {max(page_ids)} are not all in 0..{self.padding_page}"
             )
-        return torch.as_tensor(listed, dtype=torch.int64, device=self.device)
+        return torch.as_tensor(page_ids, dtype=torch.int64, device=self.device)
 
     def _check_slots(self, slots: Tensor) -> None:
         if slots.dtype != torch.int64 or slots.dim() != 1:
@@ -200,22 +197,22 @@ class KVPool:
     def _check_out(self, num_tokens: int, out: Mapping[str, Tensor]) -> None:
         if out.keys() != self._shapes.keys():
             raise ConfigError(f"out has {sorted(out)}, planes are {sorted(self._shapes)}")
-        for name, each in out.items():
+        for name, dense in out.items():
             shape = (num_tokens, *self._shapes[name])
-            if each.shape != shape or not each.dtype.is_floating_point:
+            if dense.shape != shape or not dense.dtype.is_floating_point:
                 raise ConfigError(
-                    f"out[{name!r}] is {each.dtype} {tuple(each.shape)}; it must be a float "
+                    f"out[{name!r}] is {dense.dtype} {tuple(dense.shape)}; it must be a float "
                     f"tensor of shape {shape}"
                 )
 
 
 def _as_indexable(plane: Tensor) -> Tensor:
-    """The plane, as bytes where torch cannot index its dtype on CPU."""
+    """The plane itself, or viewed as bytes: torch cannot index float8 on CPU."""
     return plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """Of memory that is there already: it must not be missed in the middle of a step."""
+    """Zeros in resident memory: written once now, so that no step runs out of memory later."""
     if device.type == "cpu" and dtype is not None:
         return huge_pages.zeros(shape, dtype).zero_()
     return torch.zeros(*shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What a decoder needs to know about itself, read from a Hugging Face `config.json`."""
+"""`ModelConfig`: sizes and variant of a decoder, read from a Hugging Face `config.json`. No torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class _FamilyDefaults:
-    """What a `config.json` of this architecture means where it says nothing."""
+    """Values of an architecture for fields that its `config.json` leaves out."""
 
     model_type: str
-    num_kv_heads: int | None = None  # None: as many as query heads
+    num_kv_heads: int | None = None  # None: num_heads
     head_dim: int | None = None  # None: hidden_size / num_heads
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
-    is_latent: bool = False  # DeepSeek: latent attention, experts
+    is_latent: bool = False  # DeepSeek: MLA, mixture of experts
 
 
 FAMILIES: dict[str, _FamilyDefaults] = {
@@ -51,29 +51,30 @@ FAMILIES: dict[str, _FamilyDefaults] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions turn queries and keys.
+    """Rotary embedding: base and scaling of its frequencies.
 
-    `dynamic` scaling changes nothing below `original_max_len` tokens, and no request gets longer,
-    so it is computed like `default`: frequencies that follow the length of a request would make
-    the keys of a shared prefix depend on who reads them.
+    `dynamic` is computed like `default`: it changes nothing below `original_max_len` tokens, and no
+    request gets longer. Frequencies that follow a request's length would also make the keys of a
+    shared prefix depend on the request.
     """
 
     theta: float
     scaling: RopeScaling = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, as are the next two
-    high_freq_factor: float = 1.0
-    original_max_len: int = 0
-    beta_fast: float = 32.0  # yarn only, as are the next two: turns within original_max_len
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0  # of cosines and sines
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 1.0  # llama3
+    original_max_len: int = 0  # llama3, yarn: context length of pre-training
+    beta_fast: float = 32.0  # yarn: turns within original_max_len
+    beta_slow: float = 1.0  # yarn: the same
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder: sizes, and which of the variants it uses.
+    """Sizes and variant of a decoder.
 
-    With `mla`, `head_dim` is the width of a query head, and there are no K/V heads to speak of.
+    With `mla`, `head_dim` is the width of a query head, and `num_kv_heads` equals `num_heads`: the
+    K/V cache holds one latent for all heads.
     """
 
     architecture: str
@@ -84,7 +85,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_model_len: int  # positions that the model was made for
+    max_model_len: int  # positions the model supports
     rms_norm_eps: float
     rope: RopeConfig
     attention_bias: bool = False  # on the q, k and v projections
@@ -93,7 +94,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm over each head of q and k
     tie_word_embeddings: bool = False
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
-    full_attention_layers: frozenset[int] = frozenset()  # layers that sliding_window spares
+    full_attention_layers: frozenset[int] = frozenset()  # layers without sliding_window
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     torch_dtype: str = "float32"
@@ -101,11 +102,11 @@ class ModelConfig:
     moe: MoeConfig | None = None
 
     def window_of(self, layer: int) -> int | None:
-        """Keys that a query of this layer sees, its own included; None means all before it."""
+        """Sliding window of this layer in tokens, the query's own included; None: full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a checkpoint of this model: Hugging Face name -> shape, in file order."""
+        """Shape of every tensor of a checkpoint of this model by Hugging Face name, in file order."""
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for layer in range(self.num_layers):
@@ -120,7 +121,7 @@ class ModelConfig:
         return shapes
 
     def is_float32(self, name: str) -> bool:
-        """Whether this tensor stays float32 whatever the others are."""
+        """Whether this tensor stays float32 whatever dtype the model has."""
         return name.endswith((".e_score_correction_bias", ".indexer.weights_proj.weight"))
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -160,15 +161,15 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
-        """The model that a parsed `config.json` describes.
+        """Read and check a parsed `config.json`.
 
         Args:
-            config: old style (`rope_theta`, `rope_scaling`, `torch_dtype`) or that of
-                transformers 5 (`rope_parameters`, `dtype`).
-            source: where it came from, for messages.
+            config: with the fields of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`)
+                or 5 (`rope_parameters`, `dtype`).
+            source: file name for error messages.
 
         Raises:
-            UnsupportedModelError: an architecture, or a setting of it, that is not built here.
+            UnsupportedModelError: the architecture, or one of its settings, is not supported.
             CheckpointError: a value is missing or contradicts another.
         """
         fields = ConfigFields(config, source)
@@ -211,8 +212,7 @@ class ModelConfig:
             raise CheckpointError(f"{source}: head_dim {head_dim} is odd; rotary needs pairs")
         if not config.get("is_causal", True):
             raise UnsupportedModelError(
-                f"{source}: is_causal is {config['is_causal']!r}; only decoders that see what lies "
-                "before a token are supported"
+                f"{source}: is_causal is {config['is_causal']!r}; only causal decoders are supported"
             )
         max_model_len = fields.count("max_position_embeddings")
         window, full_layers = _windows(fields, family, num_layers)
@@ -247,10 +247,10 @@ class ModelConfig:
 
 
 def token_ids(value: object, source: str) -> tuple[int, ...]:
-    """`eos_token_id` of a configuration file, which is null, one id or a list, as a tuple.
+    """The token ids of an `eos_token_id` field, which is null, an id or a list of ids.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: it is anything else.
     """
     ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
     for item in ids:
@@ -260,31 +260,31 @@ def token_ids(value: object, source: str) -> tuple[int, ...]:
 
 
 def _architecture(fields: ConfigFields) -> str:
-    """The first architecture named, or the one that `model_type` implies."""
+    """The first entry of `architectures`, else the architecture of `model_type`."""
     named = fields.config.get("architectures") or []
     if isinstance(named, list | tuple) and named:
-        found = str(named[0])
-        if found in FAMILIES:
+        wanted = str(named[0])
+        if wanted in FAMILIES:
             kind = fields.config.get("model_type")
             known = [family.model_type for family in FAMILIES.values()]
-            if kind in known and kind != FAMILIES[found].model_type:
+            if kind in known and kind != FAMILIES[wanted].model_type:
                 raise UnsupportedModelError(
-                    f"{fields.source}: architectures names {found}, but model_type is {kind!r}"
+                    f"{fields.source}: architectures names {wanted}, but model_type is {kind!r}"
                 )
-            return found
+            return wanted
     else:
-        found = str(fields.config.get("model_type"))
+        wanted = str(fields.config.get("model_type"))
         for architecture, family in FAMILIES.items():
-            if family.model_type == found:
+            if family.model_type == wanted:
                 return architecture
     raise UnsupportedModelError(
-        f"{fields.source}: architecture {found} is not supported; "
+        f"{fields.source}: architecture {wanted} is not supported; "
         f"supported are {', '.join(FAMILIES)}"
     )
 
 
 def _rope(fields: ConfigFields, max_model_len: int, *, yarn: bool) -> RopeConfig:
-    """Rotary settings from either generation of configuration files."""
+    """`RopeConfig` from the fields of transformers 4 or 5."""
     config, source = fields.config, fields.source
     settings = rope_settings(fields)
     if any(isinstance(value, Mapping) for value in settings.values()):
@@ -325,7 +325,7 @@ def _rope(fields: ConfigFields, max_model_len: int, *, yarn: bool) -> RopeConfig
 def _windows(
     fields: ConfigFields, family: _FamilyDefaults, num_layers: int
 ) -> tuple[int | None, frozenset[int]]:
-    """The sliding window, and the layers that see everything nevertheless."""
+    """The sliding window in tokens, and the layers that have full attention nevertheless."""
     config = fields.config
     if family.sliding_window is None:
         return None, frozenset()
@@ -358,7 +358,7 @@ def _windows(
 
 
 def _dtype(fields: ConfigFields) -> str:
-    """The dtype that the weights are stored in, as far as the configuration says."""
+    """The dtype of the checkpoint's weights; float32 if the configuration does not say."""
     value = fields.config.get("dtype") or fields.config.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:

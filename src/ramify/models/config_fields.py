@@ -1,4 +1,4 @@
-"""Typed reads of a parsed `config.json`; every complaint names the file and the field."""
+"""Typed reads of a parsed `config.json`; error messages name the file and the field."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from ramify.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """One parsed file, or one object in it."""
+    """A parsed JSON file, or an object inside it, and the name it has in error messages."""
 
     config: Mapping[str, Any]
     source: str
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; null counts as absent."""
+        """A positive integer; null counts as absent. CheckpointError for anything else."""
         value = self.config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise CheckpointError(f"{self.source}: {name} {found}; it must be an integer >= 1")
+            state = "is missing" if value is None else f"is {value!r}"
+            raise CheckpointError(f"{self.source}: {name} {state}; it must be an integer >= 1")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number; null counts as absent."""
+        """A positive number; null counts as absent. CheckpointError for anything else."""
         value = self.config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise CheckpointError(f"{self.source}: {name} {found}; it must be a number > 0")
+            state = "is missing" if value is None else f"is {value!r}"
+            raise CheckpointError(f"{self.source}: {name} {state}; it must be a number > 0")
         return float(value)
 
     def token(self, name: str, default: int | None) -> int | None:
-        """A token id or None; here null is a value of its own."""
+        """A token id or None; null is a value here, `default` only replaces an absent field."""
         value = self.config.get(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise CheckpointError(f"{self.source}: {name} {value!r} is not a token id")

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: latent attention, a sparse index, a mixture of experts."""
+"""DeepSeek-V2, V3 and V3.2: multi-head latent attention, sparse index (V3.2), mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,51 +13,62 @@ from torch import Tensor
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
 from ramify.attention.mla import MlaQuery, UpProjection
 from ramify.attention.sparse_index import IndexQuery
-from ramify.models.builder import GatedMlp, LayerBuilder, Norm
+from ramify.models.builder import GatedMlp, LayerBuilder
 from ramify.models.config import ModelConfig
 from ramify.models.deepseek_config import IndexConfig, MlaConfig
 from ramify.models.moe import Experts
-from ramify.models.ops.functional import RotaryTable, apply_rotary
+from ramify.models.ops.functional import (
+    apply_rotary,
+    deinterleave_rope,
+    layer_norm,
+    per_head_matmul,
+)
 from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.protocol import Attention, RowFunction
 from ramify.models.ops.torch_linear import Linear
+from ramify.models.rope import RotaryTable
 
-# attend(layer, query, latent [T, latent_dim], rope [T, rope_dim][, index key [T, dim]]) ->
-# [T, num_heads, value_dim]. The callee stores what follows the query and attends.
-Attention = Callable[..., Tensor]
-LATENT_NORM_EPS = 1e-6  # of the norms between low-rank projections, whatever rms_norm_eps says
-Rotate = Callable[..., Tensor]
+# The norms between low-rank projections have this eps, whatever rms_norm_eps says.
+LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class _Indexer:
-    """Projections of the sparse index of one layer."""
+    """The lightning indexer of one layer (V3.2): its queries, its key, a weight for each index head."""
 
     query: Linear
     key: Linear
-    key_norm: Norm
+    key_norm: RowFunction
     weights: Linear  # float32
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: Norm
+    attention_norm: RowFunction
     q_a: Linear | None
-    q_norm: Norm | None
+    q_norm: RowFunction | None
     q_b: Linear
     kv_a: Linear
-    latent_norm: Norm
+    latent_norm: RowFunction
     up: UpProjection
     indexer: _Indexer | None
     o_proj: Linear
-    mlp_norm: Norm
+    mlp_norm: RowFunction
     mlp: GatedMlp | Experts
 
 
 class DeepseekDecoder:
-    """Tokens and positions in, hidden rows and logits out; the interface is `DenseDecoder`'s.
+    """Pre-norm transformer with MLA and a gated MLP or mixture of experts; same interface as `DenseDecoder`.
 
-    `attend` gets a `MlaQuery` and what a token leaves in the planes: `ramify.attention.mla` is
-    behind it. The caller runs it under `torch.inference_mode`.
+        x = rms_norm(hidden)
+        q_latent = rms_norm(q_a(x))
+        q_nope, q_rope = split(q_b(q_latent))
+        latent, k_rope = split(kv_a(x))
+        hidden += o_proj(attend(MlaQuery(q_nope, rope(q_rope)), rms_norm(latent), rope(k_rope)))
+        hidden += mlp(rms_norm(hidden))
+
+    The K/V cache holds `latent` and `k_rope` of a token, for all heads. `attend` leads to
+    `ramify.attention.mla.MlaAttention`. The caller calls under `torch.inference_mode`.
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class DeepseekDecoder:
         linear_strategy: str | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
-        """Arrange the weights and choose how each operation is computed; see `DenseDecoder`."""
+        """Pack the weights and choose an implementation of each operation; see `DenseDecoder`."""
         assert config.mla is not None
         self.config, self.dtype, self.exact = config, dtype, exact
         self._mla: MlaConfig = config.mla
@@ -98,7 +109,7 @@ class DeepseekDecoder:
         self._build.forget_weights()
 
     def exactness(self) -> list[Exactness]:
-        """How each distinct operation, shape and dtype is computed, and why."""
+        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
         return self._build.verdicts()
 
     @property
@@ -107,47 +118,51 @@ class DeepseekDecoder:
         return FP32_ROW_MULTIPLE if self.exact else 1
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """Hidden rows before the final norm; see `DenseDecoder.forward`."""
+        """Run all layers; returns the hidden rows before the final norm, see `DenseDecoder.forward`."""
         hidden = F.embedding(token_ids, self._embedding)
         cos, sin = self._rotary.cos_sin(positions)
         for number, layer in enumerate(self._layers):
-            mixed = attend(number, *self._attention(layer, layer.attention_norm(hidden), cos, sin))
-            hidden = hidden + layer.o_proj(mixed.flatten(1))
+            attn_out = attend(
+                number, *self._query_and_kv(layer, layer.attention_norm(hidden), cos, sin)
+            )
+            hidden = hidden + layer.o_proj(attn_out.flatten(1))
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] rows of `forward` -> [R, vocab_size] float32."""
+        """lm_head(rms_norm(hidden)): rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
         return self._head(self._norm(hidden)).float()
 
-    def _attention(
+    def _query_and_kv(
         self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[MlaQuery, Tensor, Tensor] | tuple[MlaQuery, Tensor, Tensor, Tensor]:
-        """What attention asks, and what it stores of each token."""
+        """The query, then what is cached of each token: latent, rotary key, with an index its key."""
         mla = self._mla
-        residual = x
+        q_latent = x
         if layer.q_a is not None and layer.q_norm is not None:
-            residual = layer.q_norm(layer.q_a(x))
-        heads = layer.q_b(residual).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
-        nope, rope = heads.split((mla.nope_dim, mla.rope_dim), -1)
-        latent, key = layer.kv_a(x).split((mla.latent_dim, mla.rope_dim), -1)
-        latent, key = layer.latent_norm(latent.contiguous()), key[:, None]
+            q_latent = layer.q_norm(layer.q_a(x))
+        heads = layer.q_b(q_latent).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        q_nope, q_rope = heads.split((mla.nope_dim, mla.rope_dim), -1)
+        latent, k_rope = layer.kv_a(x).split((mla.latent_dim, mla.rope_dim), -1)
+        latent, k_rope = layer.latent_norm(latent.contiguous()), k_rope[:, None]
         if mla.rope_interleaved:
-            rope, key = deinterleave_rope(rope), deinterleave_rope(key)
-        rope = self._rotate_query(rope.contiguous(), cos, sin)
-        key = self._rotate_key(key.contiguous(), cos, sin)[:, 0]
+            q_rope, k_rope = deinterleave_rope(q_rope), deinterleave_rope(k_rope)
+        q_rope = self._rotate_query(q_rope.contiguous(), cos, sin)
+        k_rope = self._rotate_key(k_rope.contiguous(), cos, sin)[:, 0]
         if layer.indexer is None or mla.index is None:
-            return MlaQuery(nope, rope, layer.up), latent, key
-        own = layer.indexer
-        index_q = own.query(residual).unflatten(-1, (-1, mla.index.head_dim))
+            return MlaQuery(q_nope, q_rope, layer.up), latent, k_rope
+        indexer = layer.indexer
+        index_q = indexer.query(q_latent).unflatten(-1, (-1, mla.index.head_dim))
         index_q = self._rope_first_dims(self._rotate_index, index_q, cos, sin)
-        index_key = own.key_norm(own.key(x))[:, None]
+        index_key = indexer.key_norm(indexer.key(x))[:, None]
         index_key = self._rope_first_dims(self._rotate_key, index_key, cos, sin)[:, 0]
-        index = IndexQuery(index_q, own.weights(x.float()))
-        return MlaQuery(nope, rope, layer.up, index), latent, key, index_key
+        index = IndexQuery(index_q, indexer.weights(x.float()))
+        return MlaQuery(q_nope, q_rope, layer.up, index), latent, k_rope, index_key
 
-    def _rope_first_dims(self, rope: Rotate, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Only the first `rope_dim` of each head carry position."""
+    def _rope_first_dims(
+        self, rope: Callable[..., Tensor], heads: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Rotary embedding of the first `rope_dim` dimensions of each head, the others copied."""
         dim = self._mla.rope_dim
         return torch.cat((rope(heads[..., :dim].contiguous(), cos, sin), heads[..., dim:]), -1)
 
@@ -214,7 +229,7 @@ class DeepseekDecoder:
             weights=build.linear(f"{prefix}weights_proj"),
         )
 
-    def _choose_rotary(self, num_heads: int) -> Rotate:
+    def _choose_rotary(self, num_heads: int) -> Callable[..., Tensor]:
         shape = (num_heads, self._mla.rope_dim)
 
         def samples() -> tuple[Tensor, ...]:
@@ -223,29 +238,3 @@ class DeepseekDecoder:
             return (heads, *self._rotary.cos_sin(positions))
 
         return self._build.rows("rope", apply_rotary, shape, samples)
-
-
-def deinterleave_rope(x: Tensor) -> Tensor:
-    """[..., dim] whose rotary pairs are neighbours, as halves: what `apply_rotary` expects.
-
-    Queries and keys are rearranged alike, so that their products stay what they are.
-    """
-    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return halves
-
-
-def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [T, heads, n] times a matrix per head [heads, n, m]: [T, heads, m].
-
-    Rows are filled up to a multiple of `FP32_ROW_MULTIPLE`, as for `Linear`.
-    """
-    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % FP32_ROW_MULTIPLE)).transpose(0, 1).contiguous()
-    return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension, in float32."""
-    wide = x.float()
-    wide = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return (wide * scale * weight.float() + bias.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What DeepSeek's `config.json` says beside a dense decoder's: latent attention, index, experts."""
+"""DeepSeek's settings in `config.json`: latent attention (MLA), sparse index, experts, YaRN. No torch."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """The small attention that decides which keys the large one reads (V3.2)."""
+    """The lightning indexer (V3.2): a small attention that selects the keys which attention reads."""
 
     num_heads: int
     head_dim: int
-    top_k: int
+    top_k: int  # keys selected per query
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2024): K/V of all heads come from one latent."""
+    """Multi-head latent attention (DeepSeek-V2, 2024): K/V of all heads are projections of one latent."""
 
-    q_lora_rank: int | None  # None: queries are projected in one step
+    q_lora_rank: int | None  # None: no low-rank projection of queries
     latent_dim: int
-    nope_dim: int  # of a head's query and key, without position
-    rope_dim: int  # of a head's query and of the key that all heads share, with position
-    value_dim: int  # of a head
-    rope_interleaved: bool  # rotary pairs are neighbours, not half a head apart
-    scale: float  # of scores
+    nope_dim: int  # of q and k per head, without rope
+    rope_dim: int  # of q per head, and of the key that all heads share, with rope
+    value_dim: int  # per head
+    rope_interleaved: bool  # rotary pairs are (0, 1), (2, 3), ..., not half a head apart
+    scale: float  # of attention scores
     index: IndexConfig | None = None
 
     @classmethod
     def from_hf(cls, fields: ConfigFields, model_type: str) -> MlaConfig:
-        """The attention of a parsed `config.json`.
+        """Read the MLA fields of a parsed `config.json`.
 
         Raises:
             CheckpointError, UnsupportedModelError: see `ModelConfig.from_hf`.
@@ -80,7 +80,7 @@ class MlaConfig:
         )
 
     def tensor_shapes(self, hidden_size: int, num_heads: int, *, bias: bool) -> Shapes:
-        """Tensors of one layer's attention, by name within the layer."""
+        """Shapes of the attention tensors of a layer, by name within the layer."""
         q_rank, latent = self.q_lora_rank, self.latent_dim
         q_width = num_heads * (self.nope_dim + self.rope_dim)
         shapes: Shapes = {}
@@ -112,27 +112,26 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """A mixture of experts: the layers that have one, and how a token finds its experts.
+    """Mixture of experts: which layers have one, and the router.
 
-    `softmax` is DeepSeek-V2's router: a group of experts is as good as its best. `sigmoid` is
-    V3's: a learned bias joins the choice but not the weights, and a group is as good as its best
-    two.
+    `softmax` (DeepSeek-V2): a group's score is that of its best expert. `sigmoid` (V3): a learned
+    bias is added to scores for the choice only; a group's score is the sum of its best two experts.
     """
 
     num_experts: int
     top_k: int
     expert_intermediate_size: int
-    shared_intermediate_size: int  # of the experts that every token visits, all of them as one
+    shared_intermediate_size: int  # of all shared experts together, computed as one MLP
     scoring: Literal["softmax", "sigmoid"]
     num_groups: int  # 1: no groups
-    topk_groups: int
-    normalise: bool  # the weights of a token's experts sum to 1 before they are scaled
-    scale: float
-    dense_layers: frozenset[int]
+    topk_groups: int  # groups a token may choose experts from
+    normalise: bool  # divide a token's expert weights by their sum before scaling
+    scale: float  # of expert weights
+    dense_layers: frozenset[int]  # layers with a gated MLP instead
 
     @classmethod
     def from_hf(cls, fields: ConfigFields, model_type: str, num_layers: int) -> MoeConfig | None:
-        """The experts of a parsed `config.json`; None if no layer has any.
+        """Read the expert fields of a parsed `config.json`; None if no layer has experts.
 
         Raises:
             CheckpointError, UnsupportedModelError: see `ModelConfig.from_hf`.
@@ -159,24 +158,25 @@ class MoeConfig:
         num_experts = fields.count("n_routed_experts", 64 if v2 else 256)
         grouped = method != "greedy"
         groups = fields.count("n_group", None if v2 else 8) if grouped else 1
-        top_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
-        inner = fields.count("moe_intermediate_size", 1407 if v2 else 2048)
-        found = cls(
+        topk_groups = fields.count("topk_group", None if v2 else 4) if grouped else 1
+        expert_width = fields.count("moe_intermediate_size", 1407 if v2 else 2048)
+        moe = cls(
             num_experts=num_experts,
             top_k=fields.count("num_experts_per_tok", None if v2 else 8),
-            expert_intermediate_size=inner,
-            shared_intermediate_size=inner * fields.count("n_shared_experts", 2 if v2 else 1),
+            expert_intermediate_size=expert_width,
+            shared_intermediate_size=expert_width
+            * fields.count("n_shared_experts", 2 if v2 else 1),
             scoring=scoring,
             num_groups=groups,
-            topk_groups=top_groups,
+            topk_groups=topk_groups,
             normalise=normalise,
             scale=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
             dense_layers=dense,
         )
-        eligible = num_experts // groups * top_groups
-        if num_experts % groups or top_groups > groups or found.top_k > eligible:
+        eligible = num_experts // groups * topk_groups
+        if num_experts % groups or topk_groups > groups or moe.top_k > eligible:
             raise CheckpointError(
-                f"{source}: {found.top_k} experts per token cannot come from {top_groups} of "
+                f"{source}: {moe.top_k} experts per token cannot come from {topk_groups} of "
                 f"{groups} groups of {num_experts} experts"
             )
         if scoring == "sigmoid" and num_experts // groups < 2:
@@ -184,23 +184,23 @@ class MoeConfig:
                 f"{source}: n_group {groups} leaves {num_experts // groups} of {num_experts} "
                 "experts to a group; its score is the sum of the best two"
             )
-        return found
+        return moe
 
     def tensor_shapes(self, hidden_size: int) -> Shapes:
-        """Tensors of one layer's experts, by name within the layer."""
+        """Shapes of the expert tensors of a layer, by name within the layer."""
         shapes: Shapes = {"mlp.gate.weight": (self.num_experts, hidden_size)}
         if self.scoring == "sigmoid":
             shapes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
         names = [f"mlp.experts.{number}" for number in range(self.num_experts)]
         for name in (*names, "mlp.shared_experts"):
-            inner = (
+            width = (
                 self.shared_intermediate_size
                 if name == "mlp.shared_experts"
                 else self.expert_intermediate_size
             )
-            shapes[f"{name}.gate_proj.weight"] = (inner, hidden_size)
-            shapes[f"{name}.up_proj.weight"] = (inner, hidden_size)
-            shapes[f"{name}.down_proj.weight"] = (hidden_size, inner)
+            shapes[f"{name}.gate_proj.weight"] = (width, hidden_size)
+            shapes[f"{name}.up_proj.weight"] = (width, hidden_size)
+            shapes[f"{name}.down_proj.weight"] = (hidden_size, width)
         return shapes
 
 
@@ -226,10 +226,10 @@ _MLP_KINDS = ("dense", "sparse")
 
 
 def rope_settings(fields: ConfigFields) -> dict[str, Any]:
-    """Rotary settings of either generation of configuration files.
+    """The fields of `rope_scaling` (transformers 4) and `rope_parameters` (5), with `rope_type`.
 
     Raises:
-        CheckpointError: they are no objects, or contradict each other.
+        CheckpointError: either is not an object, or they contradict each other.
     """
     settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -238,7 +238,8 @@ def rope_settings(fields: ConfigFields) -> dict[str, Any]:
             raise CheckpointError(
                 f"{fields.source}: {name} is {value!r}; it must be an object or null"
             )
-        if "type" in value:  # what older files call it
+        # Older files call it "type".
+        if "type" in value:
             value = {"rope_type": value["type"], **value}
             del value["type"]
         if settings and value and value | settings != value:
@@ -251,7 +252,7 @@ def rope_settings(fields: ConfigFields) -> dict[str, Any]:
 
 
 def yarn_attention_factor(rope: ConfigFields) -> float:
-    """What cosines and sines are multiplied with (YaRN, 2023, as DeepSeek refines it)."""
+    """YaRN's factor of cos and sin (Peng et al., 2023), with DeepSeek's `mscale` fields."""
     if rope.config.get("attention_factor") is not None:
         return rope.number("attention_factor")
     factor = rope.number("factor")
@@ -264,7 +265,7 @@ def yarn_attention_factor(rope: ConfigFields) -> float:
 
 
 def _yarn_score_factor(fields: ConfigFields) -> float:
-    """What DeepSeek's scores are multiplied with beside the usual scale."""
+    """DeepSeek's extra factor of attention scores under YaRN: mscale(factor, mscale_all_dim) ** 2."""
     settings = rope_settings(fields)
     kind = settings.get("rope_type") or "default"
     if kind == "default" or not settings.get("mscale_all_dim"):

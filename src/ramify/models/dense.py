@@ -1,4 +1,4 @@
-"""One dense decoder for the Llama family and its relatives; what differs is configuration."""
+"""Dense decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3; variants are configuration."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from ramify.models.config import ModelConfig
 from ramify.models.heads import Heads, HeadsBuilder, RotaryHeads
 from ramify.models.ops.cpu_layer_attention import FusedAttentionArgs
 from ramify.models.ops.cpu_layers import FusedLayers, LayerOps
-from ramify.models.ops.probe import mark_nonfinite_rows
-from ramify.models.ops.torch_linear import Linear, RowFunction
-
-# attend(layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> like q. The
-# callee stores k and v and attends with scale head_dim ** -0.5. If it has an attribute `fused_args`, an
-# `ops.cpu_layer_attention.FusedAttentionArgs` for this step, a short step may do so without calling it. If it has an
-# attribute `output_rows`, [R] int64 ascending, only these are wanted: the last layer may leave out the others
-# behind K/V, and give it only their queries.
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from ramify.models.ops.functional import mark_nonfinite_rows
+from ramify.models.ops.protocol import Attention, RowFunction
+from ramify.models.ops.torch_linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One decoder layer; norms are in what they go before."""
+    """One decoder layer. Each RMSNorm is part of the linear after it (`qkv`, `mlp`)."""
 
-    qkv: RowFunction  # [T, hidden_size] -> queries, keys and values of each token, side by side
+    # [T, hidden_size] -> [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: RowFunction
     heads: Heads
     o_proj: Linear
     mlp: GatedMlp
 
 
 class DenseDecoder:
-    """Llama, Mistral, Qwen2 and Qwen3: tokens and positions in, hidden rows and logits out.
+    """Pre-norm transformer with rotary positions, grouped-query attention and a gated MLP.
 
-    The caller owns K/V and attention (`attend`) and runs it under `torch.inference_mode`.
+        hidden = embedding(token_ids)
+        for layer in layers:
+            hidden += o_proj(attention(rope(qk_norm(qkv(rms_norm(hidden))))))
+            x = rms_norm(hidden)
+            hidden += down(silu(gate(x)) * up(x))
+        logits = lm_head(rms_norm(hidden))
+
+    The caller owns the K/V cache and attention, passes both as `attend`, and calls under
+    `torch.inference_mode`. On CPU all layers can run as one compiled call: `ops.cpu_layers`.
     """
 
     def __init__(
@@ -53,17 +56,17 @@ class DenseDecoder:
         linear_strategy: str | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
-        """Arrange the weights and choose how each operation is computed.
+        """Pack the weights and choose an implementation of each operation.
 
         Args:
             weights: every name of `config.tensor_shapes()`, in `dtype`.
-            exact: the bits of a row must not depend on the other rows.
-            store: verdicts of earlier probes; None uses the file of this user.
-            linear_strategy: one of `torch_linear.TORCH_LINEARS` for every matrix instead of the
-                probe's choice; tests put faults in with it.
-            on_layer: called after each layer, for progress.
+            exact: require batch invariance: a row's bits do not depend on the other rows.
+            store: cached probe verdicts; None uses this user's file.
+            linear_strategy: a key of `torch_linear.TORCH_LINEARS`, forced for every matrix; None
+                lets the probe choose. Tests inject faults with it.
+            on_layer: called after each layer is built, for a progress bar.
 
-        Matrices that read the same input become one; most are copied, as their strategy wants them.
+        Matrices with the same input are concatenated (q, k, v; gate, up). Most strategies copy the weights.
         """
         self.config, self.dtype, self.exact = config, dtype, exact
         self._build = LayerBuilder(
@@ -85,63 +88,64 @@ class DenseDecoder:
         self._build.forget_weights()
 
     def exactness(self) -> list[Exactness]:
-        """How each distinct operation, shape and dtype is computed, and why."""
+        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
         return self._build.verdicts()
 
     @property
     def row_multiple(self) -> int:
-        """Whole multiples of so many rows are what a step should have for its bits to be exact."""
+        """Pad a step to a multiple of this many rows, or its bits are not exact."""
         return 1 if self._heads.fused or not self.exact else FP32_ROW_MULTIPLE
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """Hidden rows before the final norm; `logits` applies it.
+        """Run all layers; returns the hidden rows before the final norm, which `logits` applies.
 
         Args:
             token_ids: [T] int64, each below vocab_size.
             positions: [T] int64, each below max_model_len.
-            attend: called once per layer, in order, unless it says how to do without; q, k and v
-                may be views.
+            attend: called once per layer, in order; q, k and v may be views. With `fused_args` it may
+                be called for the last layer alone, or not at all.
 
         Returns:
-            [T, hidden_size] in the model's dtype. Rows that `attend.output_rows` does not name may be
-            those before the last layer, or NaN where their K/V of that layer is not finite.
+            [T, hidden_size] in the model's dtype. Rows that `attend.output_rows` leaves out hold the
+            input of the last layer, or NaN if their K/V of that layer is not finite.
         """
         hidden = F.embedding(token_ids, self._embedding)
         if self._fused_layers is not None and len(hidden):
             return self._fused_layers.run(hidden, positions, attend)
         angles = self._heads.angles(positions)
-        rows: Tensor | None = getattr(attend, "output_rows", None)
+        output_rows: Tensor | None = getattr(attend, "output_rows", None)
         for number, layer in enumerate(self._layers):
             q, k, v = layer.heads(layer.qkv(hidden), *angles)
-            if rows is not None and number == len(self._layers) - 1:
-                some = hidden[rows]
-                self._finish(layer, some, attend(number, q[rows], k, v))
-                hidden[rows] = some
+            if output_rows is not None and number == len(self._layers) - 1:
+                wanted = hidden[output_rows]
+                self._finish(layer, wanted, attend(number, q[output_rows], k, v))
+                hidden[output_rows] = wanted
                 mark_nonfinite_rows(hidden, k, v)
             else:
                 self._finish(layer, hidden, attend(number, q, k, v))
         return hidden
 
     def _finish(self, layer: _Layer, hidden: Tensor, attn_out: Tensor) -> None:
+        """Everything of a layer after attention, added to `hidden` in place."""
         layer.o_proj.add_to(hidden, attn_out.flatten(1))
         layer.mlp.add_to(hidden, hidden)
 
     def warm_up(self, fused_args: FusedAttentionArgs) -> bool:
-        """Whether short steps use `attend.fused_args`; it is compiled for its kind now."""
+        """Compile the fused layers for arguments of this kind now; False if this model has none."""
         if self._fused_layers is None:
             return False
         self._fused_layers.warm_up(fused_args)
         return True
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] rows of `forward` -> [R, vocab_size] float32."""
+        """lm_head(rms_norm(hidden)): rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
         return self._head(hidden).float()
 
     def _build_layer(self, prefix: str) -> _Layer:
         attention, eps = f"{prefix}self_attn.", self.config.rms_norm_eps
         return _Layer(
             qkv=self._build.product(
-                *(f"{attention}{part}_proj" for part in "qkv"),
+                *(f"{attention}{name}_proj" for name in "qkv"),
                 norm=(f"{prefix}input_layernorm.weight", eps),
             ),
             heads=self._heads.of(attention),
@@ -152,15 +156,15 @@ class DenseDecoder:
         )
 
     def _fuse_layers(self) -> FusedLayers | None:
-        """All layers in one chain, if each of their operations is a kernel of ours."""
-        found: list[LayerOps] = []
+        """All layers as one op list, if every operation is a compiled CPU op; else None."""
+        all_ops: list[LayerOps] = []
         for layer in self._layers:
-            turn = layer.heads.qk_norm_rope if isinstance(layer.heads, RotaryHeads) else None
+            rope = layer.heads.qk_norm_rope if isinstance(layer.heads, RotaryHeads) else None
             mlp = layer.mlp
-            links = LayerOps.of(
-                layer.qkv, turn, layer.o_proj.packed_linear, mlp.gate_up, mlp.down.packed_linear
+            ops = LayerOps.of(
+                layer.qkv, rope, layer.o_proj.packed_linear, mlp.gate_up, mlp.down.packed_linear
             )
-            if links is None:
+            if ops is None:
                 return None
-            found.append(links)
-        return FusedLayers(found, num_heads=self._heads.counts, head_dim=self.config.head_dim)
+            all_ops.append(ops)
+        return FusedLayers(all_ops, num_heads=self._heads.counts, head_dim=self.config.head_dim)

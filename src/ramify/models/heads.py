@@ -1,18 +1,21 @@
-"""From the rows of q, k and v to heads: norms of heads, rotary positions."""
+"""Split QKV rows into heads, with QK norm and rope: one compiled op, or torch operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ramify.models.builder import LayerBuilder, Norm
+from ramify.models.builder import LayerBuilder
 from ramify.models.config import ModelConfig
-from ramify.models.ops.cpu_linear import QKNormRope
-from ramify.models.ops.functional import RMSNorm, RotaryTable, apply_rotary
+from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.functional import apply_rotary, rms_norm
 from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.protocol import RowFunction
+from ramify.models.rope import RotaryTable
 
 # heads(rows [T, (num_heads + 2 * num_kv_heads) * head_dim], *angles) -> q, k, v [T, heads, head_dim]
 Heads = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -20,16 +23,15 @@ Heads = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RotaryHeads:
-    """Heads that are normalised and turned in place, and are views of the rows."""
+    """QK norm and rope in place by one compiled op; q, k and v are views of the QKV rows."""
 
-    qk_norm_rope: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # a `QKNormRope`, unless its rows depend on each other
-    counts: tuple[int, int, int]  # heads of queries, of keys and of values
-    head_dim: int  # of each
+    # a `QKNormRope`; row by row if the probe rejected it
+    qk_norm_rope: Callable[[Tensor, Tensor], Tensor]
+    counts: tuple[int, int, int]  # heads of q, k, v
+    head_dim: int
 
     def __call__(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, all heads side by side] and positions [T] int64 -> q, k, v."""
+        """rows [T, sum(counts) * head_dim], positions [T] int64 -> q, k, v [T, heads, head_dim]."""
         q, k, v = (
             self.qk_norm_rope(rows, positions)
             .unflatten(-1, (-1, self.head_dim))
@@ -39,7 +41,7 @@ class RotaryHeads:
 
 
 class HeadsBuilder:
-    """How the layers of one decoder make heads: in one kernel where it can, else by torch."""
+    """Builds the `Heads` of each layer: compiled where layer 0's q_proj is packed, else torch."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         self._config, self._build = config, build
@@ -47,24 +49,24 @@ class HeadsBuilder:
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, dtype=build.dtype
         )
         self.fused = build.fuses(build.weight("model.layers.0.self_attn.q_proj.weight"))
-        # heads of queries, of keys and of values
+        # heads of q, k, v
         self.counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
 
     def angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """What the heads of every layer need to know of positions [T] int64, once per step."""
+        """What `Heads` take after the rows, computed once per step: positions, or their cos and signed sin."""
         return (positions,) if self.fused else self._rotary.cos_sin(positions)
 
     def of(self, prefix: str) -> Heads:
-        """For the layer whose names begin with `prefix`; its rows may be turned in place."""
+        """`Heads` with the QK norms of the layer at `prefix`; they may overwrite the QKV rows."""
         norms = None
         if self._config.qk_norm:
-            norms = tuple(self._build.weight(f"{prefix}{part}_norm.weight") for part in "qk")
+            norms = tuple(self._build.weight(f"{prefix}{name}_norm.weight") for name in "qk")
         return self._rotary_heads(norms) if self.fused else self._torch_heads(norms)
 
     def _rotary_heads(self, norms: tuple[Tensor, ...] | None) -> Heads:
         config, (num_q, num_k, num_v) = self._config, self.counts
         eps = config.rms_norm_eps
-        turn = QKNormRope(
+        rope = QKNormRope(
             self._rotary.cos,
             self._rotary.sin,
             num_q=num_q,
@@ -74,7 +76,7 @@ class HeadsBuilder:
         width = (num_q + num_k + num_v) * config.head_dim
 
         def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
-            return turn(rows.clone(), positions)
+            return rope(rows.clone(), positions)
 
         def samples() -> tuple[Tensor, ...]:
             rows = sample_rows(width, dtype=self._build.dtype)
@@ -83,25 +85,29 @@ class HeadsBuilder:
         operation = "rope" if norms is None else "qk_norm + rope"
         shape = (num_q + num_k, config.head_dim)
         chosen = self._build.rows(operation, on_copy, shape, samples)
-        apply = turn if chosen is on_copy else chosen
-        return RotaryHeads(apply, self.counts, config.head_dim)
+        # `rows` probed a form that copies its input; the model can have its own overwritten.
+        in_place = rope if chosen is on_copy else chosen
+        return RotaryHeads(in_place, self.counts, config.head_dim)
 
     def _torch_heads(self, norms: tuple[Tensor, ...] | None) -> Heads:
-        chosen = self._choose_rotary()
-        named = []
+        rope = self._choose_rotary()
+        qk_norms = []
         if norms is not None:
-            named = [self._norm(*one) for one in zip(norms, self.counts[:2], strict=True)]
+            qk_norms = [
+                self._norm(weight, num_heads)
+                for weight, num_heads in zip(norms, self.counts[:2], strict=True)
+            ]
 
         def heads(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = rows.unflatten(-1, (-1, self._config.head_dim)).split(self.counts, 1)
-            if named:
-                q, k = named[0](q), named[1](k)
-            return chosen(q, cos, sin), chosen(k, cos, sin), v
+            if qk_norms:
+                q, k = qk_norms[0](q), qk_norms[1](k)
+            return rope(q, cos, sin), rope(k, cos, sin), v
 
         return heads
 
-    def _norm(self, weight: Tensor, num_heads: int) -> Norm:
-        norm = RMSNorm(weight, self._config.rms_norm_eps)
+    def _norm(self, weight: Tensor, num_heads: int) -> RowFunction:
+        norm = partial(rms_norm, weight=weight, eps=self._config.rms_norm_eps)
         shape = (num_heads, self._config.head_dim)
 
         def samples() -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What a model asks of the K/V pool and of attention."""
+"""K/V layout, attention spec and attention backend that a model config needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ramify.models.config import ModelConfig
 
 
 def kv_layout(config: ModelConfig) -> KVLayout:
-    """The planes that a token of this model fills."""
+    """The K/V planes of this model: k and v, or latent and rope (MLA), and an index key (V3.2)."""
     mla = config.mla
     if mla is None:
         return KVLayout.mha(config.num_layers, config.num_kv_heads, config.head_dim)
@@ -22,7 +22,7 @@ def kv_layout(config: ModelConfig) -> KVLayout:
 
 
 def resolve_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """What K/V is stored in, for a `kv_dtype` as `ramify.config` has it and the model's dtype."""
+    """Storage dtype of K/V for the option `kv_dtype` (auto, int8 or fp8); auto is the model's dtype."""
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_dtype, dtype)
 
 
@@ -34,7 +34,7 @@ def attention_spec(
     exact: bool,
     kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
-    """What a backend must be able to do for this model."""
+    """The attention shape that a backend must support; MLA is one K/V head with wide keys."""
     windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
     mla = config.mla
     if mla is None:
@@ -68,7 +68,7 @@ def attention_spec(
 def build_attention(
     config: ModelConfig, spec: AttentionSpec, backend: AttentionBackend
 ) -> AttentionBackend | MlaAttention:
-    """What `attend` of this model's decoder runs on."""
+    """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index."""
     mla = config.mla
     if mla is None:
         return backend

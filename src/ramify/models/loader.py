@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint directory to a decoder: found, checked, memory-mapped."""
+"""Find a Hugging Face checkpoint, check and memory-map its weights, build the decoder."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def find_checkpoint(model: str | Path) -> Path:
-    """The directory of a checkpoint: the built-in one, a local one, or a cached hub snapshot.
+    """The directory of a checkpoint: the built-in model, a local directory, or a cached hub snapshot.
 
     Never opens a connection.
 
     Raises:
-        CheckpointError: there is no such directory and nothing cached under that name.
+        CheckpointError: there is no such directory, and no cached hub model of that name.
     """
     if str(model) == BUILT_IN:
         built_in = importlib.resources.files("ramify") / "data" / BUILT_IN
@@ -47,7 +47,8 @@ def find_checkpoint(model: str | Path) -> Path:
         return built_in
     try:
         path = Path(model).expanduser()
-    except RuntimeError as error:  # ~ of a user whom nobody knows
+    # `~name` of an unknown user
+    except RuntimeError as error:
         raise CheckpointError(f"there is no directory {str(model)!r}: {error}") from error
     if path.is_dir() and model != "":
         return path
@@ -63,7 +64,7 @@ def find_checkpoint(model: str | Path) -> Path:
 
 
 def _cached_snapshot(name: str) -> Path:
-    """The newest snapshot of a hub model in the local cache."""
+    """The directory of a hub model's newest snapshot in the local cache."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -83,29 +84,29 @@ def _cached_snapshot(name: str) -> Path:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The model that `config.json` describes, with the end tokens of `generation_config.json` too.
+    """Read `config.json`, with the end-of-sequence tokens of `generation_config.json` added.
 
     Raises:
-        CheckpointError: no readable config.json, or one that contradicts itself.
-        UnsupportedModelError: a model that is not built here.
+        CheckpointError: config.json is unreadable or contradicts itself.
+        UnsupportedModelError: the model is not supported.
     """
     source = path / "config.json"
-    found = _read_json(source)
-    config = ModelConfig.from_hf(found, str(source))
+    fields = _read_json(source)
+    config = ModelConfig.from_hf(fields, str(source))
     generation = path / "generation_config.json"
     if not generation.is_file():
         return config
     ends = token_ids(_read_json(generation).get("eos_token_id"), str(generation))
     if not ends:
         return config
-    # What the family assumes does not count beside what this checkpoint says.
-    own = config.eos_token_ids if "eos_token_id" in found else ()
+    # Drop the family's default: generation_config.json is more specific.
+    own = config.eos_token_ids if "eos_token_id" in fields else ()
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*own, *ends))))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing; a checkpoint directory holds config.json, safetensors weights "
@@ -113,25 +114,27 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
+    return content
 
 
 def load_weights(
     path: Path, config: ModelConfig, *, dtype: torch.dtype, progress: bool = False
 ) -> dict[str, Tensor]:
-    """Every tensor of `config.tensor_shapes()`, memory-mapped where the file has `dtype` already.
+    """Load every tensor of `config.tensor_shapes()`, memory-mapped if the file has `dtype` already.
 
     Args:
-        progress: show a bar on stderr, if that is a terminal.
+        progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        CheckpointError: files or tensors are missing, truncated, superfluous or misshapen.
+        CheckpointError: files are missing or truncated; tensors are missing, unexpected or have
+            another shape.
     """
     shapes = config.tensor_shapes()
     weights: dict[str, Tensor] = {}
-    spare_head: Tensor | None = None  # which older tools wrote beside an embedding that is the same
+    # lm_head beside tied embeddings: older tools wrote both.
+    duplicate_head: Tensor | None = None
     files = _weight_files(path)
     with _progress("reading weights", len(shapes), progress) as advance:
         for file, promised in files.items():
@@ -147,11 +150,11 @@ def load_weights(
                         if name in shapes:
                             shape = tuple(shard.get_slice(name).get_shape())
                             _check_shape(file, name, shapes[name], shape)
-                            wanted = torch.float32 if config.is_float32(name) else dtype
-                            weights[name] = _cast(shard.get_tensor(name), wanted, file, name)
+                            target = torch.float32 if config.is_float32(name) else dtype
+                            weights[name] = _cast(shard.get_tensor(name), target, file, name)
                             advance()
                         elif name == HEAD and config.tie_word_embeddings:
-                            spare_head = _cast(shard.get_tensor(name), dtype, file, name)
+                            duplicate_head = _cast(shard.get_tensor(name), dtype, file, name)
                         elif not _is_ignorable(name, config):
                             raise CheckpointError(
                                 f"{file} holds the tensor {name}, which {config.architecture} has "
@@ -167,7 +170,7 @@ def load_weights(
             f"{path} lacks {len(missing)} of {len(shapes)} tensors, the first is {missing[0]} "
             f"with shape {list(shapes[missing[0]])}; is config.json of the same model?"
         )
-    if spare_head is not None and not torch.equal(spare_head, weights[EMBEDDING]):
+    if duplicate_head is not None and not torch.equal(duplicate_head, weights[EMBEDDING]):
         raise CheckpointError(
             f"{path} has a {HEAD} that is not {EMBEDDING}, but config.json says that they are one "
             "(tie_word_embeddings); which of the two is wrong?"
@@ -176,20 +179,19 @@ def load_weights(
 
 
 def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
-    """Safetensors files of a checkpoint -> the tensors that an index promises to be in them.
+    """Safetensors files of a checkpoint, each with the tensors that the index says it holds.
 
-    One file that holds everything goes before an index, which then is left from other weights; so
-    transformers has it.
+    A single model.safetensors wins over an index, as in transformers: the index is left over.
     """
     single = path / "model.safetensors"
     if single.is_file():
         return {single: frozenset()}
     if (path / INDEX).is_file():
-        places = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
+        shard_of = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(shard_of, dict) or not shard_of:
             raise CheckpointError(f"{path / INDEX} has no weight_map; download it again")
         shards: dict[str, set[str]] = {}
-        for name, shard in places.items():
+        for name, shard in shard_of.items():
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise CheckpointError(f"{path / INDEX}: {name} is in {shard!r}, not a file name")
             shards.setdefault(shard, set()).add(name)
@@ -218,16 +220,16 @@ def _weight_files(path: Path) -> dict[Path, frozenset[str]]:
     )
 
 
-def _check_shape(file: Path, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
-    if expected != found:
+def _check_shape(file: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if expected != shape:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {list(found)} but config.json asks for "
+            f"{file}: tensor {name} has shape {list(shape)} but config.json asks for "
             f"{list(expected)}; is config.json of the same model?"
         )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
-    """The tensor in `dtype`; the mapped one itself if it has that dtype already."""
+    """The tensor in `dtype`; the memory-mapped tensor itself if it has that dtype."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModelError(
             f"{file}: tensor {name} is {tensor.dtype}; only float32, bfloat16 and float16 weights "
@@ -237,10 +239,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype, file: Path, name: str) -> Tensor:
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that older tools wrote although they follow from the rest, and drafting layers."""
+    """Whether to skip a tensor: a buffer that older tools saved, or a multi-token-prediction layer."""
     layer = name.removeprefix("model.layers.").split(".")[0]
     if config.mla is not None and layer.isdecimal() and int(layer) >= config.num_layers:
-        return True  # DeepSeek's predictors of further tokens stand behind the last layer
+        # DeepSeek numbers its multi-token-prediction layers after the last decoder layer.
+        return True
     return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
 
 
@@ -253,26 +256,26 @@ def load_model(
     store: ProbeStore | None = None,
     linear_strategy: str | None = None,
 ) -> Decoder:
-    """The decoder of a checkpoint directory, ready to run.
+    """Load a checkpoint directory into a decoder that is ready to run.
 
     Args:
-        dtype: of weights and arithmetic; auto is the checkpoint's own, float32 for float16.
+        dtype: of weights and arithmetic, see `resolve_dtype`.
         exact, store, linear_strategy: see `DenseDecoder`.
-        progress: show bars on stderr, if that is a terminal.
+        progress: show progress bars if stderr is a terminal.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `read_config` and `load_weights`.
-        ConfigError: no such dtype.
+        ConfigError: the dtype is unknown.
     """
     config = read_config(path)
-    chosen = resolve_dtype(dtype, config)
-    weights = load_weights(path, config, dtype=chosen, progress=progress)
+    compute_dtype = resolve_dtype(dtype, config)
+    weights = load_weights(path, config, dtype=compute_dtype, progress=progress)
     with _progress("preparing layers", config.num_layers, progress) as advance:
         decoder = DenseDecoder if config.mla is None else DeepseekDecoder
         return decoder(
             config,
             weights,
-            dtype=chosen,
+            dtype=compute_dtype,
             exact=exact,
             store=store,
             linear_strategy=linear_strategy,
@@ -281,12 +284,12 @@ def load_model(
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
-    """The dtype to compute in; `auto` follows the checkpoint, but float16 becomes float32.
+    """The dtype to compute in; `auto` is the checkpoint's, but float32 for float16.
 
-    CPUs have no float16 arithmetic to speak of, and float32 loses nothing.
+    float16 arithmetic is slow on CPUs, and float32 loses nothing.
 
     Raises:
-        ConfigError: not one of auto, float32, bfloat16.
+        ConfigError: `dtype` is not auto, float32 or bfloat16.
     """
     names: Mapping[str, torch.dtype] = {
         "float32": torch.float32,
@@ -300,7 +303,7 @@ def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
 
 @contextmanager
 def _progress(description: str, total: int, enabled: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields what advances it by one. Silent unless on a terminal."""
+    """Show a progress bar if stderr is a terminal; yields a function that advances it by 1."""
     if not enabled or not sys.stderr.isatty():
         yield lambda: None
         return

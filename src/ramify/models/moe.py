@@ -1,4 +1,4 @@
-"""A mixture of experts in which a token's result does not depend on the tokens beside it."""
+"""Mixture of experts: the router, and experts computed so that a token's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from ramify.models.ops.torch_linear import Linear
 
 
 def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:
-    """How much each expert contributes to each token.
+    """Expert weights of each token: group-limited top-k of the router's scores.
 
     Args:
         logits: [T, num_experts] float32.
-        bias: [num_experts] float32, joins the choice of `sigmoid` routers but not the weights.
+        bias: [num_experts] float32, `sigmoid` routers only: added for the choice, not to the weights.
 
     Returns:
-        [T, num_experts] float32, zero but for the `top_k` experts of a token.
+        [T, num_experts] float32, zero except for the `top_k` experts of a token.
 
-    Among equals the lowest expert, or group, wins.
+    Ties go to the lowest expert or group number.
     """
     if config.scoring == "softmax":
         scores = logits.softmax(-1)
     else:
-        # not torch's sigmoid: its scalar tail rounds differently from its vector code
+        # Not torch's sigmoid: its scalar tail rounds differently from its vector code.
         scores = 1 / (1 + torch.exp(-logits))
     choice = scores if bias is None else scores + bias
     if config.num_groups > 1:
         groups = choice.unflatten(-1, (config.num_groups, -1))
-        best = groups.amax(-1)
+        group_scores = groups.amax(-1)
         if config.scoring == "sigmoid":
-            best = groups.topk(2, -1).values.sum(-1)
-        closed = best.new_ones(best.shape, dtype=torch.bool)
-        closed.scatter_(-1, _largest(best, config.topk_groups), False)
-        choice = groups.masked_fill(closed[..., None], -torch.inf).flatten(-2)
-    # ascending, so that the sum does not depend on the order of the scores
-    experts = _largest(choice, config.top_k).sort(-1).values
+            group_scores = groups.topk(2, -1).values.sum(-1)
+        masked = group_scores.new_ones(group_scores.shape, dtype=torch.bool)
+        masked.scatter_(-1, _topk_indices(group_scores, config.topk_groups), False)
+        choice = groups.masked_fill(masked[..., None], -torch.inf).flatten(-2)
+    # Ascending, so that the sum of weights does not depend on the order of the scores.
+    experts = _topk_indices(choice, config.top_k).sort(-1).values
     weights = scores.gather(-1, experts)
     if config.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return torch.zeros_like(scores).scatter_(-1, experts, weights * config.scale)
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest of each row [..., n]; the lowest of equals first."""
+def _topk_indices(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest values of each row [..., n]; of equal values the lowest index first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of one layer: `Experts.build` makes it, calling it computes it."""
+    """The mixture of experts of one layer: float32 router, routed experts, one shared expert."""
 
     gate: Linear
     route: Callable[[Tensor], Tensor]
@@ -64,7 +64,7 @@ class Experts:
 
     @classmethod
     def build(cls, config: MoeConfig, build: LayerBuilder, prefix: str) -> Experts:
-        """The mixture whose names begin with `prefix`."""
+        """Build the router and experts of the layer's MLP at `prefix`."""
         bias = None
         if config.scoring == "sigmoid":
             bias = build.weight(f"{prefix}gate.e_score_correction_bias")
@@ -85,15 +85,16 @@ class Experts:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> the same.
+        """x [T, hidden_size] -> weighted sum of a token's experts, like x.
 
-        A token's contributions are added in ascending order of its experts, then the shared one.
+        Each product is rounded to x's dtype, then added: experts in ascending order, the shared
+        expert last.
         """
         weights = self.route(self.gate(x.float()))
-        mixed = torch.zeros_like(x)
-        visited = weights != 0
-        for number in visited.any(0).nonzero()[:, 0].tolist():
-            rows = visited[:, number].nonzero()[:, 0]
-            found = self.experts[number](x[rows]) * weights[rows, number, None]
-            mixed[rows] += found.to(x.dtype)
-        return mixed + self.shared(x)
+        total = torch.zeros_like(x)
+        is_routed = weights != 0
+        for number in is_routed.any(0).nonzero()[:, 0].tolist():
+            rows = is_routed[:, number].nonzero()[:, 0]
+            weighted = self.experts[number](x[rows]) * weights[rows, number, None]
+            total[rows] += weighted.to(x.dtype)
+        return total + self.shared(x)

@@ -1,4 +1,4 @@
-"""Attention inside a chain of compiled operations, in place of calls of Python layer by layer."""
+"""Arguments of K/V write and attention inside the fused layers, in place of a Python call per layer."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ from ramify.kv.pool import KVPool
 
 
 class FusedAttentionArgs(NamedTuple):
-    """What a chain needs to store K/V of a step and to attend over it by itself."""
+    """What `run_fused_layers` needs to write a step's K/V and to attend over it."""
 
-    kind: tuple[object, ...]  # dtype, layers, heads of queries, of keys, of values; their elements
+    kind: tuple[object, ...]  # dtype, num_layers, q heads, k heads, v heads, head_dim
     num_workers: int
-    num_tokens: int  # the rows behind them are padding
-    num_phases: int  # of attention
-    planes: NDArray[np.int64]  # [layers, 2]: addresses of K and of V
-    slots: NDArray[np.int64]  # [T], padding included
+    num_tokens: int  # rows beyond are padding
+    num_phases: int  # of attention, each an op with a barrier
+    planes: NDArray[np.int64]  # [num_layers, 2]: addresses of the K and the V plane
+    slots: NDArray[np.int64]  # [T], padding rows included
     kernel_args: tuple[Any, ...]  # the last arguments of `fused_layers.run_fused_layers`
 
 
 class FusedAttention:
-    """A backend and a pool whose steps a chain can run.
+    """A CPU backend and a pool that fused layers can use; `step` makes the arguments of one step.
 
     Args:
-        backend, pool: such that `supports` is None.
+        backend, pool: a pair for which `supports` returns None.
     """
 
     def __init__(self, backend: CpuBackend, pool: KVPool) -> None:
-        self.backend, self.pool = backend, pool  # the pool's planes stay where they are
+        self.backend, self.pool = backend, pool
         layers, spec = range(pool.layout.num_layers), backend.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
         self._kind = spec.plane_dtype, len(layers), *heads, spec.head_dim
         self._num_slots = (pool.num_pages + 1) * pool.page_size
+        # The pool never moves its planes.
         self._addresses = np.array(
             [[pool.planes(layer)[name].data_ptr() for name in "kv"] for layer in layers]
         )
 
     @staticmethod
     def supports(backend: object, pool: KVPool, dtype: torch.dtype) -> str | None:
-        """None if K/V of this pool is read and written as this backend does, else the reason.
+        """None if fused layers can replace this backend's calls over this pool, else the reason.
+
+        Subclasses are refused: the fused layers would bypass what they override.
 
         Args:
-            dtype: of queries, keys and values.
+            dtype: of q, k and v.
         """
         if type(backend) is not CpuBackend or type(pool) is not KVPool:
             return f"{type(backend).__name__} over {type(pool).__name__}"
@@ -60,7 +63,7 @@ class FusedAttention:
             return f"keys of {spec.head_dim} and values of {spec.v_head_dim} elements"
         if dtype not in ROW_KINDS or {dtype} != {
             spec.plane_dtype,
-            *(one.dtype for one in first.values()),
+            *(plane.dtype for plane in first.values()),
         }:
             return f"K/V in {first['k'].dtype} of a model in {dtype}"
         if len(set(spec.windows)) > 1:
@@ -73,11 +76,11 @@ class FusedAttention:
         return None
 
     def step(self, plan: object, slots: NDArray[np.int64]) -> FusedAttentionArgs:
-        """What a chain is told of a step.
+        """The arguments of one step.
 
         Args:
-            plan: of the backend.
-            slots: [T] int64, of every token and of the padding rows.
+            plan: the backend's plan of the step.
+            slots: [T] int64, of every token and every padding row.
 
         Raises:
             IndexError: a slot is outside the planes.
@@ -86,11 +89,11 @@ class FusedAttention:
         outside = slots[(slots < 0) | (slots >= self._num_slots)]
         if len(outside):
             raise IndexError(f"slot {outside[0]} is not in 0..{self._num_slots - 1}")
-        rest = self.backend.fused_layers_args(plan, self.pool.planes(0))
+        kernel_args = self.backend.fused_layers_args(plan, self.pool.planes(0))
         workers = self.backend.num_workers
         counts = plan.num_tokens, len(plan.phases)
-        return FusedAttentionArgs(self._kind, workers, *counts, self._addresses, slots, rest)
+        return FusedAttentionArgs(self._kind, workers, *counts, self._addresses, slots, kernel_args)
 
     def empty_step(self) -> FusedAttentionArgs:
-        """A step of no tokens, to compile with."""
+        """The arguments of a step without tokens, to compile the kernel with."""
         return self.step(self.backend.empty_plan(), np.zeros(0, np.int64))

@@ -1,8 +1,17 @@
-"""What a dense decoder computes from one attention to the next, in one call of compiled code.
+"""Fused decoder layers: compiled code from one attention to the next, or through all layers at once.
 
-In short steps attention too, if it is told how (`cpu_layer_attention`): all layers are one call.
+A layer is five ops of an op list, with attention after the second:
 
-For few rows the Python around a product takes as long as a small product: a pass over the weights
+    QKV GEMM (RMS norm)  ->  QK norm + rope  ->  attention  ->  O GEMM (+= hidden)
+    gate/up GEMM (RMS norm, silu * mul)  ->  down GEMM (+= hidden)
+
+`FusedLayers.run` chooses for each step; the bits are the same:
+
+- fused: all layers in one call, K/V write and attention included, if the step is short;
+- by layer: a Python call of attention in each layer;
+- pruned, on top of either: O GEMM and MLP of the last layer only for the rows that are wanted.
+
+Why: with few rows the Python around a GEMM takes as long as the GEMM, since a pass over the weights
 leaves nothing of the interpreter in the processor's caches.
 """
 
@@ -20,40 +29,41 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
-from ramify.models.ops.cpu_linear import PackedLinear, QKNormRope
-from ramify.models.ops.probe import mark_nonfinite_rows
+from ramify.models.ops.cpu_linear import PackedLinear
+from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.functional import mark_nonfinite_rows
+from ramify.models.ops.protocol import Attention
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ramify.models.ops.cpu_layer_attention import FusedAttentionArgs
 
-    Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # see `dense`
-
-# What one call computes at most: so many rows, or so many products of two numbers. By their peaks that
-# is 0.3 s of two cores that multiply bfloat16 (Zen 4), 0.7 s of two with AVX2. Where a layer takes
-# longer the interpreter around it costs nothing, and it should get its turn.
+# A step is one call if it has at most this many rows or multiply-adds. At peak 6e10 is 0.3 s of two
+# cores with AVX-512-BF16 (Zen 4), 0.7 s of two with AVX2. In longer steps the interpreter around a layer
+# costs nothing, and other Python threads should get their turn.
 FUSED_MAX_ROWS, FUSED_MAX_MACS = 64, 6e10
-MAX_OP_LISTS = 64  # kept, one for each number of rows and of threads: those used last
+# Op lists cached, least recently used dropped: one for each number of rows and of threads.
+MAX_OP_LISTS = 64
 
 
 class LayerOps(NamedTuple):
-    """The operations of a layer, in order; attention comes after the second."""
+    """The compiled ops of a layer, in order; attention comes after `rope`."""
 
     qkv: PackedLinear
     rope: QKNormRope
     o_proj: PackedLinear
-    gate_up: PackedLinear  # gate and up
+    gate_up: PackedLinear
     down: PackedLinear
 
     @classmethod
     def of(cls, *operations: object) -> LayerOps | None:
-        """Those of a layer in this order, or None if one of them is no kernel of ours."""
-        qkv, turn, *others = operations
-        products = [one for one in (qkv, *others) if isinstance(one, PackedLinear)]
-        if len(products) < len(operations) - 1 or not isinstance(turn, QKNormRope):
+        """The five operations of a layer, in field order; None if one is not a compiled op."""
+        qkv, rope, *others = operations
+        linears = [operation for operation in (qkv, *others) if isinstance(operation, PackedLinear)]
+        if len(linears) < len(operations) - 1 or not isinstance(rope, QKNormRope):
             return None
-        return cls(products[0], turn, *products[1:])
+        return cls(linears[0], rope, *linears[1:])
 
 
 _QKV, _ROPE, _O_PROJ, _GATE_UP, _DOWN = range(5)
@@ -61,15 +71,15 @@ _OPS_PER_LAYER = len(LayerOps._fields)
 
 
 class FusedLayers:
-    """All layers of a dense decoder; the bits are those of their operations one by one.
+    """All layers of a dense decoder as one op list; same bits as their operations called one by one.
 
     Args:
         layers: at least one, all of the same widths and dtype.
-        num_heads: of queries, of keys, of values.
-        head_dim: of each of them.
+        num_heads: q heads, k heads, v heads.
+        head_dim: of all three.
 
     Raises:
-        ConfigError: layers differ, or the widths of one do not fit.
+        ConfigError: layers differ, or their widths do not fit the heads.
     """
 
     def __init__(
@@ -77,91 +87,94 @@ class FusedLayers:
     ) -> None:
         from ramify.kernels.cpu import fused_layers, op_list
 
-        kinds = {tuple(link.kind for link in links) for links in layers}
-        if len(kinds) != 1 or len({kind[0] for each in kinds for kind in each}) != 1:
+        kinds = {tuple(op.kind for op in ops) for ops in layers}
+        if len(kinds) != 1 or len({kind[0] for layer in kinds for kind in layer}) != 1:
             raise ConfigError(f"layers differ in their widths or dtypes: {sorted(map(str, kinds))}")
         first, heads = layers[0], sum(num_heads) * head_dim
         hidden, attn_out, inner = first.qkv.widths[0], num_heads[0] * head_dim, first.down.widths[0]
         expected = (hidden, heads), (attn_out, hidden), (hidden, inner), (inner, hidden)
-        found = tuple(link.widths for link in first if isinstance(link, PackedLinear))
-        if found != expected:
+        widths = tuple(op.widths for op in first if isinstance(op, PackedLinear))
+        if widths != expected:
             raise ConfigError(
-                f"products have widths {found}; with these heads they must have {expected}"
+                f"products have widths {widths}; with these heads they must have {expected}"
             )
         self._kernels, self._run_fused_layers = op_list, fused_layers.run_fused_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
-        self._eps = np.array([link.eps for links in layers for link in links])
+        self._eps = np.array([op.eps for ops in layers for op in ops])
         self._num_weights = len(layers) * sum(
-            link.widths[0] * link.widths[1] * (1 + (link is first.gate_up))
-            for link in first
-            if isinstance(link, PackedLinear)
+            op.widths[0] * op.widths[1] * (1 + (op is first.gate_up))
+            for op in first
+            if isinstance(op, PackedLinear)
         )
-        # not of methods: they would keep themselves, and the weights, until cycles are collected
-        kept = functools.lru_cache(MAX_OP_LISTS)
-        self._op_list = kept(partial(_op_list, self._layers))
-        self._floats = kept(partial(_scratch_floats, first))
-        set_num_threads(torch.get_num_threads())  # Numba's pool starts with its first kernel
-        nothing = np.zeros((0, OP_FIELDS), np.int64), self._eps[:0], np.zeros(0, np.int64)
-        # compiled now, not in the first step
-        op_list.run_ops(*nothing, 1, *thread_scratch(1, 0, 0))
+        # Caches of partials, not of methods: a cycle through self would keep the weights alive.
+        cache = functools.lru_cache(MAX_OP_LISTS)
+        self._op_list = cache(partial(_op_list, self._layers))
+        self._floats = cache(partial(_scratch_floats, first))
+        # Before the first kernel, which starts Numba's thread pool.
+        set_num_threads(torch.get_num_threads())
+        no_ops = np.zeros((0, OP_FIELDS), np.int64), self._eps[:0], np.zeros(0, np.int64)
+        # Compile now, not in the first step.
+        op_list.run_ops(*no_ops, 1, *thread_scratch(1, 0, 0))
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """See `DenseDecoder.forward`.
+        """Run all layers over `hidden` in place and return it; see `DenseDecoder.forward`.
 
         Args:
-            hidden: [T, hidden_size] of the layers' dtype, contiguous, T at least 1; it is written
-                to, and becomes the result.
+            hidden: [T, hidden_size] of the layers' dtype, contiguous, T at least 1.
 
         Raises:
-            ConfigError: shapes or dtypes disagree, or `attend` returned something that does not fit.
-            IndexError: a position is outside the tables.
+            ConfigError: shapes or dtypes disagree, those of what `attend` returns included.
+            IndexError: a position is outside the rope tables.
         """
         first = self._layers[0]
         first.qkv.check(hidden)
         first.rope.check_positions(positions, len(hidden))
         if not hidden.is_contiguous():
             raise ConfigError(f"hidden has strides {hidden.stride()}; it must be contiguous")
-        program, _inner = self._bind_buffers(hidden)
-        rows: Tensor | None = getattr(attend, "output_rows", None)
-        full_layer_ops = len(program) if rows is None else len(program) - _OPS_PER_LAYER
+        ops, _inner = self._bind_buffers(hidden)
+        output_rows: Tensor | None = getattr(attend, "output_rows", None)
+        full_layer_ops = len(ops) if output_rows is None else len(ops) - _OPS_PER_LAYER
         fused_args: FusedAttentionArgs | None = getattr(attend, "fused_args", None)
         if fused_args is not None and self._fuses_attention(fused_args, positions):
             first.rope.check_position_range(positions)
-            self._run_fused(program[:full_layer_ops], positions, fused_args, hidden.dtype)
+            self._run_fused(ops[:full_layer_ops], positions, fused_args, hidden.dtype)
         else:
-            self._run_by_layer(program[:full_layer_ops], positions, attend, hidden.dtype)
-        if rows is not None:
-            self._run_pruned_last_layer(program, positions, attend, hidden, rows)
+            self._run_by_layer(ops[:full_layer_ops], positions, attend, hidden.dtype)
+        if output_rows is not None:
+            self._run_pruned_last_layer(ops, positions, attend, hidden, output_rows)
         return hidden
 
     def warm_up(self, fused_args: FusedAttentionArgs) -> None:
-        """Compile now what runs steps like this one of no tokens, rather than in the first step."""
-        program = np.zeros((0, OP_FIELDS), np.int64)
-        rest = np.zeros(0, np.int64), 1, *thread_scratch(1, 0, 0), np.zeros(6, np.int64)
+        """Compile the fused kernel for arguments of this kind, given those of a step without tokens."""
+        no_ops = np.zeros((0, OP_FIELDS), np.int64)
+        run_args = np.zeros(0, np.int64), 1, *thread_scratch(1, 0, 0), np.zeros(6, np.int64)
         self._run_fused_layers(
-            program,
+            no_ops,
             self._eps[:0],
-            *rest,
+            *run_args,
             fused_args.planes,
             fused_args.slots,
             *fused_args.kernel_args,
         )
 
     def _bind_buffers(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:
-        """All operations on these rows, and what lies between those of an MLP: keep it for so long."""
+        """A copy of the op list with addresses of hidden and of the MLP's intermediate rows.
+
+        Returns the intermediate rows too: the caller must hold them until the ops have run.
+        """
         num_rows, first = len(hidden), self._layers[0]
-        program = self._op_list(num_rows, torch.get_num_threads()).copy()
+        ops = self._op_list(num_rows, torch.get_num_threads()).copy()
         inner = torch.empty((num_rows, first.gate_up.out_width), dtype=hidden.dtype)
-        for link, source in ((_QKV, hidden), (_GATE_UP, hidden), (_DOWN, inner)):
-            program[link::_OPS_PER_LAYER, OP_X] = source.data_ptr()
-        for link, into in ((_O_PROJ, hidden), (_GATE_UP, inner), (_DOWN, hidden)):
-            program[link::_OPS_PER_LAYER, OP_OUT] = into.data_ptr()
-        return program, inner
+        for op, x in ((_QKV, hidden), (_GATE_UP, hidden), (_DOWN, inner)):
+            ops[op::_OPS_PER_LAYER, OP_X] = x.data_ptr()
+        for op, out in ((_O_PROJ, hidden), (_GATE_UP, inner), (_DOWN, hidden)):
+            ops[op::_OPS_PER_LAYER, OP_OUT] = out.data_ptr()
+        return ops, inner
 
     def _run_by_layer(
         self, ops: NDArray[np.int64], positions: Tensor, attend: Attention, dtype: torch.dtype
     ) -> None:
-        """Whole layers, the first ones of the chain."""
+        """Run whole layers, `ops` from the first on, with a Python call of attention in each."""
         run, begin = self._run(len(positions), positions), 0
         for number in range(len(ops) // _OPS_PER_LAYER):
             end = _OPS_PER_LAYER * number + _O_PROJ
@@ -177,7 +190,7 @@ class FusedLayers:
     def _run_pruned_last_layer(
         self, ops: NDArray[np.int64], positions: Tensor, attend: Attention, hidden: Tensor, rows: Tensor
     ) -> None:  # fmt: skip
-        """The last layer, of which only these rows are wanted behind K/V."""
+        """Run the last layer: K/V of all rows, then attention, O GEMM and MLP of `rows` only."""
         number = len(self._layers) - 1
         begin = _OPS_PER_LAYER * number
         q, k, v = self._heads(ops, number, len(hidden), hidden.dtype)
@@ -185,41 +198,44 @@ class FusedLayers:
         self._layers[0].rope.raise_if_out_of_range(ops[begin + _ROPE])
         attn_out = self._attention_output(attend, number, q[rows], k, v)
         if len(rows):
-            some = hidden[rows]
-            ops, _inner = self._bind_buffers(some)
+            wanted = hidden[rows]
+            ops, _inner = self._bind_buffers(wanted)
             ops[begin + _O_PROJ, OP_X] = attn_out.data_ptr()
-            self._run(len(some), positions)(ops, begin + _O_PROJ, len(ops))
-            hidden[rows] = some
+            self._run(len(wanted), positions)(ops, begin + _O_PROJ, len(ops))
+            hidden[rows] = wanted
         mark_nonfinite_rows(hidden, k, v)
 
     def _run(
         self, num_rows: int, positions: Tensor
     ) -> Callable[[NDArray[np.int64], int, int], None]:
-        """What runs the operations [from, to) of a program on so many rows."""
-        num_workers, at = torch.get_num_threads(), positions.contiguous().numpy()
+        """A function run(ops, begin, end) that runs ops[begin:end] on this many rows."""
+        num_workers, indices = torch.get_num_threads(), positions.contiguous().numpy()
         floats = self._floats(num_rows, num_workers)
         scratch = thread_scratch(num_workers, floats, _OPS_PER_LAYER * len(self._layers))
 
-        def run(program: NDArray[np.int64], begin: int, end: int) -> None:
-            set_num_threads(num_workers)  # attention has its own number
-            some = slice(begin, end)
-            self._kernels.run_ops(program[some], self._eps[some], at, num_workers, *scratch)
+        def run(ops: NDArray[np.int64], begin: int, end: int) -> None:
+            # Attention, called in between, may set another number.
+            set_num_threads(num_workers)
+            selected = slice(begin, end)
+            self._kernels.run_ops(
+                ops[selected], self._eps[selected], indices, num_workers, *scratch
+            )
 
         return run
 
     def _heads(
         self, ops: NDArray[np.int64], number: int, num_rows: int, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Where the first operations of a layer will put q, k and v."""
-        at = _OPS_PER_LAYER * number
+        """Allocate the QKV rows of a layer and bind them to its ops; returns views q, k, v."""
+        begin = _OPS_PER_LAYER * number
         rows = torch.empty((num_rows, sum(self._num_heads), self._head_dim), dtype=dtype)
-        ops[at + _QKV, OP_OUT] = ops[at + _ROPE, OP_ROWS] = rows.data_ptr()
+        ops[begin + _QKV, OP_OUT] = ops[begin + _ROPE, OP_ROWS] = rows.data_ptr()
         return rows.split_with_sizes(self._num_heads, 1)
 
     def _attention_output(
         self, attend: Attention, number: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """What attention makes of these, contiguous."""
+        """Call attention and check what it returns: like q, made contiguous."""
         attn_out = attend(number, q, k, v)
         if attn_out.shape != q.shape or attn_out.dtype != q.dtype or not attn_out.is_cpu:
             raise ConfigError(
@@ -229,21 +245,22 @@ class FusedLayers:
         return attn_out.contiguous()
 
     def _fuses_attention(self, fused_args: FusedAttentionArgs, positions: Tensor) -> bool:
+        """Whether the step is short enough for one call, and its arguments fit layers and threads."""
         num_rows, (num_q, _, _) = len(positions), self._num_heads
         if num_rows > FUSED_MAX_ROWS:
             num_keys = int(positions.numpy().max()) + 1
-            seen = 2 * len(self._layers) * num_q * self._head_dim * num_keys
-            if num_rows * (self._num_weights + seen) > FUSED_MAX_MACS:
+            attention_macs = 2 * len(self._layers) * num_q * self._head_dim * num_keys
+            if num_rows * (self._num_weights + attention_macs) > FUSED_MAX_MACS:
                 return False
         dtype = self._layers[0].qkv.kind[0]
         kind = dtype, len(self._layers), *self._num_heads, self._head_dim
-        found = fused_args.kind, fused_args.num_workers, len(fused_args.slots)
-        return found == (kind, torch.get_num_threads(), num_rows)
+        planned = fused_args.kind, fused_args.num_workers, len(fused_args.slots)
+        return planned == (kind, torch.get_num_threads(), num_rows)
 
     def _run_fused(
         self, ops: NDArray[np.int64], positions: Tensor, fused_args: FusedAttentionArgs, dtype: torch.dtype
     ) -> None:  # fmt: skip
-        """Layers with their attention: the Python around each takes as long as a small one."""
+        """Run whole layers, K/V write and attention included, in one call of the kernel."""
         num_rows, size = len(fused_args.slots), dtype.itemsize
         num_q, num_k, num_v = (heads * self._head_dim for heads in self._num_heads)
         rows = torch.empty((num_rows, num_q + num_k + num_v), dtype=dtype)
@@ -252,33 +269,33 @@ class FusedLayers:
             attn_out[fused_args.num_tokens :] = 0
         ops[_QKV::_OPS_PER_LAYER, OP_OUT] = ops[_ROPE::_OPS_PER_LAYER, OP_ROWS] = rows.data_ptr()
         ops[_O_PROJ::_OPS_PER_LAYER, OP_X] = attn_out.data_ptr()
-        numbers = np.array(
+        buffers = np.array(
             [ROW_KINDS[dtype], rows.data_ptr(), rows.stride(0) * size, num_q * size,
              (num_q + num_k) * size, attn_out.data_ptr()]
         )  # fmt: skip
-        operations = len(ops) + len(self._layers) * fused_args.num_phases
+        num_ops = len(ops) + len(self._layers) * fused_args.num_phases
         set_num_threads(fused_args.num_workers)
         floats = self._floats(num_rows, fused_args.num_workers)
-        scratch = thread_scratch(fused_args.num_workers, floats, operations)
-        rest = positions.contiguous().numpy(), fused_args.num_workers, *scratch, numbers
+        scratch = thread_scratch(fused_args.num_workers, floats, num_ops)
+        run_args = positions.contiguous().numpy(), fused_args.num_workers, *scratch, buffers
         self._run_fused_layers(
-            ops, self._eps, *rest, fused_args.planes, fused_args.slots, *fused_args.kernel_args
+            ops, self._eps, *run_args, fused_args.planes, fused_args.slots, *fused_args.kernel_args
         )
 
 
 def _scratch_floats(layer_ops: LayerOps, num_rows: int, num_workers: int) -> int:
-    """What each worker needs for any product of a layer."""
-    products = [link for link in layer_ops if isinstance(link, PackedLinear)]
-    return max(link.scratch_floats(num_rows, num_workers) for link in products)
+    """Scratch float32 per worker that suffices for every GEMM of a layer."""
+    linears = [op for op in layer_ops if isinstance(op, PackedLinear)]
+    return max(linear.scratch_floats(num_rows, num_workers) for linear in linears)
 
 
 def _op_list(layers: Sequence[LayerOps], num_rows: int, num_workers: int) -> NDArray[np.int64]:
-    """The numbers of all operations, but for addresses: [operations, WIDTH]."""
-    found = np.zeros((_OPS_PER_LAYER * len(layers), OP_FIELDS), np.int64)
-    for at, link in enumerate(link for links in layers for link in links):
-        if isinstance(link, QKNormRope):
-            numbers = link.op(num_rows, layers[0].qkv.row_bytes, num_workers)
+    """All ops without the addresses of rows: [len(layers) * _OPS_PER_LAYER, OP_FIELDS]."""
+    op_list = np.zeros((_OPS_PER_LAYER * len(layers), OP_FIELDS), np.int64)
+    for number, op in enumerate(op for ops in layers for op in ops):
+        if isinstance(op, QKNormRope):
+            fields = op.op(num_rows, layers[0].qkv.row_bytes, num_workers)
         else:
-            numbers = link.op(num_rows, num_workers, add=at % _OPS_PER_LAYER in (_O_PROJ, _DOWN))
-        found[at] = numbers
-    return found
+            fields = op.op(num_rows, num_workers, add=number % _OPS_PER_LAYER in (_O_PROJ, _DOWN))
+        op_list[number] = fields
+    return op_list

@@ -1,4 +1,4 @@
-"""Linear layers on CPU by `packed_gemm`: rows are independent by construction."""
+"""Linear layers on CPU by the packed GEMM kernel: pack weights, describe the GEMM as an op, run it alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import (
     ADD_RESIDUAL,
     OP_GEMM,
-    OP_NORM_ROPE,
     OP_OUT,
-    OP_OUT_OF_RANGE,
-    OP_ROWS,
     OP_X,
     OP_X_STRIDE,
     SILU_MUL,
@@ -30,17 +27,16 @@ from ramify.kv import huge_pages
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# So that a worker that is interrupted does not hold up the others. With several blocks of rows a
-# worker goes on in the block that it has packed, so that more tasks cost nothing.
+# More tasks than workers, so that an interrupted worker does not hold up the others. With several row
+# blocks a worker stays in the block that it has packed, so more tasks cost nothing.
 GEMM_TASKS_PER_WORKER, GEMM_TASKS_PER_WORKER_BLOCKED = 4, 16
-MAX_CACHED_OPS = 64  # numbers of rows, of one product
-ROPE_ROWS_PER_TASK = 4  # of a task, at least: a row takes a microsecond or so
+MAX_CACHED_OPS = 64  # per linear: one op for each number of rows, workers and mode
 
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 
 def packed_gemm_supports(weight: Tensor) -> str | None:
-    """None if the kernels can take this weight, else the reason."""
+    """None if the packed GEMM supports this weight, else the reason."""
     if weight.device.type != "cpu":
         return f"device {weight.device.type}: written for CPU"
     if weight.dtype not in ROW_KINDS:
@@ -51,59 +47,66 @@ def packed_gemm_supports(weight: Tensor) -> str | None:
 
 
 def pack_weight(weight: Tensor, into: Tensor) -> None:
-    """[out_width, in_width] as the kernels want it, into zeros [panels, in_width, NR].
+    """Pack weight [out_width, in_width] into micro-panels, zeros [ceil(out_width / NR), in_width, NR].
 
-    There and nowhere else: what is made on the way stays with the process, as large as the weights.
+        float32        into[p, k, j] = weight[p * NR + j, k]
+        bfloat16       word[p, k, j] = (weight[p * NR + j, k], weight[p * NR + LANES + j, k])
+        bfloat16 VNNI  word[p, k / 2, j] = (weight[p * NR + j, k], weight[p * NR + j, k + 1])
+
+    Writes straight into `into`: temporaries as large as the weights would stay resident.
     """
     from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI, NR
     from ramify.kernels.cpu.simd import LANES
 
-    whole, width = len(weight) // NR, weight.shape[1]
-    rest = weight[whole * NR :]
-    parts = [(into[:whole], weight[: whole * NR])]
-    if len(rest):
-        parts.append((into[whole:], F.pad(rest, (0, 0, 0, NR - len(rest)))))
-    for place, part in parts:
-        count = len(place)
+    num_full, width = len(weight) // NR, weight.shape[1]
+    remainder = weight[num_full * NR :]
+    parts = [(into[:num_full], weight[: num_full * NR])]
+    if len(remainder):
+        parts.append((into[num_full:], F.pad(remainder, (0, 0, 0, NR - len(remainder)))))
+    for panels, rows in parts:
+        count = len(panels)
         if _weight_kind(weight) == BF16_VNNI:
-            pairs = part.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
-            place.view(count, width // 2, NR, 2).copy_(pairs)
-        elif weight.dtype == torch.bfloat16:  # columns j and j + LANES side by side
-            pairs = part.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
-            place.view(count, width, LANES, 2).copy_(pairs)
+            words = rows.reshape(count, NR, width // 2, 2).permute(0, 2, 1, 3)
+            panels.view(count, width // 2, NR, 2).copy_(words)
+        elif weight.dtype == torch.bfloat16:
+            words = rows.reshape(count, 2, LANES, width).permute(0, 3, 2, 1)
+            panels.view(count, width, LANES, 2).copy_(words)
         else:
-            place.copy_(part.reshape(count, NR, width).permute(0, 2, 1))
+            panels.copy_(rows.reshape(count, NR, width).permute(0, 2, 1))
 
 
 def _weight_kind(weight: Tensor) -> int:
-    """What `packed_gemm` take this weight and its rows for."""
+    """Micro-kernel kind for this weight: F32, BF16, or BF16_VNNI (CPU has bf16 dot, in_width is even)."""
     from ramify.kernels.cpu.gemm_microkernels import BF16_VNNI
     from ramify.kernels.cpu.simd import HAS_BF16_DOT
 
-    in_pairs = HAS_BF16_DOT and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-    return BF16_VNNI if in_pairs else ROW_KINDS[weight.dtype]
+    is_vnni = HAS_BF16_DOT and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return BF16_VNNI if is_vnni else ROW_KINDS[weight.dtype]
 
 
 def pack_bias(bias: Tensor) -> Tensor:
-    """[out_width] of any float dtype as [panels, NR] float32."""
+    """Zero-pad bias [out_width] of any float dtype to [ceil(out_width / NR), NR] float32."""
     from ramify.kernels.cpu.gemm_microkernels import NR
 
     return F.pad(bias.float(), (0, -len(bias) % NR)).view(-1, NR)
 
 
 class PackedLinear:
-    """x @ weight.T + bias, accumulated in float32; the weight is copied.
+    """Packed GEMM with optional fused RMS norm, bias and silu * mul; rows are independent by construction.
 
-    Where the processor multiplies bfloat16 by itself, subnormal numbers of that dtype are zeros.
+        x @ weight.T + bias               plain
+        rms_norm(x) @ weight.T + bias     norm
+        silu(gate) * up                   gated; gate, up = halves of the above
 
     Args:
-        weight: [out_width, in_width], float32 or bfloat16; if gated, the rows of gate, then those of
-            up, equally many.
-        bias: [out_width].
-        norm: weights [in_width] and eps of an RMS norm of x that goes before.
-        gated: the result is silu(gate) * up, of half the width.
+        weight: [out_width, in_width], float32 or bfloat16, copied into packed form; if gated
+            [2 * out_width, in_width], gate above up.
+        bias: one element per row of `weight`.
+        norm: weight [in_width] and eps of an RMS norm of x.
+        gated: silu(gate) * up as epilogue.
 
-    Whatever is fused is rounded to the weight's dtype where separate operations would round.
+    Accumulates in float32; rounds to the weight's dtype wherever separate operations would. The
+    bfloat16 dot-product instructions (VNNI) flush subnormal bfloat16 numbers to zero.
     """
 
     def __init__(
@@ -121,24 +124,24 @@ class PackedLinear:
         self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
         self._in_width, self._dtype = weight.shape[1], weight.dtype
         self._kind = _weight_kind(weight)
-        # of a row, in elements of that kind
+        # Row width in elements of that kind: a VNNI word is two numbers.
         self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
         self._mode = SILU_MUL if gated else STORE
-        parts = weight.chunk(2) if gated else (weight,)
-        # panels of gate and up take turns
-        num_panels = -(-len(parts[0]) // NR)
-        room = huge_pages.zeros((num_panels, len(parts), self._in_width, NR), weight.dtype)
-        for place, part in enumerate(parts):
-            pack_weight(part, room[:, place])
-        self._weight, self._num_panel_groups = room.flatten(0, 1), num_panels  # gate and up are one
+        matrices = weight.chunk(2) if gated else (weight,)
+        # Panels of gate and up alternate, so that a group of two gives NR columns of the result.
+        num_groups = -(-len(matrices[0]) // NR)
+        packed = huge_pages.zeros((num_groups, len(matrices), self._in_width, NR), weight.dtype)
+        for number, matrix in enumerate(matrices):
+            pack_weight(matrix, packed[:, number])
+        self._weight, self._num_panel_groups = packed.flatten(0, 1), num_groups
         self._bias = None
         if bias is not None:
-            biases = [pack_bias(part) for part in (bias.chunk(2) if gated else (bias,))]
+            biases = [pack_bias(half) for half in (bias.chunk(2) if gated else (bias,))]
             self._bias = torch.stack(biases, 1).flatten()
         self._norm = None if norm is None else norm[0].contiguous()
-        self.eps = 0.0 if norm is None else float(norm[1])  # of the norm, if there is one
+        self.eps = 0.0 if norm is None else float(norm[1])
         self._eps_of_norm = np.array([self.eps])
-        # by rows, workers and whether it is added: what a kernel is told, but for addresses
+        # (rows, workers, add) -> op without the addresses of x and the result, scratch floats
         self._ops_by_rows: dict[tuple[int, int, bool], tuple[NDArray[np.int64], int]] = {}
         self._fixed = (
             0 if self._norm is None else self._norm.data_ptr(),
@@ -149,23 +152,24 @@ class PackedLinear:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of x and of the result."""
+        """Width of x and of the result."""
         return self._in_width, self.out_width
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Dtype and widths."""
+        """Dtype and widths; layers of one model have equal kinds."""
         return self._dtype, *self.widths
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of the result."""
+        """Bytes of a row of the result."""
         return self.out_width * self._dtype.itemsize
 
     def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
-        """What `op_list.run_ops` is told about so many rows, one behind the other.
+        """The GEMM op [OP_FIELDS] of `op_list.run_ops` for contiguous x [num_rows, in_width].
 
-        Addresses of x and of the result are still to be put at `OP_X` and `OP_OUT`.
+        The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add the
+        result to what is there.
         """
         size, mode = self._dtype.itemsize, ADD_RESIDUAL if add else self._mode
         return (
@@ -175,12 +179,12 @@ class PackedLinear:
         )  # fmt: skip
 
     def scratch_floats(self, num_rows: int, num_workers: int) -> int:
-        """Floats that each worker needs; see `thread_scratch`."""
+        """Scratch float32 per worker, as for `thread_scratch`."""
         block_rows = _gemm_partition(num_rows, self._num_panel_groups, num_workers)[0]
         return self._kernels.gemm_scratch_floats(block_rows, self._width)
 
     def check(self, x: Tensor) -> None:
-        """Raises ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
+        """Raise ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
         fits = x.dim() == 2 and x.shape[1] == self._in_width
         if not fits or x.dtype != self._dtype or not x.is_cpu:
             raise ConfigError(
@@ -191,7 +195,7 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
 
-        Rows of x may be far apart; if their elements are, x is copied first.
+        Any row stride will do; x with another element stride than 1 is copied.
 
         Raises:
             ConfigError: x has another width, dtype or device.
@@ -201,13 +205,15 @@ class PackedLinear:
         return out
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Add the result to sums [rows, out_width], contiguous, in place; returns them.
+        """sums += self(x), in place; returns sums [rows, out_width], which must be contiguous.
 
         Raises:
             ConfigError: shapes or dtypes disagree, or the layer is gated.
         """
         if self._mode == SILU_MUL:
-            raise ConfigError("a gated product is made anew, not added to something")
+            raise ConfigError(
+                "add_to is not possible for a gated linear; call it and add the result"
+            )
         if sums.shape != (x.shape[0], self.out_width) or sums.dtype != self._dtype:
             raise ConfigError(
                 f"sums are {sums.dtype} {tuple(sums.shape)}; they must be {self._dtype} "
@@ -228,24 +234,24 @@ class PackedLinear:
         num_workers = torch.get_num_threads()
         cached = self._ops_by_rows.get((num_rows, num_workers, add))
         if cached is None:
-            found = self.op(num_rows, num_workers, add=add)
-            cached = np.array([found], np.int64), self.scratch_floats(num_rows, num_workers)
+            op = self.op(num_rows, num_workers, add=add)
+            cached = np.array([op], np.int64), self.scratch_floats(num_rows, num_workers)
             if len(self._ops_by_rows) >= MAX_CACHED_OPS:
                 self._ops_by_rows.clear()
             self._ops_by_rows[num_rows, num_workers, add] = cached
-        numbers, floats = cached[0].copy(), cached[1]
-        numbers[0, OP_X], numbers[0, OP_OUT] = x.data_ptr(), out.data_ptr()
-        numbers[0, OP_X_STRIDE] = x.stride(0) * self._dtype.itemsize
+        ops, floats = cached[0].copy(), cached[1]
+        ops[0, OP_X], ops[0, OP_OUT] = x.data_ptr(), out.data_ptr()
+        ops[0, OP_X_STRIDE] = x.stride(0) * self._dtype.itemsize
         set_num_threads(num_workers)
         scratch = thread_scratch(num_workers, floats, 1)
-        self._run_ops(numbers, self._eps_of_norm, _NO_POSITIONS, num_workers, *scratch)
+        self._run_ops(ops, self._eps_of_norm, _NO_POSITIONS, num_workers, *scratch)
 
 
 @functools.lru_cache(maxsize=4096)
 def _gemm_partition(num_rows: int, num_panel_groups: int, num_workers: int) -> tuple[int, int, int]:
-    """How a product is cut into tasks: the last three numbers of `packed_gemm.packed_gemm`.
+    """Partition of a GEMM into tasks: rows per block, index into MR_TILES, splits of the N dimension.
 
-    As few tiles as there can be, and of those the smallest that will do.
+    As few row tiles as possible, and the smallest MR that needs no more of them.
     """
     from ramify.kernels.cpu.gemm_microkernels import MR_TILES
     from ramify.kernels.cpu.packed_gemm import MC
@@ -253,111 +259,10 @@ def _gemm_partition(num_rows: int, num_panel_groups: int, num_workers: int) -> t
     num_blocks = -(-num_rows // MC)
     per_block = -(-num_rows // num_blocks)
     per_tile = -(-per_block // -(-per_block // MR_TILES[-1]))
-    tile = next(place for place, rows in enumerate(MR_TILES) if rows >= per_tile)
+    tile = next(index for index, rows in enumerate(MR_TILES) if rows >= per_tile)
     block_rows = -(-per_block // MR_TILES[tile]) * MR_TILES[tile]
     tasks = num_workers * (
         GEMM_TASKS_PER_WORKER if num_blocks == 1 else GEMM_TASKS_PER_WORKER_BLOCKED
     )
     num_n_splits = min(-(-tasks // num_blocks), num_panel_groups)
     return block_rows, tile, num_n_splits
-
-
-class QKNormRope:
-    """Norms of heads and rotary positions, in place, in one pass over the rows of q, k and v.
-
-    Args:
-        cos, sin: [positions, head_dim / 2] in the model's dtype, float32 or bfloat16.
-        num_q, num_k: heads of a row that are turned: queries first, then keys.
-        norms: weights [head_dim] for queries and for keys, and their eps; None: not normalised.
-    """
-
-    def __init__(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        num_q: int,
-        num_k: int,
-        norms: tuple[Tensor, Tensor, float] | None = None,
-    ) -> None:
-        from ramify.kernels.cpu import op_list
-
-        self._run_ops = op_list.run_ops
-        self._tables = cos.contiguous(), sin.contiguous()
-        self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
-        self.eps = 0.0 if norms is None else float(norms[2])  # of the norms, if there are any
-        self._shape = num_q, num_k, 2 * cos.shape[1]
-        weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
-        self._fixed = (
-            *self._shape,
-            *weights,
-            *(table.data_ptr() for table in self._tables),
-            len(cos),
-        )
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Dtype, positions, heads of queries and of keys, elements of each."""
-        return self._tables[0].dtype, len(self._tables[0]), *self._shape
-
-    def op(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
-        """What `op_list.run_ops` is told; the address of the rows is still to be put at `OP_ROWS`."""
-        num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
-        return (
-            ROW_KINDS[self._tables[0].dtype],
-            0,
-            row_bytes,
-            *self._fixed,
-            num_tasks,
-            0,
-            0,
-            0,
-            0,
-            OP_NORM_ROPE,
-        )
-
-    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Turn rows [tokens, at least (num_q + num_k) * head_dim] for positions [tokens] int64.
-
-        Returns rows.
-
-        Raises:
-            ConfigError: shapes or dtypes disagree.
-            IndexError: a position is outside the tables; its row is as it was.
-        """
-        num_q, num_k, head_dim = self._shape
-        fits = rows.dim() == 2 and rows.shape[1] >= (num_q + num_k) * head_dim
-        if not fits or rows.dtype != self._tables[0].dtype or rows.stride(1) != 1:
-            raise ConfigError(
-                f"rows are {rows.dtype} {tuple(rows.shape)} with strides {rows.stride()}; they must "
-                f"be {self._tables[0].dtype} [tokens, at least {(num_q + num_k) * head_dim}]"
-            )
-        self.check_positions(positions, len(rows))
-        num_workers = torch.get_num_threads()
-        row_bytes = rows.stride(0) * rows.element_size()
-        numbers = np.array([self.op(len(rows), row_bytes, num_workers)], np.int64)
-        numbers[0, OP_ROWS] = rows.data_ptr()
-        set_num_threads(num_workers)
-        where, scratch = positions.contiguous().numpy(), thread_scratch(num_workers, 0, 1)
-        self._run_ops(numbers, np.array([self.eps]), where, num_workers, *scratch)
-        self.raise_if_out_of_range(numbers[0])
-        return rows
-
-    def check_positions(self, positions: Tensor, num_rows: int) -> None:
-        """Raises ConfigError unless they are [num_rows] int64."""
-        if positions.shape != (num_rows,) or positions.dtype != torch.int64:
-            raise ConfigError(
-                f"positions are {positions.dtype} {tuple(positions.shape)}; they must be int64 "
-                f"[{num_rows}]"
-            )
-
-    def check_position_range(self, positions: Tensor) -> None:
-        """Raises IndexError if one of them, at least one, is outside the tables."""
-        found = positions.numpy()  # torch takes longer over so few
-        if found.min() < 0 or found.max() >= len(self._tables[0]):
-            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")
-
-    def raise_if_out_of_range(self, op: NDArray[np.int64]) -> None:
-        """Raises IndexError where the kernel met a position outside the tables."""
-        if op[OP_OUT_OF_RANGE]:
-            raise IndexError(f"positions must be in 0..{len(self._tables[0]) - 1}")

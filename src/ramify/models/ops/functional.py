@@ -1,113 +1,75 @@
-"""Norms, activations and rotary positions of a dense decoder, in plain torch."""
+"""Row functions in plain torch: norms, activation, rope, per-head matmul.
+
+Reference of the compiled kernels, and what runs where there is no kernel.
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ramify.models.config import RopeConfig
+from ramify.attention.exactness import FP32_ROW_MULTIPLE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / RMS(x) * weight over the last dimension.
 
-    The mean and the division are float32; the result is rounded to x's dtype before it meets the
-    weight, as in the models' reference code.
+    Mean and division are float32; their result is rounded to x's dtype before the multiplication
+    with the weight, as in the models' reference code.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
 
 
-class RMSNorm:
-    """RMS normalisation over the last dimension, with a learned weight [width]."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension, in float32 with eps 1e-6."""
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (wide * scale * weight.float() + bias.float()).to(x.dtype)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, all [rows, width].
 
-    Not torch's silu: the scalar code for the last few elements of its float32 kernel rounds
-    differently from the vector code, so that a row's bits depend on the rows beside it.
+    Not torch's silu: its float32 kernel computes the last few elements with scalar code that rounds
+    differently from the vector code, so a row's bits depend on the rows beside it.
     """
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
-class RotaryTable:
-    """Rotary position embedding in the rotate-half convention of Hugging Face models."""
-
-    def __init__(
-        self, rope: RopeConfig, *, head_dim: int, max_len: int, dtype: torch.dtype
-    ) -> None:
-        """Tables for positions 0..max_len - 1, computed in float32 and rounded to `dtype`.
-
-        They are [max_len, head_dim / 2].
-        """
-        positions = torch.arange(max_len, dtype=torch.float32)
-        angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-        self.cos = (angles.cos() * rope.attention_factor).to(dtype)
-        self.sin = (angles.sin() * rope.attention_factor).to(dtype)
-
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, [rows, 1, head_dim] each, for positions [rows] int64.
-
-        The sign that rotate-half gives the first half is in the sine: -(x * s) is x * (-s), bit
-        for bit.
-        """
-        cos, sin = self.cos[positions], self.sin[positions]
-        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
 def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """x [rows, heads, head_dim] turned by the angles of `RotaryTable.cos_sin`; contiguous."""
+    """x * cos + rotate_half(x) * sin for x [rows, heads, head_dim]; cos, sin of `RotaryTable.cos_sin`."""
     first, second = x.chunk(2, -1)
     return (x * cos).add_(torch.cat((second, first), -1).mul_(signed_sin))
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32: radians per position of each pair of dimensions."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.scaling == "linear":
-        return frequencies / rope.factor
-    if rope.scaling == "yarn":
-        return _yarn_frequencies(rope, frequencies, head_dim)
-    if rope.scaling != "llama3":
-        return frequencies
-    # Llama 3: slow turns are stretched by `factor`, fast ones are kept, those between are mixed by
-    # how many turns fit into the context of pre-training.
-    wavelengths = 2 * math.pi / frequencies
-    longest = rope.original_max_len / rope.low_freq_factor
-    shortest = rope.original_max_len / rope.high_freq_factor
-    turns = rope.original_max_len / wavelengths
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    mixed = (1 - share) * frequencies / rope.factor + share * frequencies
-    stretched = torch.where(wavelengths > longest, frequencies / rope.factor, mixed)
-    return torch.where(wavelengths < shortest, frequencies, stretched)
+def deinterleave_rope(x: Tensor) -> Tensor:
+    """Reorder x [..., dim] from interleaved rotary pairs to halves, as `apply_rotary` expects them.
 
-
-def _yarn_frequencies(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
-    """YaRN (Peng et al., 2023): fast turns are kept, slow ones stretched by `factor`.
-
-    Between them is a ramp over the dimensions that make `beta_fast` to `beta_slow` turns within
-    the context of pre-training.
+    Queries and keys are reordered alike, so that their dot products do not change.
     """
+    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
 
-    def dimension(turns: float) -> float:
-        wavelength = rope.original_max_len / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(dimension(rope.beta_fast)), 0)
-    last = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    places = torch.arange(head_dim // 2, dtype=torch.float32)
-    kept = 1 - ((places - first) / max(last - first, 0.001)).clamp(0, 1)
-    return frequencies / rope.factor * (1 - kept) + frequencies * kept
+def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [T, heads, n] times a matrix per head [heads, n, m] -> [T, heads, m].
+
+    Pads T to a multiple of `FP32_ROW_MULTIPLE`, as the `padded` linear does.
+    """
+    rows = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % FP32_ROW_MULTIPLE)).transpose(0, 1).contiguous()
+    return torch.bmm(rows, matrices)[:, : x.shape[0]].transpose(0, 1)
+
+
+def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:
+    """Fill a row of hidden [T, hidden_size] with NaN if its row of a kv tensor [T, ...] is not finite."""
+    for plane in kv:
+        # An inf or NaN anywhere makes the sum inf or NaN.
+        if not math.isfinite(plane.sum(dtype=torch.float32).item()):
+            hidden[~plane.isfinite().flatten(1).all(-1)] = torch.nan

@@ -1,4 +1,4 @@
-"""Operations on rows: each in a way whose rows do not depend on each other."""
+"""Choose a batch-invariant form of a row operation: the operation itself, or row by row."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def probe_row_op(
     store: ProbeStore,
     counts: Sequence[int] = PROBE_ROW_COUNTS,
 ) -> tuple[Callable[..., Tensor], Exactness]:
-    """`op` if its rows are independent, else `op` row by row; and why.
+    """`op` if the probe finds its rows independent of the batch, else `op` row by row; and the verdict.
 
     Args:
+        operation: name in the report and in the verdict store.
+        op: each argument and the result [rows, ...]; row i of the result depends on row i of the arguments.
         shape: of one row, for the report.
-        samples: makes the arguments of a trial, each [max(PROBE_ROW_COUNTS) + EXTRA_ROWS, ...], laid out
-            in memory as the model will lay them out.
-        counts: rows of the trials.
+        samples: makes arguments to try, each [max(PROBE_ROW_COUNTS) + EXTRA_ROWS, ...], with the memory
+            layout that the model will use.
+        exact: False returns `op` without a probe.
+        counts: row counts to try.
     """
     if not exact:
         return op, Exactness(operation, shape, dtype_name(dtype), "batched", "exact=False")
@@ -57,24 +60,17 @@ def probe_row_op(
 
 
 def sample_rows(*shape: int, dtype: torch.dtype) -> Tensor:
-    """[max(PROBE_ROW_COUNTS) + EXTRA_ROWS, *shape] random values for a trial of `probe_row_op`."""
+    """Random rows [max(PROBE_ROW_COUNTS) + EXTRA_ROWS, *shape], as many as `probe_row_op` needs."""
     num_rows = max(PROBE_ROW_COUNTS) + EXTRA_ROWS
     return random_rows(num_rows, math.prod(shape), dtype).reshape(num_rows, *shape)
 
 
 def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Seeded normal values, three wide, so that exponentials reach both tails."""
+    """Seeded normal values [num_rows, width] of deviation 3, so that exponentials reach both tails."""
     generator = torch.Generator().manual_seed(num_rows * 1_000_003 + width)
     return (3 * torch.randn(num_rows, width, generator=generator)).to(dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in `Exactness.dtype`."""
+    """The dtype as `Exactness.dtype` writes it: `float32`, not `torch.float32`."""
     return str(dtype).removeprefix("torch.")
-
-
-def mark_nonfinite_rows(hidden: Tensor, *kv: Tensor) -> None:
-    """Make NaN of hidden rows [T, hidden_size] whose part of `kept`, [T, ...] each, is not finite."""
-    for each in kv:
-        if not math.isfinite(each.sum(dtype=torch.float32).item()):  # inf or NaN: so is the sum
-            hidden[~each.isfinite().flatten(1).all(-1)] = torch.nan

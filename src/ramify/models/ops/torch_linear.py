@@ -1,4 +1,4 @@
-"""Linear layers in forms whose rows can be kept independent of each other, and how one is chosen."""
+"""Linear layers: the ways to compute x @ weight.T + bias, and the choice of a batch-invariant one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from ramify.attention.exactness import (
 from ramify.errors import ConfigError
 from ramify.models.ops import cpu_linear
 from ramify.models.ops.probe import dtype_name, random_rows
+from ramify.models.ops.protocol import RowFunction
 
-# oneDNN picks the layout of packed weights for a number of rows. Of 1, 16, 64 and 512, 16 was never
-# slower by more than the noise, at any number of rows (measured, AVX2, 896 x 4864 and back).
+# The number of rows for which oneDNN lays out packed weights. Of 1, 16, 64 and 512, 16 was never
+# slower beyond noise, at any number of rows (measured, AVX2, 896 x 4864 and 4864 x 896).
 ONEDNN_PACK_ROWS = 16
-# Large matrices are tried at fewer counts, each set with one that is split between threads.
+# Row counts to probe, fewer for large matrices; each set has a count that is split between threads.
 PROBE_COUNTS = (
     PROBE_ROW_COUNTS,
     (*range(1, 10), 11, 15, 16, 24, 33, 127, 512),
     (1, 2, 5, 16, 64),
 )
-PROBE_MULTIPLY_ADDS = 80e9  # per matrix: about 1 s on two AVX2 cores, once per machine
-
-RowFunction = Callable[[Tensor], Tensor]
+# Per matrix: about 1 s on two AVX2 cores, once per machine.
+PROBE_MULTIPLY_ADDS = 80e9
 
 
 class Linear:
-    """x @ weight.T + bias, by one of the ways in `TORCH_LINEARS`."""
+    """x @ weight.T + bias by one strategy of `TORCH_LINEARS`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, strategy: str) -> None:
-        """Take the weight as the strategy wants it; `packed_gemm` and `onednn` copy it.
+        """Bind the weight to a strategy; `packed_gemm` and `onednn` copy it into their layout.
 
         Args:
             weight: [out_width, in_width], any float dtype.
@@ -48,7 +48,7 @@ class Linear:
             strategy: a key of `TORCH_LINEARS`.
 
         Raises:
-            ConfigError: no such strategy, or it cannot be used with this weight.
+            ConfigError: the strategy is unknown, or does not support this weight.
         """
         if strategy not in TORCH_LINEARS:
             raise ConfigError(
@@ -63,7 +63,7 @@ class Linear:
 
     @property
     def packed_linear(self) -> cpu_linear.PackedLinear | None:
-        """The kernel behind it, if that is how it is computed."""
+        """The compiled op behind this linear if its strategy is `packed_gemm`, else None."""
         return self._run if isinstance(self._run, cpu_linear.PackedLinear) else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Linear:
         return self._run(x)
 
     def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """Add the result to sums [rows, out_width], in place; returns them."""
+        """sums += self(x), in place; returns sums [rows, out_width]."""
         if self.packed_linear is not None:
             return self.packed_linear.add_to(sums, x)
         return sums.add_(self(x))
@@ -83,8 +83,8 @@ def _onednn(weight: Tensor, bias: Tensor | None) -> RowFunction:
     packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONEDNN_PACK_ROWS)  # noqa: SLF001
 
     def run(x: Tensor) -> Tensor:
-        product = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")  # noqa: SLF001
-        return cast(Tensor, product)
+        out = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")  # noqa: SLF001
+        return cast(Tensor, out)
 
     return run
 
@@ -108,42 +108,47 @@ def _plain(weight: Tensor, bias: Tensor | None) -> RowFunction:
 
 
 TORCH_LINEARS: dict[str, Callable[[Tensor, Tensor | None], RowFunction]] = {
-    "packed_gemm": cpu_linear.PackedLinear,  # our own kernel: one order of sums, whatever the rows
-    "onednn": _onednn,  # weights laid out for oneDNN once
-    "padded": _padded,  # rows filled up to a multiple of FP32_ROW_MULTIPLE
-    "row_by_row": _row_by_row,  # row by row: cannot fail, and reads the weight once per row
-    "plain": _plain,  # as it comes: independent in bfloat16, not in float32
+    # compiled kernel: the order of summation does not depend on the number of rows
+    "packed_gemm": cpu_linear.PackedLinear,
+    # oneDNN with weights packed once
+    "onednn": _onednn,
+    # F.linear, rows padded to a multiple of FP32_ROW_MULTIPLE
+    "padded": _padded,
+    # F.linear per row: independent by construction, reads the weight once per row
+    "row_by_row": _row_by_row,
+    # F.linear: rows independent in bfloat16, not in float32
+    "plain": _plain,
 }
 
 
 def strategy_supports(strategy: str, weight: Tensor) -> str | None:
-    """None if the strategy can take this weight, else the reason."""
+    """None if the strategy supports this weight, else the reason."""
     if strategy == "packed_gemm":
         return cpu_linear.packed_gemm_supports(weight)
     return onednn_supports(weight) if strategy == "onednn" else None
 
 
 def strategy_order(weight: Tensor) -> tuple[str, ...]:
-    """Strategies for this dtype on this machine, the fastest first.
+    """Strategies to try for this dtype on this machine, the fastest first.
 
-    Measured, 1 to 2,048 rows: with AVX2 and with AVX-512, in bfloat16 where the processor multiplies
-    it, `packed_gemm` was as fast as `onednn` or faster with few rows, at most 6 % slower with many; and
-    only `packed_gemm` lets a whole step be one call. Without such instructions there is no other good
-    product in bfloat16; where there is AMX, for bfloat16, oneDNN uses it, and nothing was measured.
+    Measured at 1 to 2,048 rows, on AVX2 and AVX-512, in float32 and (with AVX-512-BF16) bfloat16:
+    `packed_gemm` is at least as fast as `onednn` with few rows, at most 6 % slower with many, and only
+    `packed_gemm` can run inside the fused layers. bfloat16 without AVX-512-BF16: nothing else is fast.
+    bfloat16 with AMX: oneDNN, which uses it; not measured.
     """
     if weight.dtype == torch.bfloat16:
         if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
             return "onednn", "packed_gemm", "plain"
         native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
         return ("packed_gemm", "onednn", "plain") if native else ("packed_gemm", "plain")
-    # in float32 F.linear as it is differs; a probe that happens to miss it must not adopt it
+    # No `plain` in float32: its rows are known to differ, and a probe might miss that.
     return "packed_gemm", "onednn", "padded"
 
 
 def onednn_supports(weight: Tensor) -> str | None:
-    """None if oneDNN can take this weight packed, else the reason.
+    """None if oneDNN can pack this weight, else the reason.
 
-    The two operations are private to torch, so their presence and their result are both checked.
+    The two operations are private to torch, so their existence and their result are both checked.
     """
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
         return (
@@ -157,13 +162,13 @@ def onednn_supports(weight: Tensor) -> str | None:
     sample = weight[: min(64, weight.shape[0])].contiguous()
     x = (torch.ones(3, weight.shape[1]) / math.sqrt(weight.shape[1])).to(weight.dtype)
     try:
-        found = _onednn(sample, None)(x).float()
+        result = _onednn(sample, None)(x).float()
     except RuntimeError as error:
         return f"torch refuses to pack: {str(error).splitlines()[0]}"
     expected = F.linear(x.float(), sample.float())
     rounding = 1e-5 if weight.dtype == torch.float32 else 1e-2
     tolerance = rounding * float(expected.abs().max())
-    if not torch.allclose(found, expected, rtol=10 * rounding, atol=tolerance):
+    if not torch.allclose(result, expected, rtol=10 * rounding, atol=tolerance):
         return "the packed product is wrong"
     return None
 
@@ -176,12 +181,12 @@ def choose_torch_linear(
     store: ProbeStore,
     candidates: Sequence[str] | None = None,
 ) -> tuple[Linear, Exactness]:
-    """The first strategy that passes the probe, ready to use, and why it was chosen.
+    """Bind the weight to the first strategy that passes the probe; returns it and the verdict.
 
     Args:
-        exact: if not, the fastest that can be used, untried.
+        exact: False takes the fastest strategy that supports the weight, without a probe.
         candidates: keys of `TORCH_LINEARS` to try in this order before `row_by_row`; None means
-            those that `strategy_order` names.
+            `strategy_order(weight)`.
     """
     operation = "linear" if bias is None else "linear with bias"
     shape = (weight.shape[0], weight.shape[1])
@@ -194,14 +199,16 @@ def choose_torch_linear(
         strategy = next((name for name in order if name in ("packed_gemm", "onednn")), "plain")
         verdict = Exactness(operation, shape, dtype_name(weight.dtype), strategy, "exact=False")
         return Linear(weight, bias, strategy=strategy), verdict
-    if len(weight[:8].unique()) < 8:  # every strategy agrees on such a matrix: do not remember it
+    # Every strategy passes on a constant matrix: do not store such a verdict.
+    if len(weight[:8].unique()) < 8:
         store = ProbeStore(None)
-    built: dict[str, Linear] = {}  # packing is dear: what was built for the probe is used
+    # Packing is expensive: reuse the linear that the probe built.
+    built: dict[str, Linear] = {}
 
     def probe() -> tuple[str, str]:
         failures = list(skipped)
         for strategy in order:
-            built.clear()  # two packed copies of a large matrix need not live at once
+            built.clear()  # never two packed copies of a large matrix
             built[strategy] = Linear(weight, bias, strategy=strategy)
             differing = _batch_variant_counts(built[strategy], weight)
             if not differing:
@@ -217,15 +224,15 @@ def choose_torch_linear(
 
 
 def _batch_variant_counts(linear: Linear, weight: Tensor) -> tuple[int, ...]:
-    """The row counts that fail, tried on the weight itself with random rows."""
+    """The row counts at which the linear is not batch-invariant, tried with random rows."""
     counts = probe_counts(weight)
     rows = random_rows(max(counts) + EXTRA_ROWS, weight.shape[1], weight.dtype)
     return batch_variant_row_counts(linear, rows.to(weight.device), counts)
 
 
 def probe_counts(weight: Tensor) -> tuple[int, ...]:
-    """The row counts at which a matrix of this size is tried."""
-    fitting = [
+    """The largest set of PROBE_COUNTS that is affordable for a matrix of this size."""
+    affordable = [
         counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS
     ]
-    return fitting[0] if fitting else PROBE_COUNTS[-1]
+    return affordable[0] if affordable else PROBE_COUNTS[-1]

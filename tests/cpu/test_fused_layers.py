@@ -1,4 +1,4 @@
-"""A decoder's layers in one chain of compiled code: the bits of its operations one by one."""
+"""Fused decoder layers, attention called by layer: same bits as the operations called one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ["float32", "bfloat16"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("chains")
+    return tmp_path_factory.mktemp("fused_layers")
 
 
 def decoder(folder: Path, family: str, dtype: str) -> DenseDecoder:
@@ -42,24 +42,26 @@ def decoder(folder: Path, family: str, dtype: str) -> DenseDecoder:
 
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Not attention, but it depends on all of its arguments, and its result is no view of them."""
+    """A stand-in for attention: depends on every argument; its result is not a view of any."""
     group = q.shape[1] // k.shape[1]
-    wide = [one.repeat_interleave(group, 1) for one in (k, v)]
-    return q * 0.5 + wide[0].flip(0) * (layer + 1) + wide[1]
+    keys, values = (heads.repeat_interleave(group, 1) for heads in (k, v))
+    return q * 0.5 + keys.flip(0) * (layer + 1) + values
 
 
 def ids(model: DenseDecoder, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Random token ids and positions [num_rows]."""
     generator = torch.Generator().manual_seed(num_rows)
     tokens = torch.randint(model.config.vocab_size, (num_rows,), generator=generator)
     return tokens, torch.randint(model.config.max_model_len, (num_rows,), generator=generator)
 
 
-def one_by_one(model: DenseDecoder, *args: Any) -> Tensor:
-    chain, model._fused_layers = model._fused_layers, None
+def forward_unfused(model: DenseDecoder, *args: Any) -> Tensor:
+    """`model.forward` without the fused layers."""
+    fused_layers, model._fused_layers = model._fused_layers, None
     try:
         return model.forward(*args)
     finally:
-        model._fused_layers = chain
+        model._fused_layers = fused_layers
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,27 +69,27 @@ def one_by_one(model: DenseDecoder, *args: Any) -> Tensor:
 def test_the_bits_are_those_of_the_operations_one_by_one(
     folder: Path, family: str, dtype: str
 ) -> None:
-    """Biases, norms of heads, odd widths; one row to several blocks of them, in any order."""
+    """Biases, QK norm, odd widths; from 1 row to several row blocks, in any order of row counts."""
     model = decoder(folder, family, dtype)
     for num_rows in (1, 2, 97, 1, 5, 8, 33, 200, 3, 200):
         args = (*ids(model, num_rows), attend)
 
-        assert torch.equal(model.forward(*args), one_by_one(model, *args)), num_rows
+        assert torch.equal(model.forward(*args), forward_unfused(model, *args)), num_rows
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_may_change_between_two_passes(folder: Path, threads: int) -> None:
-    """What is kept for a number of rows belongs to a number of threads, too."""
+    """Op lists are cached by number of rows and number of threads."""
     model, before = decoder(folder, "llama", "float32"), torch.get_num_threads()
     args = (*ids(model, 40), attend)
-    expected = one_by_one(model, *args)
+    expected = forward_unfused(model, *args)
     try:
         torch.set_num_threads(threads)
-        found = model.forward(*args)
+        hidden = model.forward(*args)
     finally:
         torch.set_num_threads(before)
 
-    assert torch.equal(found, expected)
+    assert torch.equal(hidden, expected)
     assert torch.equal(model.forward(*args), expected)
 
 
@@ -95,7 +97,7 @@ def test_the_number_of_threads_may_change_between_two_passes(folder: Path, threa
 def test_one_thread_can_play_all_workers(
     folder: Path, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One behind the other: nobody may wait for what only somebody later would do."""
+    """The barrier does not deadlock when one thread runs the workers one after another."""
     import numba
 
     model = decoder(folder, "llama", "float32")
@@ -107,57 +109,58 @@ def test_one_thread_can_play_all_workers(
     )
     try:
         torch.set_num_threads(3)
-        found = model.forward(*args)
+        hidden = model.forward(*args)
     finally:
         torch.set_num_threads(before)
-        vars(threads._current).clear()  # Numba is asked again
+        # The patch set Numba's number of threads behind `set_num_threads`.
+        vars(threads._current).clear()
 
-    assert torch.equal(found, expected)
+    assert torch.equal(hidden, expected)
 
 
-def test_what_attention_was_given_stays_as_it_was(folder: Path) -> None:
-    """A caller may keep the heads of a layer; the next layer and the next pass write elsewhere."""
+def test_q_k_v_passed_to_attention_are_not_overwritten(folder: Path) -> None:
+    """A caller may keep q, k and v of a layer; later layers and passes write to other buffers."""
     model = decoder(folder, "qwen3", "float32")
-    kept: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
 
-    def keep(layer: int, *heads: Tensor) -> Tensor:
-        kept.extend((one, one.clone()) for one in heads)
+    def copy_and_attend(layer: int, *heads: Tensor) -> Tensor:
+        copies.extend((tensor, tensor.clone()) for tensor in heads)
         return attend(layer, *heads)
 
-    results = [model.forward(*ids(model, 4), keep) for _ in range(2)]
+    results = [model.forward(*ids(model, 4), copy_and_attend) for _ in range(2)]
 
     assert torch.equal(*results)
     assert results[0].data_ptr() != results[1].data_ptr()
-    assert all(torch.equal(*pair) for pair in kept)
+    assert all(torch.equal(*pair) for pair in copies)
 
 
-def test_what_attention_returns_may_be_a_view_and_must_fit(folder: Path) -> None:
-    """A kernel would read beyond what is too small."""
+def test_attention_may_return_a_view_of_the_right_shape_and_dtype(folder: Path) -> None:
+    """Another shape or dtype raises: the kernel would read out of bounds."""
     model = decoder(folder, "llama", "bfloat16")
     args = ids(model, 6)
     expected = model.forward(*args, attend)
 
-    def spread(layer: int, *heads: Tensor) -> Tensor:
+    def attend_strided(layer: int, *heads: Tensor) -> Tensor:
         return attend(layer, *heads).transpose(0, 1).contiguous().transpose(0, 1)
 
-    assert torch.equal(model.forward(*args, spread), expected)
-    for spoil in (
-        lambda mixed: mixed[:-1],
-        lambda mixed: mixed.flatten(1),
-        lambda mixed: mixed.float(),
+    assert torch.equal(model.forward(*args, attend_strided), expected)
+    for damage in (
+        lambda attn_out: attn_out[:-1],
+        lambda attn_out: attn_out.flatten(1),
+        lambda attn_out: attn_out.float(),
     ):
         with pytest.raises(ConfigError, match=r"attend returned .* it must return torch.bfloat16"):
-            model.forward(*args, lambda *heads, spoil=spoil: spoil(attend(*heads)))
+            model.forward(*args, lambda *heads, damage=damage: damage(attend(*heads)))
     assert torch.equal(model.forward(*args, attend), expected)
 
 
-def test_no_rows_and_positions_that_do_not_fit(folder: Path) -> None:
-    """Nothing comes of nothing; no row is left unturned, and none beyond the last is written."""
+def test_no_rows_give_no_rows_and_wrong_positions_raise(folder: Path) -> None:
+    """Positions of another number, dtype or shape, tokens with a batch axis, positions out of range."""
     model = decoder(folder, "mistral", "float32")
-    nothing = torch.zeros(0, dtype=torch.int64)
+    empty = torch.zeros(0, dtype=torch.int64)
     tokens, positions = ids(model, 3)
 
-    assert model.forward(nothing, nothing, attend).shape == (0, model.config.hidden_size)
+    assert model.forward(empty, empty, attend).shape == (0, model.config.hidden_size)
     for wrong in (positions[:2], positions.repeat(2), positions.int(), positions[None]):
         with pytest.raises(ConfigError, match=r"positions are torch.int.* must be int64 \[3\]"):
             model.forward(tokens, wrong, attend)
@@ -169,10 +172,10 @@ def test_no_rows_and_positions_that_do_not_fit(folder: Path) -> None:
             model.forward(tokens, positions, attend)
 
 
-def test_layers_that_differ_are_not_chained(folder: Path) -> None:
-    """Buffers are those of the first: another would write beyond them."""
-    chains = [decoder(folder, family, "float32")._fused_layers for family in ("llama", "qwen3")]
-    layers = [chain._layers[0] for chain in chains if chain is not None]
+def test_layers_of_different_shapes_are_refused(folder: Path) -> None:
+    """All layers share buffers of the first layer's widths: another would write out of bounds."""
+    models = [decoder(folder, family, "float32")._fused_layers for family in ("llama", "qwen3")]
+    layers = [fused_layers._layers[0] for fused_layers in models if fused_layers is not None]
 
     with pytest.raises(ConfigError, match="layers differ"):
         FusedLayers(layers, num_heads=(6, 2, 2), head_dim=20)
@@ -180,21 +183,21 @@ def test_layers_that_differ_are_not_chained(folder: Path) -> None:
         FusedLayers(layers[:1], num_heads=(6, 2, 1), head_dim=20)
 
 
-def test_programs_are_kept_for_the_numbers_of_rows_used_last(folder: Path) -> None:
-    """A stream of prompts of all lengths neither piles them up nor drives out that of decoding."""
+def test_op_lists_are_cached_for_the_row_counts_used_last(folder: Path) -> None:
+    """Prompts of many lengths neither grow the cache without bound nor evict decoding's op list."""
     model = decoder(folder, "llama", "float32")
     assert model._fused_layers is not None
-    kept = model._fused_layers._op_list(1, torch.get_num_threads())
+    decode_ops = model._fused_layers._op_list(1, torch.get_num_threads())
     for num_rows in range(2, MAX_OP_LISTS + 10):
         model.forward(*ids(model, num_rows), attend)
         model.forward(*ids(model, 1), attend)
 
-    assert model._fused_layers._op_list(1, torch.get_num_threads()) is kept
+    assert model._fused_layers._op_list(1, torch.get_num_threads()) is decode_ops
     assert model._fused_layers._op_list.cache_info().currsize == MAX_OP_LISTS
 
 
 def test_loading_leaves_the_number_of_threads_as_it_was(folder: Path) -> None:
-    """The first kernel of a process starts Numba's pool, which is torch's too."""
+    """The first kernel of a process starts Numba's thread pool, which is also torch's."""
     decoder(folder, "llama", "float32")
     program = f"""
 import pathlib, torch
@@ -204,7 +207,7 @@ load_model(pathlib.Path({str(folder / "llama")!r}), dtype="float32", exact=False
 print(torch.get_num_threads())
 """
     environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -212,16 +215,16 @@ print(torch.get_num_threads())
         check=False,
     )
 
-    assert done.stdout.strip() == "1", done.stderr
+    assert result.stdout.strip() == "1", result.stderr
 
 
 @pytest.mark.parametrize("strategy", ["onednn", "padded", "row_by_row"])
-def test_other_ways_to_multiply_are_not_chained(folder: Path, strategy: str) -> None:
-    """They are called one by one, and mean the same."""
-    chained = decoder(folder, "qwen2", "float32")
+def test_other_linear_strategies_are_not_fused(folder: Path, strategy: str) -> None:
+    """Their operations are called one by one, with results close to those of the fused layers."""
+    fused = decoder(folder, "qwen2", "float32")
     other = load_model(folder / "qwen2", dtype="float32", linear_strategy=strategy)
     assert isinstance(other, DenseDecoder)
     assert other._fused_layers is None
-    args = (*ids(chained, 9), attend)
+    args = (*ids(fused, 9), attend)
 
-    torch.testing.assert_close(other.forward(*args), chained.forward(*args), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(other.forward(*args), fused.forward(*args), rtol=1e-4, atol=1e-4)

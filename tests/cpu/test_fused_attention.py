@@ -1,4 +1,4 @@
-"""Short steps in one call of compiled code: the bits of attention called layer by layer."""
+"""Short steps with attention inside the fused layers: same bits as attention called by layer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAGE, NUM_PAGES = 8, 300
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inline")
+    return tmp_path_factory.mktemp("fused_attention")
 
 
 def runner_of(
@@ -46,9 +46,9 @@ def runner_of(
         named = cast(TinyFamily, family)
         write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **DENSE[family])
     model = load_model(path, dtype=dtype, linear_strategy="packed_gemm")
-    kept = kv_dtype or model.dtype
-    pool = KVPool(kv_layout(model.config), NUM_PAGES, PAGE, dtype=kept)
-    return ModelRunner(model, pool, CpuBackend(spec_of(model, kept), torch.device("cpu")))
+    plane_dtype = kv_dtype or model.dtype
+    pool = KVPool(kv_layout(model.config), NUM_PAGES, PAGE, dtype=plane_dtype)
+    return ModelRunner(model, pool, CpuBackend(spec_of(model, plane_dtype), torch.device("cpu")))
 
 
 def spec_of(model: object, kv_dtype: torch.dtype) -> AttentionSpec:
@@ -59,7 +59,7 @@ def spec_of(model: object, kv_dtype: torch.dtype) -> AttentionSpec:
 
 
 def plan_of(shares: list[tuple[int, int]], *, shared: int = 0, seed: int = 0) -> StepPlan:
-    """Requests with (tokens so far, new tokens); all but the first share the first's beginning."""
+    """A step of requests (cached tokens, new tokens); all share the first's prefix of `shared` tokens."""
     pages = iter(range(NUM_PAGES))
     rows: list[list[int]] = []
     for cached, new in shares:
@@ -73,20 +73,20 @@ def plan_of(shares: list[tuple[int, int]], *, shared: int = 0, seed: int = 0) ->
 
 
 def num_weights(path: Path) -> int:
-    """Of the products of all layers."""
-    names = load_file(path / "model.safetensors").items()
-    return sum(one.numel() for name, one in names if name.endswith("_proj.weight"))
+    """Number of weights in the linears of all layers."""
+    tensors = load_file(path / "model.safetensors").items()
+    return sum(tensor.numel() for name, tensor in tensors if name.endswith("_proj.weight"))
 
 
 def outcome(runner: ModelRunner, plans: list[StepPlan]) -> list[torch.Tensor]:
-    """Hidden rows of each step, and all of K/V at the end."""
+    """Hidden rows of each step, then K and V planes of all layers at the end."""
     for layer in range(runner.pool.layout.num_layers):
         for name, plane in runner.pool.planes(layer).items():
             plane.copy_(torch.randn(plane.shape, generator=torch.Generator().manual_seed(layer)))
             assert name in "kv"
-    found = [runner.forward(plan).clone() for plan in plans]
+    hidden = [runner.forward(plan).clone() for plan in plans]
     layers = range(runner.pool.layout.num_layers)
-    return found + [runner.pool.planes(layer)[name].clone() for layer in layers for name in "kv"]
+    return hidden + [runner.pool.planes(layer)[name].clone() for layer in layers for name in "kv"]
 
 
 CASES = {
@@ -104,22 +104,22 @@ CASES = {
 def test_the_bits_are_those_of_attention_layer_by_layer(
     folder: Path, family: str, dtype: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden rows and all of K/V, also where nothing was to be written."""
+    """Hidden rows and every slot of K/V, slots that are not written included."""
     runner = runner_of(folder, family, dtype)
-    inline, runner._inline = runner._inline, None
+    fused_attention, runner._inline = runner._inline, None
     expected = outcome(runner, CASES[case])
-    assert inline is not None
-    runner._inline = inline
+    assert fused_attention is not None
+    runner._inline = fused_attention
 
     def never(*_: object) -> None:
         raise AssertionError("attention was called layer by layer")
 
     monkeypatch.setattr(runner.pool, "write_kv", never)
     monkeypatch.setattr(runner.backend, "run", never)
-    found = outcome(runner, CASES[case])
+    fused = outcome(runner, CASES[case])
 
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
+    for tensor, reference in zip(fused, expected, strict=True):
+        assert_same_bits(tensor, reference)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
@@ -127,7 +127,7 @@ def test_the_bits_are_those_of_attention_layer_by_layer(
 def test_workers_and_threads_need_not_be_as_many(
     folder: Path, case: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four workers, played by one thread too: whoever comes late finds its tasks done."""
+    """Four workers on 1, 2 and 4 threads: a worker that starts late finds its tasks done by others."""
     import numba
 
     before = torch.get_num_threads()
@@ -141,31 +141,32 @@ def test_workers_and_threads_need_not_be_as_many(
                 lambda _: numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS)),
             )
         for _ in range(10):
-            for one, other in zip(outcome(runner, CASES[case]), expected, strict=True):
-                assert_same_bits(one, other)
+            for tensor, reference in zip(outcome(runner, CASES[case]), expected, strict=True):
+                assert_same_bits(tensor, reference)
     finally:
         torch.set_num_threads(before)
-        vars(threads._current).clear()  # Numba is asked again
+        # The patch set Numba's number of threads behind `set_num_threads`.
+        vars(threads._current).clear()
 
 
-def test_padding_rows_are_no_part_of_it(folder: Path) -> None:
-    """Rows filled up to whole multiples: the others, and K/V of them, are what they were."""
+def test_padding_rows_change_nothing(folder: Path) -> None:
+    """Padded to a multiple of 8 rows, a step's own rows and their K/V have the same bits."""
     runner = runner_of(folder, "llama", "float32")
     plans = [plan_of([(20, 1), (300, 2)])]
     expected = outcome(runner, plans)
     runner.row_multiple = 8
-    found = outcome(runner, plans)
-    assert_same_bits(found[0], expected[0])
+    padded = outcome(runner, plans)
+    assert_same_bits(padded[0], expected[0])
     padding = runner.pool.padding_page
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        assert_same_bits(one[:padding], other[:padding])
+    for plane, reference in zip(padded[1:], expected[1:], strict=True):
+        assert_same_bits(plane[:padding], reference[:padding])
 
 
 @pytest.mark.parametrize(("rows", "cached"), [(0, 0), (100, 0), (100, 200)])
-def test_long_steps_are_left_to_the_interpreter(
+def test_long_steps_call_attention_by_layer(
     folder: Path, rows: int, cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one call may compute: 64 rows at least, here 100 by weights and keys."""
+    """The limit is 64 rows, or FUSED_MAX_MACS multiply-adds of weights and keys: here those of 100 rows."""
     runner, most = runner_of(folder, "llama", "float32"), max(64, rows)
     spec, layers = spec_of(runner.model, torch.float32), runner.pool.layout.num_layers
     keys = 2 * layers * spec.num_heads * spec.head_dim * (cached + most)
@@ -174,9 +175,9 @@ def test_long_steps_are_left_to_the_interpreter(
     calls = list[int]()
     run = runner.backend.run
 
-    def recorded(plan: Any, layer: int, *rest: Any) -> torch.Tensor:
+    def recorded(plan: Any, layer: int, *args: Any) -> torch.Tensor:
         calls.append(layer)
-        return run(plan, layer, *rest)
+        return run(plan, layer, *args)
 
     monkeypatch.setattr(runner.backend, "run", recorded)
     outcome(runner, [plan_of([(cached, most)])])
@@ -185,7 +186,8 @@ def test_long_steps_are_left_to_the_interpreter(
     assert calls == [0, 1, 2]
     with torch.inference_mode():
         before, count = torch.get_num_threads(), len(calls)
-        torch.set_num_threads(before + 1)  # not what attention was cut for
+        # Attention was planned for another number of threads.
+        torch.set_num_threads(before + 1)
         try:
             runner.forward(plan_of([(0, 3)]))
         finally:
@@ -193,8 +195,8 @@ def test_long_steps_are_left_to_the_interpreter(
     assert len(calls) == 2 * count
 
 
-def test_a_step_that_cannot_be_writes_nothing(folder: Path) -> None:
-    """Slots and positions out of range are found before anything is written."""
+def test_out_of_range_slots_and_positions_write_nothing(folder: Path) -> None:
+    """Both are checked before the kernel runs."""
     runner = runner_of(folder, "llama", "float32")
     assert runner._inline is not None
     plan = plan_of([(20, 2)])
@@ -207,8 +209,8 @@ def test_a_step_that_cannot_be_writes_nothing(folder: Path) -> None:
     def attend(*_: object) -> torch.Tensor:
         raise AssertionError("attention was called layer by layer")
 
-    own = plan.batch.slot_mapping.copy()
-    attend.fused_args = runner._inline.step(attention, own)  # type: ignore[attr-defined]
+    slots = plan.batch.slot_mapping.copy()
+    attend.fused_args = runner._inline.step(attention, slots)  # type: ignore[attr-defined]
     positions = torch.tensor([20, runner.model.config.max_model_len])
     with torch.inference_mode(), pytest.raises(IndexError, match="positions must be in"):
         runner.model.forward(torch.tensor([3, 4]), positions, attend)
@@ -216,29 +218,30 @@ def test_a_step_that_cannot_be_writes_nothing(folder: Path) -> None:
     assert not any(plane.any() for layer in layers for plane in runner.pool.planes(layer).values())
 
 
-def test_what_cannot_run_inline_says_why(folder: Path) -> None:
+def test_supports_gives_the_reason_for_no(folder: Path) -> None:
+    """Another backend, K/V dtype, page size, or windows that differ by layer."""
     runner = runner_of(folder, "llama", "float32")
     pool, backend = runner.pool, runner.backend
     assert isinstance(backend, CpuBackend)
     assert FusedAttention.supports(backend, pool, torch.float32) is None
-    why = FusedAttention.supports(backend, pool, torch.bfloat16)
-    assert why == "K/V in torch.float32 of a model in torch.bfloat16"
-    other = BlockedBackend(backend.spec, torch.device("cpu"))
-    assert FusedAttention.supports(other, pool, torch.float32) == "BlockedBackend over KVPool"
+    reason = FusedAttention.supports(backend, pool, torch.bfloat16)
+    assert reason == "K/V in torch.float32 of a model in torch.bfloat16"
+    blocked = BlockedBackend(backend.spec, torch.device("cpu"))
+    assert FusedAttention.supports(blocked, pool, torch.float32) == "BlockedBackend over KVPool"
     assert runner_of(folder, "llama", "float32", kv_dtype=torch.int8)._inline is None
-    wide = KVPool(pool.layout, 4, PAGE, dtype=torch.bfloat16)
-    why = FusedAttention.supports(backend, wide, torch.float32)
-    assert why == "K/V in torch.bfloat16 of a model in torch.float32"
-    pages = KVPool(pool.layout, 4, 2 * PAGE)
-    why = FusedAttention.supports(backend, pages, torch.float32)
-    assert why is not None and "it must be contiguous, [pages, 8, " in why
-    mixed = CpuBackend(replace(backend.spec, windows=(None, 40, None)), backend.device)
-    why = FusedAttention.supports(mixed, pool, torch.float32)
-    assert why == "layers with different windows"
+    bfloat16_pool = KVPool(pool.layout, 4, PAGE, dtype=torch.bfloat16)
+    reason = FusedAttention.supports(backend, bfloat16_pool, torch.float32)
+    assert reason == "K/V in torch.bfloat16 of a model in torch.float32"
+    other_pages = KVPool(pool.layout, 4, 2 * PAGE)
+    reason = FusedAttention.supports(backend, other_pages, torch.float32)
+    assert reason is not None and "it must be contiguous, [pages, 8, " in reason
+    mixed_windows = CpuBackend(replace(backend.spec, windows=(None, 40, None)), backend.device)
+    reason = FusedAttention.supports(mixed_windows, pool, torch.float32)
+    assert reason == "layers with different windows"
 
 
-def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
-    """Another model of the kind runs as before; another backend or pool is called layer by layer."""
+def test_a_replaced_model_pool_or_backend_is_used(folder: Path) -> None:
+    """Same bits with another model or pool of the same kind; another backend is called by layer."""
     runner = runner_of(folder, "llama", "float32")
     plans = CASES["several"]
     expected = outcome(runner, plans)
@@ -246,9 +249,11 @@ def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
     with_other_model = outcome(runner, plans)
     runner.pool = KVPool(runner.pool.layout, NUM_PAGES, PAGE)
     with_other_pool = outcome(runner, plans)
-    for one, other, third in zip(expected, with_other_model, with_other_pool, strict=True):
-        assert_same_bits(one, other)
-        assert_same_bits(one, third)
+    for reference, other_model, other_pool in zip(
+        expected, with_other_model, with_other_pool, strict=True
+    ):
+        assert_same_bits(reference, other_model)
+        assert_same_bits(reference, other_pool)
     assert isinstance(runner.backend, CpuBackend)
     runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     assert runner.inline_step(runner.backend.plan(plans[0].batch), torch.arange(3)) is None
@@ -256,17 +261,19 @@ def test_what_replaces_a_part_of_a_runner_is_used(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_broken_rows_are_found_whatever_they_add_up_to(folder: Path, dtype: torch.dtype) -> None:
+def test_nonfinite_rows_are_found_whatever_their_sum(folder: Path, dtype: torch.dtype) -> None:
+    """inf - inf is NaN, and large finite rows overflow when summed."""
     runner, most = runner_of(folder, "llama", "float32"), torch.finfo(dtype).max
     hidden = torch.zeros(5, 16, dtype=dtype)
     assert runner.nonfinite_rows(hidden) == []
-    hidden[0], hidden[3] = most, most  # finite, and their sum is not
+    hidden[0], hidden[3] = most, most  # finite, but their sum is not
     assert runner.nonfinite_rows(hidden) == []
     hidden[1, 2], hidden[1, 3], hidden[4, 0] = torch.inf, -torch.inf, torch.nan
     assert runner.nonfinite_rows(hidden) == [1, 4]
 
 
-def test_logits_are_those_of_the_rows_that_were_asked_for(folder: Path) -> None:
+def test_logits_of_some_rows_are_rows_of_all_logits(folder: Path) -> None:
+    """Rows may come in any order and repeat."""
     runner = runner_of(folder, "llama", "float32")
     hidden = torch.randn(4, runner.model.config.hidden_size)
     everything = runner.logits(hidden, range(4))

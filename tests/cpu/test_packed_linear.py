@@ -1,4 +1,4 @@
-"""The product kernel: right, and the same for a row whatever rows stand beside it."""
+"""`PackedLinear` and `QKNormRope`: right, and a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.exactness import PROBE_ROW_COUNTS, batch_variant_row_counts
 from ramify.errors import ConfigError
 from ramify.models.config import RopeConfig
-from ramify.models.ops.cpu_linear import PackedLinear, QKNormRope, packed_gemm_supports
-from ramify.models.ops.functional import RotaryTable, apply_rotary, rms_norm, silu_and_mul
+from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
+from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.functional import apply_rotary, rms_norm, silu_and_mul
+from ramify.models.rope import RotaryTable
 from tests.cpu.attention_cases import spec_of
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
@@ -25,7 +27,7 @@ pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 from ramify.kernels.cpu.simd import HAS_BF16_DOT
 
 DTYPES = [torch.float32, torch.bfloat16]
-# widths around one and several panels, one strip and several, and none of these
+# [out_width, in_width] around one and several panels of NR, one and several KC strips, and odd widths
 SHAPES = [(64, 128), (1, 1), (7, 3), (16, 256), (33, 257), (100, 76), (301, 511), (48, 1030)]
 
 
@@ -38,7 +40,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def test_no_row_count_and_no_place_changes_a_bit(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """1 to 33 rows and large counts, with blocks that are full, one over and one short."""
+    """1 to 33 rows and large counts; row blocks that are full, one row over and one row short."""
     linear = PackedLinear(random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1))
     rows = random(600, shape[1], dtype=dtype, seed=2)
     counts = {*range(1, 34), *PROBE_ROW_COUNTS, 95, 96, 97, 191, 193, 288, 511, 599}
@@ -50,7 +52,7 @@ def test_no_row_count_and_no_place_changes_a_bit(
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: int, width: int) -> None:
-    """Who computes a task does not matter."""
+    """A task's result does not depend on the worker that computes it."""
     linear, x = (
         PackedLinear(random(301, width, dtype=dtype)),
         random(130, width, dtype=dtype, seed=2),
@@ -59,11 +61,11 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: int, 
 
     try:
         torch.set_num_threads(threads)
-        found = linear(x)
+        y = linear(x)
     finally:
         torch.set_num_threads(before)
 
-    assert torch.equal(found, expected)
+    assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -72,7 +74,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: int, 
 def test_as_near_to_the_truth_as_the_dtype_allows(
     shape: tuple[int, int], dtype: torch.dtype, with_bias: bool
 ) -> None:
-    """Against float64: two roundings of the terms' sizes, and of the result; on average `F.linear`'s."""
+    """Against float64: |error| <= 2^-22 * sum |terms| + a rounding of the result; mean like `F.linear`'s."""
     weight = random(*shape, dtype=dtype)
     bias = (
         random(shape[0], dtype=dtype, seed=1) if with_bias else torch.zeros(shape[0], dtype=dtype)
@@ -83,12 +85,12 @@ def test_as_near_to_the_truth_as_the_dtype_allows(
         x = random(num_rows, shape[1], dtype=dtype, seed=num_rows)
         wide = x.double(), weight.double(), bias.double()
         truth = F.linear(*wide)
-        sizes = F.linear(*(part.abs() for part in wide))
+        sizes = F.linear(*(tensor.abs() for tensor in wide))
 
-        found = linear(x)
+        y = linear(x)
 
-        assert found.dtype == dtype
-        error = (found.double() - truth).abs()
+        assert y.dtype == dtype
+        error = (y.double() - truth).abs()
         assert (error <= 2.0**-22 * sizes + unit * truth.abs()).all()
         other = F.linear(x.float(), weight.float(), bias.float()).to(dtype).double() - truth
         assert num_rows < 8 or error.norm() <= 1.5 * other.norm() + 1e-30
@@ -96,7 +98,7 @@ def test_as_near_to_the_truth_as_the_dtype_allows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sum_that_fits_is_exact_and_rounds_to_even(dtype: torch.dtype) -> None:
-    """Small integers have one answer; halfway between two bfloat16 the even one is taken."""
+    """Products of small integers are exact; halfway between two bfloat16 numbers, the even number."""
     weight = torch.arange(-20, 20, dtype=torch.float32).reshape(4, 10).to(dtype)
     x = torch.arange(30, dtype=torch.float32).reshape(3, 10).to(dtype)
     halfway = torch.tensor([[256.0, 1.0], [256.0, 3.0]]).to(dtype)
@@ -110,22 +112,22 @@ def test_a_sum_that_fits_is_exact_and_rounds_to_even(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_not_numbers_stay_alone(dtype: torch.dtype) -> None:
-    """NaN and infinity in one row reach that row's results and no other."""
+    """NaN and infinity in a row reach that row's results only."""
     linear, x = PackedLinear(random(40, 70, dtype=dtype)), random(9, 70, dtype=dtype, seed=1)
     expected = linear(x)
     x[4, 3], x[5, 69] = torch.nan, torch.inf
 
-    found = linear(x)
+    y = linear(x)
 
-    assert found[4].isnan().all()
-    assert (~found[5].isfinite()).all()
-    kept = [0, 1, 2, 3, 6, 7, 8]
-    assert torch.equal(found[kept], expected[kept])
+    assert y[4].isnan().all()
+    assert (~y[5].isfinite()).all()
+    finite_rows = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(y[finite_rows], expected[finite_rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_and_nothing_at_all(dtype: torch.dtype) -> None:
-    """Rows may be far apart or transposed; no rows give no rows."""
+def test_views_and_no_rows(dtype: torch.dtype) -> None:
+    """x may have any strides; no rows give no rows."""
     linear = PackedLinear(random(20, 30, dtype=dtype))
     wide, tall = random(6, 90, dtype=dtype), random(30, 6, dtype=dtype)
 
@@ -135,17 +137,18 @@ def test_views_and_nothing_at_all(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_the_default_dtype_of_torch_is_its_callers_affair(default: torch.dtype) -> None:
-    """Scratch is float32, whatever tensors are that nobody said a dtype for."""
+def test_the_default_dtype_of_torch_does_not_matter(default: torch.dtype) -> None:
+    """Scratch is float32 whatever `torch.set_default_dtype` says."""
     weight, x = random(40, 2000), random(300, 2000, seed=1)
     expected = PackedLinear(weight)(x)
     spec = spec_of(dtype=torch.bfloat16, head_dim=64)
 
-    def in_a_thread() -> None:  # with scratch of its own, made anew
-        found.append(PackedLinear(weight)(x))
-        found.append(CpuBackend(spec, torch.device("cpu")))
+    # A new thread has scratch of its own, allocated now.
+    def in_a_thread() -> None:
+        results.append(PackedLinear(weight)(x))
+        results.append(CpuBackend(spec, torch.device("cpu")))
 
-    found: list[object] = []
+    results: list[object] = []
     try:
         torch.set_default_dtype(default)
         thread = threading.Thread(target=in_a_thread)
@@ -154,36 +157,37 @@ def test_the_default_dtype_of_torch_is_its_callers_affair(default: torch.dtype) 
     finally:
         torch.set_default_dtype(torch.float32)
 
-    assert len(found) == 2 and isinstance(found[0], Tensor)
-    assert torch.equal(found[0], expected)
+    assert len(results) == 2 and isinstance(results[0], Tensor)
+    assert torch.equal(results[0], expected)
 
 
-def test_a_processor_that_numba_is_told_of_gets_what_it_has() -> None:
-    """Compiled for another one, nothing is multiplied in pairs: LLVM would end the process."""
+def test_numba_cpu_name_decides_which_instructions_are_used() -> None:
+    """For a CPU without bf16 dot product none is emitted: LLVM would abort the process."""
     program = (
         "import torch; from ramify.models.ops.cpu_linear import PackedLinear; "
         "w, x = torch.ones(64, 32), torch.ones(3, 32); "
         "assert (PackedLinear(w.bfloat16())(x.bfloat16()) == 32).all()"
     )
-    run_told(program, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
+    run_with(program, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
 
 
-def test_pairs_want_all_that_they_are_made_of() -> None:
-    """A hypervisor can leave out any of it."""
-    wanted = "avx512f", "avx512vl", "avx512dq", "avx512bf16"
+def test_bf16_dot_needs_all_of_its_cpu_features() -> None:
+    """A hypervisor can hide any of them."""
+    features = "avx512f", "avx512vl", "avx512dq", "avx512bf16"
     program = "from ramify.kernels.cpu.simd import HAS_BF16_DOT; assert HAS_BF16_DOT == {}"
-    run_told(program.format(HAS_BF16_DOT), NUMBA_CPU_FEATURES=",".join(f"+{one}" for one in wanted))
-    for missing in wanted:
-        told = ",".join(f"{'-' if one == missing else '+'}{one}" for one in wanted)
-        run_told(program.format(False), NUMBA_CPU_FEATURES=told)
-        run_told(program.format(False), NUMBA_CPU_FEATURES=f"+{missing},{told}")
+    everything = ",".join(f"+{feature}" for feature in features)
+    run_with(program.format(HAS_BF16_DOT), NUMBA_CPU_FEATURES=everything)
+    for missing in features:
+        flags = ",".join(f"{'-' if feature == missing else '+'}{feature}" for feature in features)
+        run_with(program.format(False), NUMBA_CPU_FEATURES=flags)
+        run_with(program.format(False), NUMBA_CPU_FEATURES=f"+{missing},{flags}")
 
 
-def run_told(program: str, **told: str) -> None:
-    """Run a program with these variables; it must end without an error."""
+def run_with(program: str, **variables: str) -> None:
+    """Run a program with these environment variables; it must end without an error."""
     result = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | told,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -191,15 +195,15 @@ def run_told(program: str, **told: str) -> None:
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-def test_what_cannot_be_computed_is_refused_with_the_reason() -> None:
-    """float64 and other devices are for others."""
+def test_packed_gemm_supports_gives_the_reason_for_no() -> None:
+    """float64 and other devices than CPU are not supported."""
     assert packed_gemm_supports(torch.zeros(2, 2)) is None
     assert "float64" in (packed_gemm_supports(torch.zeros(2, 2, dtype=torch.float64)) or "")
     assert "device meta" in (packed_gemm_supports(torch.zeros(2, 2, device="meta")) or "")
 
 
 def reference(x: Tensor, weight: Tensor, norm: Tensor | None, gated: bool) -> Tensor:
-    """What separate operations give, each rounded to the dtype."""
+    """Norm, linear and activation as separate torch operations, each rounded to the dtype."""
     if norm is not None:
         x = rms_norm(x, norm, 1e-5)
     y = F.linear(x.float(), weight.float()).to(x.dtype)
@@ -212,42 +216,42 @@ FUSED = [(True, False), (False, True), (True, True)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("normed", "gated"), FUSED)
 @pytest.mark.parametrize("shape", [(64, 128), (2, 1), (66, 257), (10, 19), (302, 511)])
-def test_what_is_fused_is_what_separate_operations_give(
+def test_fused_norm_and_activation_equal_separate_operations(
     shape: tuple[int, int], normed: bool, gated: bool, dtype: torch.dtype
 ) -> None:
-    """Norm before and gate behind, at odd widths, to a rounding; and no row count changes a bit."""
+    """Norm prologue and silu * mul epilogue, at odd widths, to a rounding; no row count changes a bit."""
     weight = random(*shape, dtype=dtype) / shape[1] ** 0.5
     norm = random(shape[1], dtype=dtype, seed=3) if normed else None
     linear = PackedLinear(weight, norm=None if norm is None else (norm, 1e-5), gated=gated)
     x = 3 * random(600, shape[1], dtype=dtype, seed=2)
 
-    found = linear(x)
+    y = linear(x)
 
     expected = reference(x, weight, norm, gated)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert found.shape == expected.shape
-    assert torch.allclose(found.float(), expected.float(), tolerance, 10 * tolerance)
+    assert y.shape == expected.shape
+    assert torch.allclose(y.float(), expected.float(), tolerance, 10 * tolerance)
     counts = (*range(1, 34), 95, 96, 97, 127, 193, 512)
     assert batch_variant_row_counts(linear, x, counts) == ()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 15, 16, 40, 77])
-def test_a_result_is_added_as_if_it_were_there_already(width: int, dtype: torch.dtype) -> None:
-    """In place, with the bits of a sum of the rounded result."""
+def test_add_to_equals_sums_plus_result(width: int, dtype: torch.dtype) -> None:
+    """In place, with the bits of `sums + linear(x)`: the result is rounded before it is added."""
     linear = PackedLinear(random(width, 50, dtype=dtype), random(width, dtype=dtype, seed=1))
     for num_rows in (1, 7, 100):
         x, sums = random(num_rows, 50, dtype=dtype), random(num_rows, width, dtype=dtype, seed=9)
         expected = sums + linear(x)
 
-        found = linear.add_to(sums, x)
+        returned = linear.add_to(sums, x)
 
-        assert found is sums
-        assert torch.equal(found, expected)
+        assert returned is sums
+        assert torch.equal(returned, expected)
 
 
-def test_sums_that_do_not_fit_are_refused() -> None:
-    """Another shape or order in memory, or a gated product."""
+def test_add_to_refuses_what_does_not_fit() -> None:
+    """Sums of another shape or not contiguous, and a gated linear."""
     x, weight = random(9, 50), random(40, 50)
 
     with pytest.raises(ConfigError, match="sums are"):
@@ -260,97 +264,97 @@ def test_sums_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_inside_the_kernel_is_silu(dtype: torch.dtype) -> None:
-    """Far out on both sides, at zero, and for what is not a number."""
+    """For large gates of both signs, around zero, and NaN."""
     gate = torch.tensor([-200.0, -100.0, -20.0, -1.0, -0.0, 0.0, 1e-8, 1.0, 20.0, 200.0]).to(dtype)
     linear = PackedLinear(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), gated=True)
 
-    found = linear(torch.stack((gate, torch.ones_like(gate)), 1))[:, 0]
+    y = linear(torch.stack((gate, torch.ones_like(gate)), 1))[:, 0]
 
     expected = F.silu(gate.float())
     unit = 1e-6 if dtype == torch.float32 else 2.0**-8
-    assert torch.allclose(found.float(), expected, rtol=unit, atol=1e-30)
+    assert torch.allclose(y.float(), expected, rtol=unit, atol=1e-30)
     assert linear(torch.tensor([[torch.nan, 1.0]]).to(dtype)).isnan().all()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8, 32])
 @pytest.mark.parametrize("gated", [False, True])
 def test_no_task_is_without_panels(gated: bool, workers: int) -> None:
-    """It would pack a block of rows for nothing."""
+    """A task without panels would pack a block of rows for nothing."""
     from ramify.kernels.cpu.gemm_microkernels import NR
 
     linear = PackedLinear(random(14 * NR, 8), gated=gated)
     for rows in (1, 90, 200, 3000):
-        *_, pieces, _ = linear.op(rows, workers)
-        assert 1 <= pieces <= (7 if gated else 14)
+        *_, num_n_splits, _ = linear.op(rows, workers)
+        assert 1 <= num_n_splits <= (7 if gated else 14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_is_that_of_a_thread_that_flushes_subnormals(dtype: torch.dtype) -> None:
-    """Such a thread may be one of several: gates whose exponentials are near the least numbers."""
+def test_silu_does_not_depend_on_flushing_of_subnormals(dtype: torch.dtype) -> None:
+    """Threads of one pool may differ in that; gates whose exponentials are near the smallest numbers."""
     gate = -torch.linspace(80, 110, 4000).to(dtype)
     linear = PackedLinear(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype), gated=True)
-    found, before = list[torch.Tensor](), torch.get_num_threads()
+    results, before = list[torch.Tensor](), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for flush in (False, True):
             torch.set_flush_denormal(flush)
-            found.append(linear(torch.stack((gate, torch.ones_like(gate)), 1)))
+            results.append(linear(torch.stack((gate, torch.ones_like(gate)), 1)))
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(before)
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 18, 20, 32, 64, 130])
 @pytest.mark.parametrize("normed", [False, True])
-def test_heads_are_turned_as_by_torch(normed: bool, head_dim: int, dtype: torch.dtype) -> None:
-    """Norm and rotation of queries and keys, values untouched; no row count changes a bit."""
+def test_qk_norm_and_rope_equal_torch(normed: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """Norm and rope of q and k heads, v untouched; no row count changes a bit."""
     rotary = RotaryTable(RopeConfig(10_000.0), head_dim=head_dim, max_len=50, dtype=dtype)
     norms = [random(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
-    named = (norms[0], norms[1], 1e-6) if normed else None
-    turn = QKNormRope(rotary.cos, rotary.sin, num_q=3, num_k=2, norms=named)
+    weights_and_eps = (norms[0], norms[1], 1e-6) if normed else None
+    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, num_q=3, num_k=2, norms=weights_and_eps)
     rows = random(600, 7 * head_dim, dtype=dtype)
     positions = torch.arange(600) * 7 % 50
 
-    def turned(indices: Tensor) -> Tensor:
-        return turn(rows[indices], positions[indices])
+    def rotated(indices: Tensor) -> Tensor:
+        return qk_norm_rope(rows[indices], positions[indices])
 
-    found = turned(torch.arange(600)).unflatten(1, (7, head_dim))
+    result = rotated(torch.arange(600)).unflatten(1, (7, head_dim))
 
     heads = rows.unflatten(1, (7, head_dim))
-    parts = heads.split((3, 2, 2), 1)
-    q, k = (rms_norm(x, w, 1e-6) if normed else x for x, w in zip(parts[:2], norms, strict=True))
+    q_k_v = heads.split((3, 2, 2), 1)
+    q, k = (rms_norm(x, w, 1e-6) if normed else x for x, w in zip(q_k_v[:2], norms, strict=True))
     angles = rotary.cos_sin(positions)
-    expected = torch.cat((apply_rotary(q, *angles), apply_rotary(k, *angles), parts[2]), 1)
+    expected = torch.cat((apply_rotary(q, *angles), apply_rotary(k, *angles), q_k_v[2]), 1)
     if normed:
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        assert torch.allclose(found.float(), expected.float(), tolerance, tolerance)
+        assert torch.allclose(result.float(), expected.float(), tolerance, tolerance)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
     counts = (*range(1, 34), 127, 512)
-    assert batch_variant_row_counts(turned, torch.arange(600), counts) == ()
+    assert batch_variant_row_counts(rotated, torch.arange(600), counts) == ()
 
 
 def test_a_position_outside_the_tables_is_an_error() -> None:
-    """Its row is left alone; shapes and dtypes that do not fit are refused."""
+    """Its row is left unchanged; wrong shapes and dtypes are refused."""
     rotary = RotaryTable(RopeConfig(10_000.0), head_dim=8, max_len=5, dtype=torch.float32)
-    turn = QKNormRope(rotary.cos, rotary.sin, num_q=1, num_k=1)
+    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, num_q=1, num_k=1)
     rows = random(2, 24)
     before = rows.clone()
 
     with pytest.raises(IndexError, match=r"0\.\.4"):
-        turn(rows, torch.tensor([1, 5]))
+        qk_norm_rope(rows, torch.tensor([1, 5]))
     assert torch.equal(rows[1], before[1])
     with pytest.raises(ConfigError, match="positions are"):
-        turn(rows, torch.tensor([1]))
+        qk_norm_rope(rows, torch.tensor([1]))
     with pytest.raises(ConfigError, match="rows are"):
-        turn(rows[:, :10], torch.tensor([1, 2]))
-    assert turn(rows[:0], torch.zeros(0, dtype=torch.int64)).shape == (0, 24)
+        qk_norm_rope(rows[:, :10], torch.tensor([1, 2]))
+    assert qk_norm_rope(rows[:0], torch.zeros(0, dtype=torch.int64)).shape == (0, 24)
 
 
 def test_rows_of_another_kind_are_refused() -> None:
-    """The kernel is told addresses: a wrong dtype or width must be found before."""
+    """The kernel gets addresses only: wrong dtypes and shapes are checked before the call."""
     linear = PackedLinear(random(20, 30))
 
     for wrong in (random(3, 29), random(3, 30).bfloat16(), random(30)):

@@ -1,0 +1,71 @@
+"""Rotary position embedding: inverse frequencies (plain, linear, llama3, yarn) and cos/sin tables."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ramify.models.config import RopeConfig
+
+
+class RotaryTable:
+    """cos and sin of every position, for rope in the rotate-half convention of Hugging Face models."""
+
+    def __init__(
+        self, rope: RopeConfig, *, head_dim: int, max_len: int, dtype: torch.dtype
+    ) -> None:
+        """Compute `cos` and `sin` [max_len, head_dim / 2] in float32 and round them to `dtype`."""
+        positions = torch.arange(max_len, dtype=torch.float32)
+        angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+        self.cos = (angles.cos() * rope.attention_factor).to(dtype)
+        self.sin = (angles.sin() * rope.attention_factor).to(dtype)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather cos and signed sin [rows, 1, head_dim] for positions [rows] int64.
+
+        The sine carries the sign of rotate-half's first half: -(x * s) equals x * (-s), bit for bit.
+        """
+        cos, sin = self.cos[positions], self.sin[positions]
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions: [head_dim / 2] float32, scaled as `rope` says."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.scaling == "linear":
+        return frequencies / rope.factor
+    if rope.scaling == "yarn":
+        return _yarn_frequencies(rope, frequencies, head_dim)
+    if rope.scaling != "llama3":
+        return frequencies
+    # Llama 3: divide low frequencies by `factor`, keep high ones, interpolate between, by the number
+    # of turns within the context of pre-training.
+    wavelengths = 2 * math.pi / frequencies
+    longest = rope.original_max_len / rope.low_freq_factor
+    shortest = rope.original_max_len / rope.high_freq_factor
+    turns = rope.original_max_len / wavelengths
+    weight = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    interpolated = (1 - weight) * frequencies / rope.factor + weight * frequencies
+    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, interpolated)
+    return torch.where(wavelengths < shortest, frequencies, scaled)
+
+
+def _yarn_frequencies(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
+    """YaRN (Peng et al., 2023): keep high frequencies, divide low ones by `factor`.
+
+    Between them a linear ramp over the dimensions that make `beta_fast` to `beta_slow` turns
+    within the context of pre-training.
+    """
+
+    def dimension(turns: float) -> float:
+        wavelength = rope.original_max_len / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(dimension(rope.beta_fast)), 0)
+    last = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    dims = torch.arange(head_dim // 2, dtype=torch.float32)
+    weight = 1 - ((dims - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies / rope.factor * (1 - weight) + frequencies * weight
