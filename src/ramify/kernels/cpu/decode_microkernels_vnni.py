@@ -1,7 +1,7 @@
 """P·V of 1, 2 or 4 rows over values read in place, by bf16 dot products, as LLVM IR.
 
 `decode_microkernels.pv_in_place` for `BF16VnniPlane`. A word of weights belongs to the keys 2i and
-2i + 1 of a block. Where only one of the two is wanted, the value of the other is taken as zeros.
+2i + 1 of a block. Where P·V covers only one of the two keys, zeros replace the value of the other.
 """
 
 from __future__ import annotations

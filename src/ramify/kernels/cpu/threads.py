@@ -28,7 +28,7 @@ def round_up_to_cache_line(floats: int) -> int:
 def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
     """Zeros [num_rows, floats] float32, aligned to a cache line.
 
-    NumPy's own arrays start 16 to 48 bytes behind one, so that vectors straddle two lines.
+    NumPy's own arrays start 16 to 48 bytes past a line's start, so that vectors straddle two lines.
     """
     buffer = np.zeros(num_rows * floats + CACHE_LINE // 4, np.float32)
     start = -buffer.ctypes.data % CACHE_LINE // 4
@@ -42,7 +42,7 @@ def set_num_threads(count: int) -> None:
     import numba
 
     if numba.config.THREADING_LAYER == "default":
-        # torch's OpenMP: with one pool, no thread of one waits for a core that the other occupies.
+        # torch's OpenMP pool: threads of two pools would wait for each other's cores.
         numba.config.THREADING_LAYER = "omp"
     torch_threads = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
