@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek checkpoints as transformers writes them, and its answers to prompts."""
+"""Tiny random DeepSeek checkpoints saved by transformers, its logits and its greedy answers."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="the oracle needs the extra ramify[hf]")
 
 VOCAB = 97
-BASE: dict[str, Any] = {  # no width is that of another, nor a power of two where it need not be
+# All widths differ, and none is a power of two unless it must be.
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 40,
     "intermediate_size": 52,
@@ -43,7 +44,7 @@ YARN = {
     "beta_fast": 8.0,
     "beta_slow": 1.0,
 }
-# 16 heads, because with few of them many scores are zero and transformers breaks ties its own way
+# 16 index heads: with few heads many scores are zero, and transformers breaks ties in another way.
 INDEX = {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 16}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": (
@@ -66,20 +67,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Oracle:
-    """A checkpoint and transformers' own model of it, float32, eager attention."""
+    """A checkpoint and transformers' model of it in float32 with eager attention."""
 
     name: str
     path: Path
     model: Any
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """[len(tokens), VOCAB] float32."""
+        """Logits of every position: [len(tokens), VOCAB] float32."""
         with torch.inference_mode():
-            found: Tensor = self.model(torch.tensor([tokens])).logits[0]
-        return found
+            logits: Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits
 
     def greedy(self, prompt: list[int], num_new: int) -> tuple[list[int], list[float]]:
-        """Likeliest tokens, and the log probability of each."""
+        """The greedy answer of `num_new` tokens, and the log probability of each."""
         answer: list[int] = []
         logprobs: list[float] = []
         for _ in range(num_new):
@@ -90,19 +91,19 @@ class Oracle:
 
 
 def save_oracle(name: str, path: Path, **changes: Any) -> Oracle:
-    """A checkpoint with random weights, written and read back by transformers."""
-    kind, own = CONFIGS[name]
+    """Write a checkpoint with random weights of CONFIGS[name] and load it, by transformers."""
+    config_class, overrides = CONFIGS[name]
     torch.manual_seed(list(CONFIGS).index(name))
-    config = getattr(transformers, kind)(**(BASE | own | changes))
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config = getattr(transformers, config_class)(**(BASE | overrides | changes))
+    created = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for role, parameter in made.named_parameters():
-            if "norm" in role or role.endswith(".bias"):
+        for tensor_name, parameter in created.named_parameters():
+            if "norm" in tensor_name or tensor_name.endswith(".bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        for role, buffer in made.named_buffers():
-            if role.endswith("e_score_correction_bias"):
+        for tensor_name, buffer in created.named_buffers():
+            if tensor_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
-    made.save_pretrained(path)
+    created.save_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", dtype=torch.float32, local_files_only=True
     )
@@ -110,8 +111,12 @@ def save_oracle(name: str, path: Path, **changes: Any) -> Oracle:
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
-    """Two stems with three endings each, and one prompt that shares nothing."""
+    """Seven prompts: two prefixes with three suffixes each, and one that shares nothing."""
     draw = random.Random(seed)
-    stems = [draw.choices(range(3, VOCAB), k=length) for length in (31, 58)]
-    shared = [stem + draw.choices(range(3, VOCAB), k=k) for stem in stems for k in (1, 7, 12)]
+    prefixes = [draw.choices(range(3, VOCAB), k=length) for length in (31, 58)]
+    shared = [
+        prefix + draw.choices(range(3, VOCAB), k=length)
+        for prefix in prefixes
+        for length in (1, 7, 12)
+    ]
     return [*shared, draw.choices(range(3, VOCAB), k=17)]

@@ -1,7 +1,7 @@
-"""DeepSeek checkpoints that transformers wrote: its logits, and the same bits whatever was cached.
+"""DeepSeek models: logits and answers of transformers, and the same bits whatever was cached.
 
-Every checkpoint is random, tiny, and saved by transformers; what it computes in float32 with eager
-attention is the oracle.
+Checkpoints are tiny, random and saved by transformers. The oracle is transformers in float32 with
+eager attention.
 """
 
 import json
@@ -30,18 +30,18 @@ from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle
 from tests.cpu.engine_cases import Engine, Model, Sizes, assert_idle, differences
 
 NUM_NEW = 4
-CLOSE = 5e-5  # of log probabilities with a deviation of 1
+CLOSE = 5e-5  # tolerance of log probabilities, whose standard deviation is about 1
 
 
 @pytest.fixture(scope="module")
 def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
     """Oracles by name, each written and loaded once."""
-    known: dict[str, Oracle] = {}
+    oracles: dict[str, Oracle] = {}
 
     def load(name: str) -> Oracle:
-        if name not in known:
-            known[name] = save_oracle(name, tmp_path_factory.mktemp(name))
-        return known[name]
+        if name not in oracles:
+            oracles[name] = save_oracle(name, tmp_path_factory.mktemp(name))
+        return oracles[name]
 
     return load
 
@@ -50,16 +50,16 @@ def engine(path: Path, **options: Any) -> LLM:
     return LLM(path, dtype="float32", kv_cache_tokens=4096, **options)
 
 
-def assert_answers(oracle: Oracle, outputs: list[RequestOutput], asked: list[list[int]]) -> None:
-    """The oracle's tokens, with its log probabilities."""
-    for output, prompt in zip(outputs, asked, strict=True):
-        answer, logprobs = oracle.greedy(prompt, NUM_NEW)
+def assert_answers(oracle: Oracle, outputs: list[RequestOutput], prompts: list[list[int]]) -> None:
+    """The oracle's greedy tokens, with its log probabilities."""
+    for output, prompt in zip(outputs, prompts, strict=True):
+        answer, expected = oracle.greedy(prompt, NUM_NEW)
         assert list(output.token_ids) == answer
-        found = [one.logprob for one in output.completions[0].logprobs or ()]
-        assert found == pytest.approx(logprobs, abs=CLOSE)
+        logprobs = [entry.logprob for entry in output.completions[0].logprobs or ()]
+        assert logprobs == pytest.approx(expected, abs=CLOSE)
 
 
-# -- the numbers of transformers --------------------------------------------------------------
+# -- logits and answers of transformers ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
@@ -67,16 +67,16 @@ def assert_answers(oracle: Oracle, outputs: list[RequestOutput], asked: list[lis
 def test_logits_of_every_position_are_those_of_transformers(
     oracle_of: Callable[[str], Oracle], name: str, exact: bool
 ) -> None:
-    """Cold, one prompt, every token of it scored."""
+    """A cold cache, one prompt, log probabilities of every prompt token."""
     oracle, prompt = oracle_of(name), prompts()[5]
     llm = engine(oracle.path, exact=exact, page_size=3)
 
     [output] = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
 
     table = oracle.logits(prompt).log_softmax(-1)
-    expected = [float(table[at, token]) for at, token in enumerate(prompt[1:])]
-    found = [one.logprob for one in output.prompt_logprobs or () if one is not None]
-    assert found == pytest.approx(expected, abs=CLOSE)
+    expected = [float(table[position, token]) for position, token in enumerate(prompt[1:])]
+    logprobs = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
+    assert logprobs == pytest.approx(expected, abs=CLOSE)
     assert len(set(expected)) > 20
 
 
@@ -86,36 +86,36 @@ def test_answers_are_those_of_transformers_whatever_is_cached(
     oracle_of: Callable[[str], Oracle], name: str, exact: bool
 ) -> None:
     """Cold, warm, in chunks of a few tokens, and all prompts in one batch."""
-    oracle, asked = oracle_of(name), prompts()
+    oracle, batch = oracle_of(name), prompts()
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
     llm = engine(oracle.path, exact=exact, page_size=4)
     chunked = engine(oracle.path, exact=exact, page_size=3, max_batch_tokens=11)
 
-    alone = [llm.generate([prompt], params)[0] for prompt in asked]
-    warm = llm.generate(asked, params)
-    pieces = chunked.generate(asked, params)
+    alone = [llm.generate([prompt], params)[0] for prompt in batch]
+    warm = llm.generate(batch, params)
+    in_chunks = chunked.generate(batch, params)
 
-    for outputs in (alone, warm, pieces):
-        assert_answers(oracle, outputs, asked)
+    for outputs in (alone, warm, in_chunks):
+        assert_answers(oracle, outputs, batch)
     assert all(output.cache.read_tokens > 0 for output in warm)
     assert_idle(llm)
     assert_idle(chunked)
 
 
-def test_the_sparse_index_matters_and_is_obeyed(tmp_path: Path) -> None:
-    """With 20 of 70 keys read the logits are other ones than with all, and transformers' both."""
+def test_the_sparse_index_selects_keys(tmp_path: Path) -> None:
+    """With 20 of 70 keys selected the logits differ from those with all keys; both are transformers'."""
     prompt = prompts()[5]
     tables = []
     for top_k in (20, 512):
         oracle = save_oracle("v32", tmp_path / str(top_k), index_topk=top_k)
         llm = engine(oracle.path)
         [output] = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
-        own = [one.logprob for one in output.prompt_logprobs or () if one is not None]
+        logprobs = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
         table = oracle.logits(prompt).log_softmax(-1)
-        assert own == pytest.approx(
-            [float(table[at, token]) for at, token in enumerate(prompt[1:])], abs=CLOSE
+        assert logprobs == pytest.approx(
+            [float(table[position, token]) for position, token in enumerate(prompt[1:])], abs=CLOSE
         )
-        tables.append(own)
+        tables.append(logprobs)
 
     assert tables[0][:19] == pytest.approx(tables[1][:19], abs=CLOSE)
     assert max(abs(a - b) for a, b in zip(*tables, strict=True)) > 0.1
@@ -132,53 +132,55 @@ def test_the_sparse_index_matters_and_is_obeyed(tmp_path: Path) -> None:
 def test_bits_depend_on_nothing_but_the_prompt(
     oracle_of: Callable[[str], Oracle], name: str, backend: type[AttentionBackend], dtype: str
 ) -> None:
-    """Cold, warm, chunked, batched, preempted: the logits and latents of each prompt alone.
+    """Cold, warm, chunked, batched, preempted: logits and cached K/V of the prompt computed alone.
 
-    Free pages hold NaN. The K/V that decoding wrote equals what prefill writes.
+    Free pages hold NaN. K/V written by decoding equals K/V written by prefill.
     """
     decoder = load_model(oracle_of(name).path, dtype=dtype)
     model = Model(name, decoder, backend=backend)
-    mixed = [tuple(prompt) for prompt in prompts()], [3, 1, 2, 5, 3, 2, 4]
-    growing = [tuple(prompt[:5]) for prompt in prompts()[2:]], [14] * 5
-    usual = Sizes(page_size=4, num_pages=400)
+    all_prompts = [tuple(prompt) for prompt in prompts()], [3, 1, 2, 5, 3, 2, 4]
+    short_prompts = [tuple(prompt[:5]) for prompt in prompts()[2:]], [14] * 5
+    base = Sizes(page_size=4, num_pages=400)
     preempted = 0
 
-    for sizes, (asked, counts) in (
-        (usual, mixed),
-        (replace(usual, max_batch_tokens=9, page_size=3), mixed),
-        (replace(usual, max_num_seqs=3, page_size=1, max_batch_tokens=37), mixed),
-        (replace(usual, prefix_cache=False, max_batch_tokens=30), mixed),
-        (replace(usual, num_pages=8), growing),
+    for sizes, (batch, counts) in (
+        (base, all_prompts),
+        (replace(base, max_batch_tokens=9, page_size=3), all_prompts),
+        (replace(base, max_num_seqs=3, page_size=1, max_batch_tokens=37), all_prompts),
+        (replace(base, prefix_cache=False, max_batch_tokens=30), all_prompts),
+        (replace(base, num_pages=8), short_prompts),
     ):
         llm = Engine(model, sizes)
         for _ in ("cold", "warm"):
-            answers = llm.generate(asked, counts)
-            for (output, logits), prompt in zip(answers, asked, strict=True):
-                kept = llm.cached_kv(prompt + output.token_ids)
-                assert not list(differences(model, prompt, output.token_ids, logits, kept))
+            answers = llm.generate(batch, counts)
+            for (output, logits), prompt in zip(answers, batch, strict=True):
+                cached = llm.cached_kv(prompt + output.token_ids)
+                assert not list(differences(model, prompt, output.token_ids, logits, cached))
         preempted += llm.core.scheduler.num_preemptions
 
     assert preempted > 0
 
 
 def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -> None:
-    """The comparison sees what `exact` prevents: unpadded float32 linears give other bits."""
+    """Fault injection: with plain float32 linears the comparison above finds differences."""
     decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), linear_strategy="plain")
     model = Model("plain", decoder, backend=EagerBackend, row_multiple=1)
-    asked = [tuple(prompt) for prompt in prompts()]
+    batch = [tuple(prompt) for prompt in prompts()]
 
     llm = Engine(model, Sizes(page_size=4, max_batch_tokens=9))
-    answers = llm.generate(asked, [2] * 7)
+    answers = llm.generate(batch, [2] * 7)
 
     assert any(
         list(differences(model, prompt, output.token_ids, logits, llm.cached_kv(prompt)))
-        for (output, logits), prompt in zip(answers, asked, strict=True)
+        for (output, logits), prompt in zip(answers, batch, strict=True)
     )
 
 
-def test_every_operation_is_accounted_for(oracle_of: Callable[[str], Oracle]) -> None:
-    """What only these models compute has been probed: router, heads, index, norms."""
-    names = {one.operation for one in engine(oracle_of("v32").path).engine.exactness()}
+def test_exactness_lists_the_operations_of_this_family(
+    oracle_of: Callable[[str], Oracle],
+) -> None:
+    """Router, per-head matmul, index scores and layer norm have been probed."""
+    names = {verdict.operation for verdict in engine(oracle_of("v32").path).engine.exactness()}
 
     assert names >= {"sigmoid router", "per-head matmul", "index scores", "layer_norm", "linear"}
 
@@ -187,6 +189,7 @@ def test_every_operation_is_accounted_for(oracle_of: Callable[[str], Oracle]) ->
 
 
 def routing(**changes: Any) -> MoeConfig:
+    """A V3 router of 8 experts in 4 groups, 3 experts per token from 2 groups, with changes."""
     base: dict[str, Any] = {
         "num_experts": 8,
         "top_k": 3,
@@ -202,8 +205,8 @@ def routing(**changes: Any) -> MoeConfig:
     return MoeConfig(**(base | changes))
 
 
-def test_equal_experts_go_to_the_lowest() -> None:
-    """All equal: experts 0, 1 and 2, which are the lowest of the two lowest groups."""
+def test_ties_go_to_the_lowest_experts() -> None:
+    """All scores equal: experts 0, 1 and 2, the lowest of the two lowest groups."""
     weights = route(torch.zeros(1, 8), torch.zeros(8), routing())
 
     third = 2.5 / 3
@@ -211,7 +214,7 @@ def test_equal_experts_go_to_the_lowest() -> None:
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:
-    """Expert 6 wins by its bias and counts with its own score; the weights sum to the scale."""
+    """Expert 6 is chosen by its bias, weighted by its score; the weights sum to `scale`."""
     bias = torch.tensor([0.0, 0, 0, 0, 0, 0, 5, 0])
 
     weights = route(torch.zeros(1, 8), bias, routing())[0]
@@ -221,14 +224,14 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
 
 
 def test_groups_limit_the_choice() -> None:
-    """The second best expert is out of reach if its group is not among the best."""
+    """An expert with a high score is not chosen if its group is not among the best groups."""
     logits = torch.tensor([[9.0, -9, 8, -9, 7, 7, 6, 6]])
 
     assert route(logits, torch.zeros(8), routing())[0].nonzero()[:, 0].tolist() == [4, 5, 6]
     open_choice = routing(num_groups=1, topk_groups=1)
     assert route(logits, torch.zeros(8), open_choice)[0].nonzero()[:, 0].tolist() == [0, 2, 4]
-    best_one = routing(scoring="softmax", normalise=False, scale=1.0)
-    assert route(logits, None, best_one)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
+    v2_router = routing(scoring="softmax", normalise=False, scale=1.0)
+    assert route(logits, None, v2_router)[0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 # -- configuration and files ------------------------------------------------------------------
@@ -239,8 +242,8 @@ def edit_json(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_the_style_of_published_checkpoints_is_read(tmp_path: Path) -> None:
-    """`rope_scaling` with `type`, `rope_theta` at the top, routing methods by name."""
+def test_config_fields_of_published_checkpoints_are_read(tmp_path: Path) -> None:
+    """`rope_scaling` with `type`, `rope_theta` at the top level, routing methods by name."""
     oracle = save_oracle("v3", tmp_path)
     modern = read_config(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -256,8 +259,8 @@ def test_the_style_of_published_checkpoints_is_read(tmp_path: Path) -> None:
     assert modern.mla.scale == pytest.approx(float(oracle.model.model.layers[0].self_attn.scaling))
 
 
-def test_layers_that_draft_are_left_aside(tmp_path: Path) -> None:
-    """V3 checkpoints hold a predictor behind the last layer; it is not loaded."""
+def test_multi_token_prediction_layers_are_not_loaded(tmp_path: Path) -> None:
+    """V3 checkpoints number them after the last decoder layer."""
     save_oracle("v3", tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}
@@ -270,17 +273,17 @@ def test_layers_that_draft_are_left_aside(tmp_path: Path) -> None:
 
 
 def test_the_routing_bias_stays_float32(tmp_path: Path) -> None:
-    """Among bfloat16 weights too, as in the checkpoints."""
+    """In a bfloat16 model too, as in the published checkpoints."""
     oracle = save_oracle("v32", tmp_path)
     config = read_config(tmp_path)
 
     weights = load_weights(tmp_path, config, dtype=torch.bfloat16)
 
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    wanted: Tensor = oracle.model.model.layers[1].mlp.gate.e_score_correction_bias
-    assert torch.equal(weights[bias], wanted)
-    kept = {name for name, weight in weights.items() if weight.dtype == torch.float32}
-    assert kept == {name for name in weights if config.is_float32(name)}
+    expected: Tensor = oracle.model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert torch.equal(weights[bias], expected)
+    float32_names = {name for name, weight in weights.items() if weight.dtype == torch.float32}
+    assert float32_names == {name for name in weights if config.is_float32(name)}
 
 
 @pytest.mark.parametrize(
@@ -296,14 +299,14 @@ def test_the_routing_bias_stays_float32(tmp_path: Path) -> None:
         ("v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
-def test_what_is_not_built_is_refused(
+def test_unsupported_settings_are_refused(
     oracle_of: Callable[[str], Oracle],
     tmp_path: Path,
     name: str,
     changes: dict[str, Any],
     message: str,
 ) -> None:
-    """A setting that would change the numbers silently raises instead."""
+    """A setting that would change the results raises; the message names it."""
     (tmp_path / "config.json").write_text((oracle_of(name).path / "config.json").read_text())
     edit_json(tmp_path, **changes)
 
@@ -324,7 +327,7 @@ def test_what_is_not_built_is_refused(
 def test_contradictions_are_refused(
     oracle_of: Callable[[str], Oracle], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """The message names the field and what it collides with."""
+    """The message names the field and what it contradicts."""
     (tmp_path / "config.json").write_text((oracle_of("v32").path / "config.json").read_text())
     without = {} if "first_k_dense_replace" not in changes else {"mlp_layer_types": None}
     edit_json(tmp_path, **changes, **without)
@@ -334,7 +337,7 @@ def test_contradictions_are_refused(
 
 
 def test_null_is_false(oracle_of: Callable[[str], Oracle], tmp_path: Path) -> None:
-    """As in transformers; what is not there is true."""
+    """As in transformers: null means false, an absent field true."""
     (tmp_path / "config.json").write_text((oracle_of("v3").path / "config.json").read_text())
     edit_json(tmp_path, norm_topk_prob=None, rope_interleave=None)
 
@@ -345,7 +348,7 @@ def test_null_is_false(oracle_of: Callable[[str], Oracle], tmp_path: Path) -> No
     assert (config.moe.normalise, config.mla.rope_interleaved) == (False, False)
 
 
-def test_every_config_has_what_another_lacks() -> None:
-    """Nothing in the list is there twice, and value and key widths differ."""
+def test_configs_differ() -> None:
+    """No two configs of the list are equal, and value and key widths differ."""
     assert len({repr(config) for config in CONFIGS.values()}) == len(CONFIGS)
     assert BASE["v_head_dim"] != BASE["qk_nope_head_dim"]

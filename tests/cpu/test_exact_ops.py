@@ -1,4 +1,4 @@
-"""Rows do not depend on their neighbours, and the probe finds out where they would."""
+"""Batch invariance of linears, row operations and decoders; the probe that checks it and its store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def unpadded_differs(weight: Tensor) -> bool:
-    """Whether F.linear as it is gives the rows of this weight other bits in other company."""
+    """Whether plain F.linear with this weight is batch-variant on this machine."""
     rows = random(521, weight.shape[1], dtype=weight.dtype)
     return bool(batch_variant_row_counts(Linear(weight, strategy="plain"), rows))
 
@@ -54,7 +54,7 @@ def unpadded_differs(weight: Tensor) -> bool:
 def test_every_strategy_computes_the_same_product(
     strategy: str, with_bias: bool, dtype: torch.dtype
 ) -> None:
-    """They differ in bits at most."""
+    """Strategies agree within rounding, and refuse weights that they do not support."""
     for shape in SHAPES:
         weight = random(*shape, dtype=dtype)
         bias = random(shape[0], dtype=dtype, seed=1) if with_bias else None
@@ -67,23 +67,23 @@ def test_every_strategy_computes_the_same_product(
         for num_rows in (0, 1, 7, 16, 33):
             x = random(num_rows, shape[1], dtype=dtype, seed=2)
             expected = F.linear(x, weight, bias)
-            found = linear(x)
-            assert found.shape == expected.shape
-            assert found.dtype == dtype
+            y = linear(x)
+            assert y.shape == expected.shape
+            assert y.dtype == dtype
             tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-            assert torch.allclose(found.float(), expected.float(), tolerance, 20 * tolerance)
+            assert torch.allclose(y.float(), expected.float(), tolerance, 20 * tolerance)
 
 
 def test_an_unknown_strategy_is_refused() -> None:
-    """The message lists those there are."""
+    """The message lists the known strategies."""
     with pytest.raises(ConfigError, match="packed_gemm, onednn, padded, row_by_row, plain"):
         Linear(random(4, 4), strategy="magic")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_chosen_linear_treats_rows_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Whatever was chosen: no row count and no place changes a bit, also for other data."""
+def test_the_chosen_linear_is_batch_invariant(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """No row count and no place of a row changes a bit, for other data than the probe's too."""
     weight = random(*shape, dtype=dtype)
 
     linear, verdict = choose_torch_linear(weight, None, exact=True, store=ProbeStore(None))
@@ -98,7 +98,7 @@ def test_the_chosen_linear_treats_rows_alone(shape: tuple[int, int], dtype: torc
 
 
 def test_the_probe_catches_skipped_padding() -> None:
-    """Plain float32 F.linear is found out and passed over for the next candidate."""
+    """Plain float32 F.linear fails the probe; the next candidate is chosen."""
     weight = random(100, 64)
     if not unpadded_differs(weight):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
@@ -112,7 +112,7 @@ def test_the_probe_catches_skipped_padding() -> None:
 
 
 def test_row_by_row_is_the_last_resort() -> None:
-    """If every candidate fails, the strategy that cannot fail is taken."""
+    """If every candidate fails the probe, row_by_row is chosen, which is invariant by construction."""
     weight = random(100, 64)
     if not unpadded_differs(weight):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
@@ -125,9 +125,9 @@ def test_row_by_row_is_the_last_resort() -> None:
     assert batch_variant_row_counts(linear, random(521, 64)) == ()
 
 
-@pytest.mark.filterwarnings("ignore:TF32")  # what torch says when the flags are restored
-def test_without_packing_something_else_is_found() -> None:
-    """A torch whose oneDNN is switched off still runs exactly, and the report says why."""
+@pytest.mark.filterwarnings("ignore:TF32")  # torch warns when the flags are restored
+def test_without_onednn_the_next_strategy_is_chosen() -> None:
+    """With oneDNN switched off the choice is still batch-invariant, and the reason names oneDNN."""
     weight = random(100, 64)
 
     with torch.backends.mkldnn.flags(enabled=False):
@@ -142,7 +142,7 @@ def test_without_packing_something_else_is_found() -> None:
 
 
 def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A stand-in whose rows are independent by themselves, so that only the model is tried."""
+    """A row-wise stand-in for attention, so that only the decoder is tested."""
     return q + k.repeat_interleave(2, 1) * 0.5 + v.repeat_interleave(2, 1)
 
 
@@ -151,9 +151,9 @@ def run_in_steps(model: Decoder, tokens: Tensor, step: int) -> tuple[Tensor, Ten
     hidden, logits = [], []
     with torch.inference_mode():
         for start in range(0, len(tokens), step):
-            some = tokens[start : start + step]
-            positions = torch.arange(start, start + len(some))
-            hidden.append(model.forward(some, positions, attend_to_itself))
+            chunk = tokens[start : start + step]
+            positions = torch.arange(start, start + len(chunk))
+            hidden.append(model.forward(chunk, positions, attend_to_itself))
             logits.append(model.logits(hidden[-1]))
     return torch.cat(hidden), torch.cat(logits)
 
@@ -169,42 +169,42 @@ def run_in_steps(model: Decoder, tokens: Tensor, step: int) -> tuple[Tensor, Ten
         ("qwen3", {"head_dim": 18, "hidden_size": 76}),
     ],
 )
-def test_the_decoder_treats_rows_alone(
+def test_the_decoder_is_batch_invariant(
     tmp_path: Path, family: Any, overrides: dict[str, Any], dtype: Any
 ) -> None:
-    """Hidden rows and logits have the same bits in steps of any size, at odd widths too."""
+    """Hidden rows and logits have the same bits in steps of any size, odd widths included."""
     path = write_tiny_checkpoint(tmp_path, family, tokenizer=False, **overrides)
     model = load_model(path, dtype=dtype, store=ProbeStore(None))
     tokens = torch.randint(0, 290, (141,), generator=torch.Generator().manual_seed(3))
     hidden, logits = run_in_steps(model, tokens, 141)
 
     for step in (1, 2, 3, 5, 7, 8, 9, 11, 16, 31, 64, 100):
-        found = run_in_steps(model, tokens, step)
+        result = run_in_steps(model, tokens, step)
 
-        assert torch.equal(found[0], hidden), f"{step} rows at a time"
-        assert torch.equal(found[1], logits), f"{step} rows at a time"
+        assert torch.equal(result[0], hidden), f"{step} rows at a time"
+        assert torch.equal(result[1], logits), f"{step} rows at a time"
 
 
-def test_the_fault_of_skipped_padding_would_be_seen(tmp_path: Path) -> None:
-    """The test above has teeth: with plain F.linear it fails."""
+def test_the_test_above_fails_with_plain_linears(tmp_path: Path) -> None:
+    """Fault injection: plain float32 F.linear gives other bits in larger steps."""
     if not unpadded_differs(random(100, 64)):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
     model = load_model(path, store=ProbeStore(None), linear_strategy="plain")
     tokens = torch.arange(60) + 100
 
-    together, alone = run_in_steps(model, tokens, 60), run_in_steps(model, tokens, 1)
+    batched, single = run_in_steps(model, tokens, 60), run_in_steps(model, tokens, 1)
 
-    assert not torch.equal(together[1], alone[1])
-    assert torch.allclose(together[1], alone[1], rtol=1e-3, atol=1e-3)
-    forced = [e for e in model.exactness() if e.operation == "linear"]
-    assert {e.strategy for e in forced} == {"plain"}
+    assert not torch.equal(batched[1], single[1])
+    assert torch.allclose(batched[1], single[1], rtol=1e-3, atol=1e-3)
+    forced = [verdict for verdict in model.exactness() if verdict.operation == "linear"]
+    assert {verdict.strategy for verdict in forced} == {"plain"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 31, 33, 60, 77, 100, 130])
-def test_elementwise_forms_treat_rows_alone(width: int, dtype: torch.dtype) -> None:
-    """The forms chosen here pass without the row-by-row fallback, or with it."""
+def test_row_operations_are_batch_invariant(width: int, dtype: torch.dtype) -> None:
+    """silu_and_mul and rms_norm as `probe_row_op` returns them, batched or row by row."""
     weight = random(width, dtype=dtype)
     operations: list[tuple[str, Callable[..., Tensor], int]] = [
         ("silu_mul", silu_and_mul, 2),
@@ -217,22 +217,24 @@ def test_elementwise_forms_treat_rows_alone(width: int, dtype: torch.dtype) -> N
             name, op, (width,), dtype, partial(tuple, samples), exact=True, store=ProbeStore(None)
         )
 
-        together = chosen(*samples)
-        alone = torch.cat([chosen(*(s[i : i + 1] for s in samples)) for i in range(len(together))])
-        assert torch.equal(together, alone), verdict
+        batched = chosen(*samples)
+        single = torch.cat(
+            [chosen(*(sample[i : i + 1] for sample in samples)) for i in range(len(batched))]
+        )
+        assert torch.equal(batched, single), verdict
 
 
 def test_silu_is_silu() -> None:
-    """The row-independent form has the values of torch's own, far out too."""
+    """`silu_and_mul` equals torch's silu within rounding, for large gates of both signs too."""
     gate = torch.tensor([-200.0, -100.0, -20.0, -1.0, -0.0, 0.0, 1e-8, 1.0, 20.0, 200.0])
 
-    found = silu_and_mul(gate, torch.ones(10))
+    y = silu_and_mul(gate, torch.ones(10))
 
-    assert torch.allclose(found, F.silu(gate), rtol=1e-6, atol=1e-30)
+    assert torch.allclose(y, F.silu(gate), rtol=1e-6, atol=1e-30)
 
 
-def test_an_operation_that_looks_at_its_company_is_found_out() -> None:
-    """`batch_variant_row_counts` names the counts; the slow path makes the operation safe."""
+def test_a_batch_variant_operation_runs_row_by_row() -> None:
+    """`batch_variant_row_counts` returns the counts that differ; row by row none does."""
 
     def faulty(x: Tensor) -> Tensor:
         return x * (1.0 if len(x) % 4 == 0 else 1.0000001)
@@ -256,7 +258,7 @@ def test_an_operation_that_looks_at_its_company_is_found_out() -> None:
 
 
 def test_the_place_of_a_row_matters_too() -> None:
-    """A fault that depends on where a row stands, not on how many there are, is seen."""
+    """A fault that depends on the place of a row, not on the number of rows, is detected."""
 
     def faulty(x: Tensor) -> Tensor:
         return x + torch.arange(len(x))[:, None]
@@ -265,7 +267,7 @@ def test_the_place_of_a_row_matters_too() -> None:
 
 
 def test_nan_and_signed_zero_are_compared_by_their_bits() -> None:
-    """NaN equals itself; -0 is not 0."""
+    """NaN equals NaN; -0 differs from 0."""
     nan = torch.full((12, 2), torch.nan)
 
     assert batch_variant_row_counts(lambda x: x, nan, (1, 4)) == ()
@@ -275,24 +277,24 @@ def test_nan_and_signed_zero_are_compared_by_their_bits() -> None:
 
 
 def verdict_of(store: ProbeStore, answer: str, strategies: tuple[str, ...] = ("a", "b")) -> str:
-    """What the store says about one operation; `answer` is what a probe would find."""
+    """The store's verdict about an operation whose probe would choose `answer`."""
     probed: Callable[[], tuple[str, str]] = lambda: (answer, "tried")  # noqa: E731
     return store.verdict("op", (3, 4), torch.float32, probed, strategies=strategies).strategy
 
 
-def test_verdicts_are_remembered(tmp_path: Path) -> None:
-    """One process probes, the next one reads; another shape or thread count is another question."""
+def test_verdicts_are_stored(tmp_path: Path) -> None:
+    """A second store reads the first's verdict; the key has machine, operation, shape and dtype."""
     path = tmp_path / "deep" / "exactness.json"
 
     assert verdict_of(ProbeStore(path), "a") == "a"
     assert verdict_of(ProbeStore(path), "b") == "a"
     entries = json.loads(path.read_text())
     assert list(entries) == [f"{machine_key()} | op 3x4 float32 of a b"]
-    assert list(path.parent.iterdir()) == [path]  # no scratch file is left
+    assert list(path.parent.iterdir()) == [path]  # no temporary file is left
 
 
-def test_a_remembered_strategy_that_is_no_candidate_is_dropped(tmp_path: Path) -> None:
-    """A verdict from elsewhere cannot bring in what cannot be used here."""
+def test_a_stored_strategy_that_is_not_a_candidate_is_ignored(tmp_path: Path) -> None:
+    """The operation is probed again among the present candidates."""
     path = tmp_path / "exactness.json"
     verdict_of(ProbeStore(path), "a")
 
@@ -304,7 +306,7 @@ def test_a_remembered_strategy_that_is_no_candidate_is_dropped(tmp_path: Path) -
     [b"", b"{", b"[]", b"\xff\xfe", b'{"x": 1}', b'{"x": {"shape": "ab"}}', b"null", b'"text"'],
 )
 def test_a_damaged_file_is_ignored(tmp_path: Path, content: bytes) -> None:
-    """The probe runs again and the file is made anew."""
+    """The probe runs again and the file is rewritten."""
     path = tmp_path / "exactness.json"
     path.write_bytes(content)
 
@@ -312,8 +314,8 @@ def test_a_damaged_file_is_ignored(tmp_path: Path, content: bytes) -> None:
     assert verdict_of(ProbeStore(path), "a") == "b"
 
 
-def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    """A read-only home costs a probe per start, nothing else."""
+def test_an_unwritable_file_is_no_error(tmp_path: Path) -> None:
+    """Verdicts stay in memory: a read-only home costs a probe per start, nothing else."""
     (tmp_path / "blocked").write_text("a file where a directory should be")
     store = ProbeStore(tmp_path / "blocked" / "exactness.json")
 
@@ -322,16 +324,16 @@ def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_stores_share_a_file(tmp_path: Path) -> None:
-    """Writing keeps what another process wrote in between."""
+    """Writing keeps the verdicts that another process wrote meanwhile."""
     path = tmp_path / "exactness.json"
-    one, two = ProbeStore(path), ProbeStore(path)
+    store, other_store = ProbeStore(path), ProbeStore(path)
 
-    def ask(store: ProbeStore, operation: str) -> Exactness:
+    def probe_operation(store: ProbeStore, operation: str) -> Exactness:
         probe: Callable[[], tuple[str, str]] = lambda: ("a", operation)  # noqa: E731
         return store.verdict(operation, (1,), torch.float32, probe, strategies=("a",))
 
-    ask(one, "first")
-    ask(two, "second")
+    probe_operation(store, "first")
+    probe_operation(other_store, "second")
 
     assert len(json.loads(path.read_text())) == 2
 
@@ -348,7 +350,7 @@ def test_the_default_file_is_below_the_cache_directory(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dots", "tiles", "expected"),
+    ("dtype", "has_bf16_dot", "has_amx", "expected"),
     [
         (torch.float32, True, True, ("packed_gemm", "onednn", "padded")),
         (torch.bfloat16, False, False, ("packed_gemm", "plain")),
@@ -356,22 +358,22 @@ def test_the_default_file_is_below_the_cache_directory(
         (torch.bfloat16, True, True, ("onednn", "packed_gemm", "plain")),
     ],
 )
-def test_what_a_processor_has_decides_what_is_tried_first(
+def test_strategy_order_depends_on_cpu_features(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
-    dots: bool,
-    tiles: bool,
+    has_bf16_dot: bool,
+    has_amx: bool,
     expected: tuple[str, ...],
 ) -> None:
-    """Our kernels, but where there is AMX; oneDNN's in bfloat16 where it has instructions for it."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
+    """packed_gemm first, except bfloat16 with AMX; oneDNN in bfloat16 only with AVX-512-BF16 or AMX."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16_dot, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
 
     assert strategy_order(torch.zeros(8, 8, dtype=dtype)) == expected
 
 
-def test_a_matrix_without_structure_teaches_nothing(tmp_path: Path) -> None:
-    """All strategies agree on zeros, so nothing about them is written down."""
+def test_the_verdict_of_a_constant_matrix_is_not_stored(tmp_path: Path) -> None:
+    """Every strategy passes the probe on zeros."""
     store = ProbeStore(tmp_path / "exactness.json")
 
     choose_torch_linear(torch.zeros(64, 64), None, exact=True, store=store)
@@ -379,8 +381,8 @@ def test_a_matrix_without_structure_teaches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "exactness.json").exists()
 
 
-def test_nothing_is_probed_when_exactness_is_not_asked_for(tmp_path: Path) -> None:
-    """`exact=False` starts at once and says so."""
+def test_exact_false_probes_nothing(tmp_path: Path) -> None:
+    """No verdict is stored; the reason of each operation is `exact=False`."""
     path = write_tiny_checkpoint(tmp_path / "model", "qwen3", tokenizer=False)
 
     model = load_model(path, exact=False, store=ProbeStore(tmp_path / "exactness.json"))
@@ -407,7 +409,7 @@ def test_nothing_is_probed_when_exactness_is_not_asked_for(tmp_path: Path) -> No
 def test_the_report_names_every_operation(
     tmp_path: Path, strategy: str, operations: set[str]
 ) -> None:
-    """`ramify info` shows what this returns: what one kernel does is one operation."""
+    """`exactness()`, which `ramify info` shows, has one entry per kernel, fused operations together."""
     reason = strategy_supports(strategy, torch.zeros(8, 8))
     if reason is not None:
         pytest.skip(f"no {strategy} linears: {reason}")

@@ -1,4 +1,4 @@
-"""From rows of the block table to flat lists of slots, against a plain loop."""
+"""`flat_slots`: slots of block-table rows as one flat list, against a plain loop."""
 
 import numpy as np
 import pytest
@@ -17,17 +17,19 @@ from ramify.kv.pool import KVLayout, KVPool
 def by_loop(
     table: list[list[int]], rows: list[int], lengths: list[int], starts: list[int], page_size: int
 ) -> list[int]:
-    found = []
+    """What `flat_slots` must return, by a loop over positions."""
+    slots = []
     for row, length, start in zip(rows, lengths, starts, strict=True):
         for position in range(start, start + length):
             page, offset = divmod(position, page_size)
-            found.append(table[row][page] * page_size + offset)
-    return found
+            slots.append(table[row][page] * page_size + offset)
+    return slots
 
 
 def flat(
     table: Tensor, rows: list[int], lengths: list[int], starts: list[int] | None, page_size: int
 ) -> Tensor:
+    """`flat_slots` of lists."""
     return flat_slots(
         table,
         torch.tensor(rows, dtype=torch.int64),
@@ -44,11 +46,11 @@ def flat(
     [
         ([0], [5], None),
         ([0, 1, 2], [40, 1, 17], None),
-        ([2, 0], [600, 1025], None),  # longer than 512, the span of one step of usual kernels
+        ([2, 0], [600, 1025], None),  # more than 512, the tokens per block of common kernels
         ([1, 3], [4, 9], [3, 40]),
         ([3, 1, 0], [0, 0, 6], [9, 0, 2]),
         ([1, 2, 0, 3], [5, 0, 0, 7], [0, 9, 1, 33]),
-        ([2, 2], [3, 6], [0, 2]),  # a row may be read twice
+        ([2, 2], [3, 6], [0, 2]),  # a row may repeat
         ([0, 2], [0, 0], None),
         ([], [], None),
         ([], [], []),
@@ -69,72 +71,72 @@ def test_slots_are_those_of_a_plain_loop(
         pages = torch.randperm(4 * width, generator=torch.Generator().manual_seed(0))
     table = pages.view(4, width).int()
 
-    found = flat(table, rows, lengths, starts, page_size)
+    slots = flat(table, rows, lengths, starts, page_size)
 
-    assert found.dtype == torch.int64
+    assert slots.dtype == torch.int64
     loop = by_loop(table.tolist(), rows, lengths, starts or [0] * len(rows), page_size)
-    assert found.tolist() == loop
+    assert slots.tolist() == loop
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), page_size=st.integers(1, 5), num_rows=st.integers(1, 4))
-def test_any_stretch_of_any_rows(data: st.DataObject, page_size: int, num_rows: int) -> None:
-    """Random tables, rows and stretches inside them."""
+def test_any_ranges_of_any_rows(data: st.DataObject, page_size: int, num_rows: int) -> None:
+    """Random tables, rows, start positions and lengths."""
     width = 6
     table = data.draw(st.permutations(range(num_rows * width)))
     rows = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=5))
-    most = width * page_size
-    starts = [data.draw(st.integers(0, most)) for _ in rows]
-    lengths = [data.draw(st.integers(0, most - start)) for start in starts]
+    max_tokens = width * page_size
+    starts = [data.draw(st.integers(0, max_tokens)) for _ in rows]
+    lengths = [data.draw(st.integers(0, max_tokens - start)) for start in starts]
     pages = torch.tensor(table, dtype=torch.int32).view(num_rows, width)
 
-    found = flat(pages, rows, lengths, starts, page_size)
+    slots = flat(pages, rows, lengths, starts, page_size)
 
-    assert found.tolist() == by_loop(pages.tolist(), rows, lengths, starts, page_size)
+    assert slots.tolist() == by_loop(pages.tolist(), rows, lengths, starts, page_size)
 
 
 def test_ab12_pages_become_slots_once() -> None:
-    """All slots are below pages × page size, and they are those of the attention batch."""
+    """Slots equal those of the attention batch, and are below num_pages * page_size."""
     table = PagedBlockTable.of([[7, 2, 0], [5, 1], [6, 4, 3]], page_size=16)
     batch = AttentionBatch.build([Extend(0, 2, 30, 9), Extend(1, 0, 0, 33)], table)
 
-    found = flat(torch.from_numpy(table.array), [2, 0], batch.seq_lens_kv.tolist(), None, 16)
+    slots = flat(torch.from_numpy(table.array), [2, 0], batch.seq_lens_kv.tolist(), None, 16)
 
     expected = np.concatenate([batch.kv_slots(0), batch.kv_slots(1)])
-    assert found.tolist() == expected.tolist()
-    assert int(found.max()) < 8 * 16
+    assert slots.tolist() == expected.tolist()
+    assert int(slots.max()) < 8 * 16
 
 
-def test_ab14_yb9_any_device_will_do_and_nothing_waits_for_it() -> None:
-    """It runs on tensors without values, of which nothing could be read back."""
+def test_ab14_yb9_no_host_sync_on_any_device() -> None:
+    """It runs on meta tensors, whose values cannot be read back."""
     table = torch.zeros(4, 9, dtype=torch.int32, device="meta")
     rows = torch.zeros(3, dtype=torch.int64, device="meta")
     lengths = torch.zeros(3, dtype=torch.int32, device="meta")
 
-    found = flat_slots(table, rows, lengths, page_size=4, total=50, starts=lengths)
+    slots = flat_slots(table, rows, lengths, page_size=4, total=50, starts=lengths)
 
-    assert found.shape == (50,)
-    assert found.device.type == "meta"
+    assert slots.shape == (50,)
+    assert slots.device.type == "meta"
     with pytest.raises(RuntimeError, match="meta"):
         lengths.sum().item()
 
 
 def test_slots_beyond_32_bits_are_exact() -> None:
-    """A page number that fits in int32 may have slots that do not."""
+    """Slots of a page number that fits in int32 may not fit in int32."""
     table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
 
     assert flat(table, [0], [2], [14], 16).tolist() == [2**35 - 2, 2**35 - 1]
 
 
 def test_yb17_a_hole_gives_no_slot_of_another_page() -> None:
-    """Whatever the offset, a token without a page has a slot below 0."""
+    """A token whose page is -1 has a slot below 0 at every offset."""
     table = torch.tensor([[3, -1]], dtype=torch.int32)
 
     assert flat(table, [0], [8], None, 4).tolist() == [12, 13, 14, 15, -4, -3, -2, -1]
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"table": torch.zeros(4, dtype=torch.int32)}, r"table \(4,\)"),
         ({"lengths": torch.ones(3, dtype=torch.int32)}, r"\(2,\), \(3,\)"),
@@ -144,8 +146,8 @@ def test_yb17_a_hole_gives_no_slot_of_another_page() -> None:
         ({"total": -1}, "total=-1"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, object], named: str) -> None:
-    """Shapes, dtypes and sizes are checked; they cost no look at the device."""
+def test_wrong_shapes_and_dtypes_are_refused(changes: dict[str, object], message: str) -> None:
+    """Shapes, dtypes and sizes are checked, which needs no values from the device."""
     fitting: dict[str, object] = {
         "table": torch.zeros(2, 2, dtype=torch.int32),
         "rows": torch.arange(2),
@@ -155,7 +157,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], named: str) ->
     }
     flat_slots(**fitting)  # type: ignore[arg-type]
 
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         flat_slots(**(fitting | changes))  # type: ignore[arg-type]
 
 
@@ -164,7 +166,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], named: str) ->
 def test_eb3_tokens_appended_one_by_one_are_read_back_in_order(
     kind: type[PagedBlockTable | ContiguousBlockTable], page_size: int
 ) -> None:
-    """Two requests in turn, each token into the slot after its last, layer by layer."""
+    """Two requests decode alternately into two layers; each reads back its own tokens in order."""
     table: BlockTable = kind(3, 12 // page_size, page_size)
     pool = KVPool(KVLayout.mha(2, 1, 1), 3 * 12 // page_size, page_size)
     pages = torch.randperm(pool.num_pages, generator=torch.Generator().manual_seed(1)).tolist()
@@ -190,7 +192,7 @@ def test_eb3_tokens_appended_one_by_one_are_read_back_in_order(
 
 
 def test_eb8_a_request_ends_where_its_tokens_end() -> None:
-    """Requests of 5 and 3 tokens in pages of 4: no padding of a last page gets between them."""
+    """Requests of 5 and 3 tokens in pages of 4: unused slots of a last page are not included."""
     table = PagedBlockTable.of([[0, 3], [2]], page_size=4)
     pool = KVPool(KVLayout.mha(1, 1, 1), 4, 4)
     for row, length in ((0, 5), (1, 3)):

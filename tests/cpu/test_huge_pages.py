@@ -1,4 +1,4 @@
-"""Tensors that share a mapping: each has memory of its own, of zeros, as long as it lives."""
+"""`huge_pages.zeros`: tensors of zeros that share slabs without sharing bytes; slabs are freed with them."""
 
 from __future__ import annotations
 
@@ -24,61 +24,68 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
     "num_bytes", [0, 4, MIN_BYTES, MIN_BYTES + 4, SLAB_BYTES // 2, SLAB_BYTES // 2 + 4]
 )
 def test_zeros_of_any_size(num_bytes: int, dtype: torch.dtype) -> None:
-    found = zeros((num_bytes // dtype.itemsize // 4, 4), dtype)
+    """Sizes around the limits of shared slabs; contiguous and aligned to a cache line."""
+    tensor = zeros((num_bytes // dtype.itemsize // 4, 4), dtype)
 
-    assert found.shape == (num_bytes // dtype.itemsize // 4, 4)
-    assert found.dtype == dtype
-    assert found.is_contiguous()
-    assert found.data_ptr() % 64 == 0
-    assert not found.view(torch.uint8).any()
+    assert tensor.shape == (num_bytes // dtype.itemsize // 4, 4)
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 64 == 0
+    assert not tensor.view(torch.uint8).any()
 
 
 @settings(max_examples=30)
 @given(sizes=st.lists(st.integers(MIN_BYTES, SLAB_BYTES), min_size=1, max_size=8))
-def test_no_two_share_a_byte(sizes: list[int]) -> None:
-    found = [zeros((size,), torch.int8) for size in sizes]
-    places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in found)
+def test_no_two_tensors_share_a_byte(sizes: list[int]) -> None:
+    """The address ranges of live tensors are disjoint."""
+    tensors = [zeros((size,), torch.int8) for size in sizes]
+    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
 
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
 
 
-def test_what_threads_take_at_once_is_apart() -> None:
-    def take(value: int) -> torch.Tensor:
+def test_threads_get_disjoint_tensors() -> None:
+    """100 tensors allocated by 8 threads keep the values written to them."""
+
+    def allocate(value: int) -> torch.Tensor:
         return zeros((MIN_BYTES,), torch.int8).fill_(value)
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(take, range(100)))
+        tensors = list(pool.map(allocate, range(100)))
 
-    assert all(bool((one == value).all()) for value, one in enumerate(found))
+    assert all(bool((tensor == value).all()) for value, tensor in enumerate(tensors))
 
 
 def test_a_mapping_lives_as_long_as_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[weakref.ref[mmap.mmap]]()
+    """A slab is freed with its last tensor, also while it is being filled."""
+    mappings = list[weakref.ref[mmap.mmap]]()
     mapped = huge_pages._mapped
 
-    def watched(num_bytes: int) -> mmap.mmap:
-        found = mapped(num_bytes)
-        made.append(weakref.ref(found))
-        return found
+    def recorded(num_bytes: int) -> mmap.mmap:
+        mapping = mapped(num_bytes)
+        mappings.append(weakref.ref(mapping))
+        return mapping
 
-    monkeypatch.setattr(huge_pages, "_mapped", watched)
+    monkeypatch.setattr(huge_pages, "_mapped", recorded)
     monkeypatch.setattr(huge_pages, "_slabs", huge_pages._Slabs())
     first, second = (zeros((MIN_BYTES,), torch.int8) for _ in range(2))
     large = zeros((SLAB_BYTES,), torch.int8)
-    assert len(made) == 2, "two small ones share a slab, the large one has its own"
+    assert len(mappings) == 2, "small tensors share a slab, a large tensor has its own"
 
     del first, large
     gc.collect()
-    assert [one() is None for one in made] == [False, True]
+    assert [mapping() is None for mapping in mappings] == [False, True]
     assert not second.any()
     del second
     gc.collect()
-    assert made[0]() is None, "nothing keeps the slab that is being filled"
+    assert mappings[0]() is None, "nothing keeps the slab that is being filled"
     third = zeros((MIN_BYTES,), torch.int8)
     assert not third.any()
 
 
-def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_huge_pages_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing madvise is ignored."""
+
     class Refused(mmap.mmap):
         def madvise(self, *_: int) -> None:
             raise OSError(22, "Invalid argument")
@@ -88,14 +95,16 @@ def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) ->
     assert not zeros((SLAB_BYTES,), torch.int8).any()
 
 
-def test_elsewhere_than_on_linux_torch_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_madvise_torch_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other systems than Linux `zeros` is `torch.zeros`."""
     monkeypatch.delattr("mmap.MADV_HUGEPAGE")
     monkeypatch.delattr("mmap.MAP_PRIVATE")
 
     assert not zeros((SLAB_BYTES,), torch.int8).any()
 
 
-def test_no_room_is_a_memory_error_that_names_the_size() -> None:
+def test_a_failed_mapping_is_a_memory_error_that_names_the_size() -> None:
+    """The message names the bytes asked for and the option to change."""
     with pytest.raises(MemoryError, match="1,000,000,000,000,000,000 bytes"):
         zeros((10**18,), torch.int8)
     with pytest.raises(MemoryError, match="kv_cache_tokens"):

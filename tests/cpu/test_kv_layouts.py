@@ -1,4 +1,4 @@
-"""Layouts and dtypes of K/V: what is written is read, by the pool and by attention."""
+"""K/V layouts and dtypes: the pool and attention read what was written, floats exactly, 8 bits within bounds."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,14 +28,14 @@ def name_of(value: object) -> str:
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """Rows of very different sizes."""
+    """Random rows of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.rand(*shape[:-1], 1, generator=generator) * 8 - 4
     return torch.randn(*shape, generator=generator) * torch.exp(sizes)
 
 
 def bound(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far what is read back may be from `values`, in float64; see `quantize`."""
+    """Maximum error of dequantised `values`, in float64; see `quantize`."""
     exact = values.double()
     if dtype == torch.int8:
         return exact.abs().amax(-1, keepdim=True) / 127 * 0.50002
@@ -54,40 +54,40 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def pools(layout: KVLayout, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KVPool]:
-    """The same pool in every layout that such pages can have."""
-    found = [KVPool(layout, num_pages, page_size, dtype=dtype)]
+    """A pool in nhd, and in the vectorised format where the page size allows it."""
+    formats = [KVPool(layout, num_pages, page_size, dtype=dtype)]
     if page_size % (16 // dtype.itemsize) == 0:
-        found.append(KVPool(layout.vectorised(), num_pages, page_size, dtype=dtype))
-    return found
+        formats.append(KVPool(layout.vectorised(), num_pages, page_size, dtype=dtype))
+    return formats
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_ab27_what_is_written_is_gathered(
+def test_ab27_gather_returns_what_was_written(
     dtype: torch.dtype, head_dim: int, page_size: int
 ) -> None:
-    """Any head_dim, page size, dtype and layout; floats exactly, 8 bits within the bound."""
+    """Any head_dim, page size, dtype and format; floats exactly, 8 bits within the bound."""
     layout = KVLayout.mha(2, NUM_HEADS, head_dim, value_dim=head_dim // 2)
     num_pages = -(-96 // page_size)
     slots = torch.randperm(num_pages * page_size, generator=torch.Generator().manual_seed(1))[:40]
     wide = dtype if dtype in FLOATS else torch.float32
-    given = {
+    written = {
         "k": noise(40, NUM_HEADS, head_dim).to(wide),
         "v": noise(40, NUM_HEADS, head_dim // 2, seed=1).to(wide),
     }
     order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
 
-    found = []
+    gathered = []
     for pool in pools(layout, num_pages, page_size, dtype):
-        pool.write_kv(1, slots, **given)
-        found.append(pool.gather_kv(1, slots[order]))
+        pool.write_kv(1, slots, **written)
+        gathered.append(pool.gather_kv(1, slots[order]))
         assert not pool.gather_kv(0, slots)["k"].float().any()
 
-    assert len(found) == (1 if page_size < 16 else 2)
-    for dense in found:
-        for name, values in given.items():
-            assert_same(dense[name], found[0][name])
+    assert len(gathered) == (1 if page_size < 16 else 2)
+    for dense in gathered:
+        for name, values in written.items():
+            assert_same(dense[name], gathered[0][name])
             if dtype in FLOATS:
                 assert_same(dense[name], values[order])
             else:
@@ -99,7 +99,7 @@ def test_ab27_what_is_written_is_gathered(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_attention_reads_the_same_bits_from_both_layouts(dtype: torch.dtype, head_dim: int) -> None:
-    """The reference gives one answer, and it is that of the values that `gather_kv` returns."""
+    """Eager attention gives the same bits for both formats, and reads the values of `gather_kv`."""
     page_size, shares = 16, ((20, 7), (0, 3), (33, 1))
     model = dtype if dtype in FLOATS else torch.float32
     table = PagedBlockTable.of([[6, 1], [4], [0, 7, 3]], page_size)
@@ -118,40 +118,40 @@ def test_attention_reads_the_same_bits_from_both_layouts(dtype: torch.dtype, hea
     )
     q = noise(batch.num_tokens, NUM_HEADS, head_dim, seed=3).to(model)
     slots = torch.cat([torch.from_numpy(batch.kv_slots(seq)) for seq in range(batch.num_seqs)])
-    given = {name: noise(len(slots), NUM_HEADS, head_dim, seed=4).to(model) for name in "kv"}
+    written = {name: noise(len(slots), NUM_HEADS, head_dim, seed=4).to(model) for name in "kv"}
 
-    found = []
+    outputs = []
     for pool in pools(KVLayout.mha(1, NUM_HEADS, head_dim), 8, page_size, dtype):
-        pool.write_kv(0, slots, **given)
+        pool.write_kv(0, slots, **written)
         dense = pool.gather_kv(0, slots)
         keys, values = gather_kv_f32(pool.planes(0), slots)
         assert_same(keys, dense["k"].float())
         assert_same(values, dense["v"].float())
         backend = EagerBackend(replace(spec, layout=pool.layout.format), torch.device("cpu"))
-        found.append(backend.run(backend.plan(batch), 0, q, pool.planes(0)))
+        outputs.append(backend.run(backend.plan(batch), 0, q, pool.planes(0)))
 
-    assert len(found) == 2
-    assert_same(found[0], found[1])
-    assert bool(found[0].any())
+    assert len(outputs) == 2
+    assert_same(outputs[0], outputs[1])
+    assert bool(outputs[0].any())
 
 
 @pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=name_of)
 def test_a_row_is_quantised_on_its_own(dtype: torch.dtype) -> None:
-    """Its codes and scale are the same alone, in any company and at any place."""
+    """A row's codes and scale are the same alone, among other rows, and at any place."""
     rows = noise(23, 3, 80)
     codes, scale = quantize(rows, dtype)
 
-    for at in (0, 7, 22):
-        for few in (rows[at : at + 1], rows[at:].clone(), rows[: at + 1].flip(0)[:1]):
-            alone, its_scale = quantize(few, dtype)
-            assert_same(alone[0], codes[at])
-            assert_same(its_scale[0], scale[at])
+    for row in (0, 7, 22):
+        for subset in (rows[row : row + 1], rows[row:].clone(), rows[: row + 1].flip(0)[:1]):
+            subset_codes, subset_scale = quantize(subset, dtype)
+            assert_same(subset_codes[0], codes[row])
+            assert_same(subset_scale[0], scale[row])
 
 
 @pytest.mark.parametrize("wide", FLOATS, ids=name_of)
 @pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=name_of)
 def test_the_error_is_within_its_bound(dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Of rows of all sizes, with outliers, ties, tiny and huge elements; zeros stay zero."""
+    """For rows with outliers, ties, tiny and huge elements; the bound is tight; zeros stay zero."""
     rows = noise(4000, 64, seed=9)
     rows[::3, 5] *= 300  # an outlier
     rows[1::3] = torch.linspace(-1, 1, 64)
@@ -160,38 +160,38 @@ def test_the_error_is_within_its_bound(dtype: torch.dtype, wide: torch.dtype) ->
     rows[8] *= 1e4
     rows = rows.clamp(-6e4, 6e4).to(wide)
 
-    found = dequantize(*quantize(rows, dtype))
+    dequantized = dequantize(*quantize(rows, dtype))
 
-    error = (found.double() - rows.double()).abs()
+    error = (dequantized.double() - rows.double()).abs()
     assert bool((error <= bound(rows, dtype)).all())
-    assert float((error / bound(rows, dtype).clamp(min=1e-300)).max()) > 0.9  # and it is no wider
-    assert not found[7].any()
+    assert float((error / bound(rows, dtype).clamp(min=1e-300)).max()) > 0.9
+    assert not dequantized[7].any()
 
 
 @pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=name_of)
 def test_the_smallest_and_largest_numbers_survive(dtype: torch.dtype) -> None:
-    """No scale underflows or overflows."""
+    """Scales of the smallest normal and of half the largest float32 neither underflow nor overflow."""
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
     rows = torch.tensor([[tiny, -tiny], [huge, -huge / 2], [1e-45, 0.0]])
 
-    found = dequantize(*quantize(rows, dtype))
+    dequantized = dequantize(*quantize(rows, dtype))
 
-    assert torch.isfinite(found).all()
-    torch.testing.assert_close(found[:2], rows[:2], rtol=2**-4, atol=0)
-    assert float(found[2].abs().max()) < tiny
+    assert torch.isfinite(dequantized).all()
+    torch.testing.assert_close(dequantized[:2], rows[:2], rtol=2**-4, atol=0)
+    assert float(dequantized[2].abs().max()) < tiny
 
 
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=name_of)
 def test_damage_stays_visible(dtype: torch.dtype, damage: float) -> None:
-    """A row with a NaN or an infinity is NaN when read, its neighbours are not touched."""
+    """A row with a NaN or an infinity dequantises to NaN; other rows stay finite."""
     rows = noise(3, 16)
     rows[1, 4] = damage
 
-    found = dequantize(*quantize(rows, dtype))
+    dequantized = dequantize(*quantize(rows, dtype))
 
-    assert found[1].isnan().all()
-    assert torch.isfinite(found[[0, 2]]).all()
+    assert dequantized[1].isnan().all()
+    assert torch.isfinite(dequantized[[0, 2]]).all()
 
 
 def test_vectors_of_16_bytes_lie_together() -> None:
@@ -210,7 +210,7 @@ def test_vectors_of_16_bytes_lie_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size", "named"),
+    ("dtype", "head_dim", "page_size", "message"),
     [
         (torch.float32, 66, 16, r"dim=66 of plane k is no multiple of 4.*use dim=68"),
         (torch.bfloat16, 20, 16, r"dim=20 of plane k is no multiple of 8"),
@@ -219,19 +219,19 @@ def test_vectors_of_16_bytes_lie_together() -> None:
     ],
 )
 def test_sizes_that_vectors_do_not_divide_are_refused(
-    dtype: torch.dtype, head_dim: int, page_size: int, named: str
+    dtype: torch.dtype, head_dim: int, page_size: int, message: str
 ) -> None:
-    """The error names the size, the plane, and both ways out; NHD takes the same sizes."""
+    """The error names the size, the plane and both ways out; nhd accepts the same sizes."""
     layout = KVLayout.mha(1, 1, head_dim)
 
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         KVPool(layout.vectorised(), 2, page_size, dtype=dtype)
 
     KVPool(layout, 2, page_size, dtype=dtype)
 
 
-def test_layouts_that_cannot_be_are_refused() -> None:
-    """No layers, no planes, names twice, sizes below 1, unknown formats and dtypes."""
+def test_invalid_layouts_are_refused() -> None:
+    """No layers, repeated plane names, sizes below 1, unknown formats and dtypes."""
     with pytest.raises(ConfigError, match="num_layers=0"):
         KVLayout.mha(0, 1, 4)
     with pytest.raises(ConfigError, match="no name twice"):
@@ -261,7 +261,7 @@ def test_layouts_that_cannot_be_are_refused() -> None:
 def test_eb6_every_layer_has_its_planes_and_all_bytes_are_counted(
     layout: KVLayout, dtype: torch.dtype
 ) -> None:
-    """A token's bytes times the slots is what the tensors take, scales included."""
+    """Bytes of all tensors = token_bytes * slots, scales and padding page included."""
     pool = KVPool(layout, 4, 16, dtype=dtype)
     tensors = [t for layer in range(layout.num_layers) for t in pool.planes(layer).values()]
 
@@ -278,20 +278,20 @@ def test_eb6_every_layer_has_its_planes_and_all_bytes_are_counted(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_latents_and_index_keys_are_rows_too(dtype: torch.dtype) -> None:
-    """One head whose key is latent and rope and whose value is the latent; each with its scale."""
+    """MLA planes read as one head: key = latent and rope, value = latent; each plane with its scale."""
     pool = KVPool(KVLayout.mla(1, 24, 8).with_index_key(16), 3, 4, dtype=dtype)
     slots = torch.tensor([10, 0, 7])
     wide = dtype if dtype in FLOATS else torch.bfloat16
     widths = {"latent": 24, "rope": 8, "index_key": 16}
-    given = {name: noise(3, width, seed=width).to(wide) for name, width in widths.items()}
+    written = {name: noise(3, width, seed=width).to(wide) for name, width in widths.items()}
 
-    pool.write_kv(0, slots, **given)
+    pool.write_kv(0, slots, **written)
 
     keys, values = gather_kv_f32(pool.planes(0), slots)
     dense = pool.gather_kv(0, slots)
     assert_same(keys, torch.cat([dense["latent"], dense["rope"]], -1).float()[:, None])
     assert_same(values, dense["latent"].float()[:, None])
-    for name, rows in given.items():
+    for name, rows in written.items():
         allowed = bound(rows, dtype) if dtype in SCALED_DTYPES else 0.0
         assert bool(((dense[name].double() - rows.double()).abs() <= allowed).all())
 
@@ -299,7 +299,7 @@ def test_latents_and_index_keys_are_rows_too(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_yb17_a_hole_in_the_table_is_refused(dtype: torch.dtype, vectorised: bool) -> None:
-    """Page -1 gives slots below 0: neither read nor written, five heads of 96 or not."""
+    """Page -1 gives slots below 0, which raise on write and gather in both formats."""
     layout = KVLayout.mha(1, NUM_HEADS, 96)
     pool = KVPool(layout.vectorised() if vectorised else layout, 2, 16, dtype=dtype)
     new = torch.ones(1, NUM_HEADS, 96).to(dtype if dtype in FLOATS else torch.float32)
@@ -319,7 +319,7 @@ def test_yb17_a_hole_in_the_table_is_refused(dtype: torch.dtype, vectorised: boo
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_pages_are_copied_and_erased_in_every_layout(dtype: torch.dtype, vectorised: bool) -> None:
-    """Pages 0 and 1 change places, page 2 becomes zeros; scales go with them, layer by layer."""
+    """Swap pages 0 and 1, erase page 2, in every layer; scales are copied and erased too."""
     layout = KVLayout.mha(2, 2, 16).with_index_key(16)
     pool = KVPool(layout.vectorised() if vectorised else layout, 3, 16, dtype=dtype)
     wide = dtype if dtype in FLOATS else torch.float32
@@ -340,7 +340,7 @@ def test_pages_are_copied_and_erased_in_every_layout(dtype: torch.dtype, vectori
 
 
 class LargestResult(TorchDispatchMode):
-    """The most bytes that one operation allocates; views of what was there before are none."""
+    """Records the largest result of a torch operation in bytes; views of the pool do not count."""
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__()
@@ -348,16 +348,16 @@ class LargestResult(TorchDispatchMode):
         self.known = {plane.untyped_storage().data_ptr() for plane in pool.planes(0).values()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in self.known:
-            self.num_bytes = max(self.num_bytes, found.nbytes)
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in self.known:
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
 
 
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_ab14_a_gather_reads_the_layout_as_it_is(dtype: torch.dtype, vectorised: bool) -> None:
-    """No operation allocates more than the gathered tokens take, however large the pool is."""
+    """No operation allocates more than the gathered tokens in float32, however large the pool is."""
     layout = KVLayout.mha(1, 2, 64)
     pool = KVPool(layout.vectorised() if vectorised else layout, 100, 16, dtype=dtype)
     slots = torch.tensor([3, 1599, 40])

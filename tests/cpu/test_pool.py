@@ -1,4 +1,4 @@
-"""The K/V pool: slots anywhere, one page id for all planes of all layers."""
+"""`KVPool`: write, gather, copy and erase by slot and page, in all planes of all layers."""
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ def test_what_is_written_to_scattered_slots_is_gathered_in_any_order(
     pool.write_kv(1, slots, k=keys, v=values)
 
     order = torch.tensor([2, 0, 3, 1])
-    found = pool.gather_kv(1, slots[order])
-    assert torch.equal(found["k"], keys[order])
-    assert torch.equal(found["v"], values[order])
+    gathered = pool.gather_kv(1, slots[order])
+    assert torch.equal(gathered["k"], keys[order])
+    assert torch.equal(gathered["v"], values[order])
     assert not pool.gather_kv(0, slots)["k"].any()
     assert not pool.gather_kv(1, torch.tensor([1, 3, 4, 6]))["v"].any()
 
@@ -42,15 +42,15 @@ def test_copying_and_erasing_pages_reaches_every_plane_of_every_layer() -> None:
     pool.copy_pages([0, 1], [3, 2])
     pool.zero_pages([0])
 
-    for layer, kept in enumerate(before):
+    for layer, expected in enumerate(before):
         for name, plane in pool.gather_kv(layer, torch.tensor([6, 7, 4, 5])).items():
-            assert torch.equal(plane, kept[name])
+            assert torch.equal(plane, expected[name])
         for plane in pool.gather_kv(layer, torch.tensor([0, 1])).values():
             assert not plane.any()
 
 
 def test_the_padding_page_is_outside_every_count() -> None:
-    """It is the page after the last, has slots of its own, and is part of the memory only."""
+    """It is the page after the last; of all counts only `num_bytes` includes it."""
     layout = KVLayout(3, (Plane("latent", (8,)), Plane("rope", (2,))))
     pool = KVPool(layout, num_pages=5, page_size=4)
 
@@ -61,7 +61,7 @@ def test_the_padding_page_is_outside_every_count() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    """Sizes below one, planes that do not exist, lists that do not match."""
+    """Sizes below 1, missing planes, page lists of different lengths, repeated or unknown pages."""
     layout = KVLayout.mha(1, 1, 4)
     with pytest.raises(ValueError, match="num_pages=0"):
         KVPool(layout, 0, 16)
@@ -82,7 +82,7 @@ SLOT = torch.tensor([0])
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
-    ("slots", "value", "named"),
+    ("slots", "value", "message"),
     [
         (SLOT.int(), rows(1, 1, 16), "slots are torch.int32"),
         (SLOT[None], rows(1, 1, 16), r"shape \(1, 1\)"),
@@ -94,57 +94,57 @@ SLOT = torch.tensor([0])
         (SLOT, rows(1, 1, 16).to("meta"), "on meta"),
     ],
 )
-def test_nothing_is_written_when_one_value_does_not_fit(
-    slots: Tensor, value: Tensor, named: str, dtype: torch.dtype
+def test_nothing_is_written_when_a_value_does_not_fit(
+    slots: Tensor, value: Tensor, message: str, dtype: torch.dtype
 ) -> None:
-    """The keys before it, which fit, are not in the pool afterwards."""
+    """Keys that fit are not written either if the values do not fit."""
     pool = KVPool(KVLayout.mha(1, 1, 16), 2, 16, dtype=dtype)
     fitting = rows(1, 1, 16).bfloat16()
     value = value.bfloat16() if value.dtype == torch.float32 else value
 
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         pool.write_kv(0, slots, k=fitting, v=value)
 
     assert not pool.gather_kv(0, torch.arange(32))["k"].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_dense_copy_can_go_where_the_caller_wants_it(dtype: torch.dtype) -> None:
-    """Into given tensors, strided or not, in another float dtype; equal slots are read twice."""
+def test_gather_writes_into_given_tensors(dtype: torch.dtype) -> None:
+    """`out` may be strided and of another float dtype; slots may repeat."""
     pool = KVPool(KVLayout.mha(1, 2, 16, 8).vectorised(), 2, 16, dtype=dtype)
     wide = torch.float32 if dtype == torch.int8 else dtype
     pool.write_kv(0, torch.arange(32), k=rows(32, 2, 16).to(wide), v=rows(32, 2, 8).to(wide))
     slots = torch.tensor([31, 4, 4, 17])
-    fresh = pool.gather_kv(0, slots)
+    expected = pool.gather_kv(0, slots)
     out = {
         "k": torch.zeros(4, 2, 16, dtype=torch.float16),
         "v": torch.zeros(2, 4, 8).transpose(0, 1),
     }
 
-    found = pool.gather_kv(0, slots, out)
+    returned = pool.gather_kv(0, slots, out)
 
-    for name, dense in fresh.items():
-        assert found[name] is out[name]
+    for name, dense in expected.items():
+        assert returned[name] is out[name]
         assert torch.equal(out[name], dense.to(out[name].dtype))
-    assert fresh["k"].dtype == wide
-    assert torch.equal(fresh["v"][1], fresh["v"][2])
-    assert bool(fresh["v"].any())
+    assert expected["k"].dtype == wide
+    assert torch.equal(expected["v"][1], expected["v"][2])
+    assert bool(expected["v"].any())
 
 
 @pytest.mark.parametrize(
-    ("out", "named"),
+    ("out", "message"),
     [
         ({"k": torch.zeros(2, 1, 4)}, "planes are"),
         ({"k": torch.zeros(2, 1, 4), "v": torch.zeros(3, 1, 4)}, r"out\['v'\] .*\(2, 1, 4\)"),
         ({"k": torch.zeros(2, 1, 4), "v": torch.zeros(2, 1, 4).int()}, "must be a float"),
     ],
 )
-def test_a_scratch_that_does_not_fit_is_refused_whole(out: dict[str, Tensor], named: str) -> None:
-    """Missing planes, wrong shapes, integers: an error, and nothing is in the ones that fit."""
+def test_gather_refuses_an_out_that_does_not_fit(out: dict[str, Tensor], message: str) -> None:
+    """Missing planes, wrong shapes, integers raise; nothing is written to the tensors that fit."""
     pool = KVPool(KVLayout.mha(1, 1, 4), 1, 2)
     pool.write_kv(0, torch.arange(2), k=rows(2, 1, 4), v=rows(2, 1, 4))
 
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         pool.gather_kv(0, torch.arange(2), out)
 
     assert not out["k"].any()

@@ -1,4 +1,4 @@
-"""Tiny models in every kind of attention, dtype and K/V dtype, each written and loaded once."""
+"""Tiny models of every kind of attention, in every dtype and K/V dtype, each loaded once per session."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,7 @@ from ramify.models.ops.torch_linear import TORCH_LINEARS, strategy_supports
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.engine_cases import LLAMA3_ROPE, Model
 
-# llama and mistral have no width that is a multiple of 32, qwen3 has no other
+# Widths: llama and mistral no multiples of 32, qwen3 only multiples of 32.
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 76,
@@ -43,13 +43,13 @@ DENSE: dict[str, dict[str, Any]] = {
         "vocab_size": 320,
     },
 }
-# latent attention over all keys, and over those that an index selects; written by transformers
+# MLA over all keys (v2), and over keys that a sparse index selects (v32); written by transformers.
 LATENT = ("v2", "v32")
 WORDS = {*TORCH_LINEARS, "int8", "fp8", "blocked"}
 
 
 class TinyModels:
-    """Models by family and variant; `folder` takes their checkpoints."""
+    """Models by family and variant; their checkpoints are written to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,9 +61,9 @@ class TinyModels:
 
         Args:
             family: of `DENSE` or `LATENT`.
-            variant: a dtype, then any of: a strategy of linears (else what the probe chooses: what
-                everybody gets), `int8` or `fp8` for K/V, `blocked` for attention by torch alone, as
-                without Numba. `float32-onednn-int8`.
+            variant: a dtype, then any of: a linear strategy (else the probe chooses, as for users),
+                `int8` or `fp8` for K/V, `blocked` for torch attention, as without Numba. For
+                example `float32-onednn-int8`.
         """
         if (family, variant) not in self._models:
             dtype, *words = variant.split("-")
@@ -81,13 +81,13 @@ class TinyModels:
         return self._models[family, variant]
 
     def _decoder(self, family: str, dtype: str, strategy: str | None) -> Decoder:
-        place = (family, dtype, strategy)
-        if place not in self._decoders:
+        key = (family, dtype, strategy)
+        if key not in self._decoders:
             path = self._folder / family
             if not path.exists():
                 _write(family, path)
-            self._decoders[place] = load_model(path, dtype=dtype, linear_strategy=strategy)
-        return self._decoders[place]
+            self._decoders[key] = load_model(path, dtype=dtype, linear_strategy=strategy)
+        return self._decoders[key]
 
 
 def _write(family: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows and the pages in them."""
+"""Block tables: rows, their pages and lengths."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from ramify.kv.block_table import (
 
 
 def paged(num_rows: int, max_pages: int, page_size: int) -> PagedBlockTable:
-    """Over a cache that has pages for every row."""
+    """A paged table over a cache with pages for every row."""
     source = PrefixCache(num_rows * max_pages, page_size)
     return PagedBlockTable(num_rows, max_pages, page_size, source=source)
 
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("make", TABLES, ids=["paged", "contiguous"])
 
 
 def test_rows_stay_dense() -> None:
-    """The smallest free row is handed out first, so that a table is filled from its start."""
+    """The smallest free row is allocated first, so that used rows stay at the start of the table."""
     rows = RowAllocator(4)
     taken = [rows.allocate() for _ in range(4)]
 
@@ -40,8 +40,8 @@ def test_rows_stay_dense() -> None:
     assert [rows.allocate() for _ in range(3)] == [0, 2, 3]
 
 
-def test_no_row_is_given_twice() -> None:
-    """When all rows are taken the error names their number and the way out."""
+def test_no_row_is_allocated_twice() -> None:
+    """When all rows are in use, the error names their number and what to do."""
     rows = RowAllocator(1)
     rows.allocate()
 
@@ -52,8 +52,8 @@ def test_no_row_is_given_twice() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 7, -1])
-def test_a_row_that_nobody_holds_cannot_be_released(row: int) -> None:
-    """Releasing twice, or a row that does not exist, is an error and changes nothing."""
+def test_a_free_row_cannot_be_released(row: int) -> None:
+    """Releasing a row twice, or a row that does not exist, raises and changes nothing."""
     rows = RowAllocator(2)
     rows.release(rows.allocate())
 
@@ -63,8 +63,8 @@ def test_a_row_that_nobody_holds_cannot_be_released(row: int) -> None:
     assert rows.num_free == 2
 
 
-def test_a_table_needs_room() -> None:
-    """Rows, pages per row and page size are at least 1."""
+def test_sizes_below_one_are_refused() -> None:
+    """Rows, pages per row and page size must be at least 1."""
     for num_rows, max_pages, page_size in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         for table in (PagedBlockTable, ContiguousBlockTable):
             with pytest.raises(ValueError, match="at least 1"):
@@ -72,7 +72,7 @@ def test_a_table_needs_room() -> None:
 
 
 def test_a_row_grows_at_its_end_and_is_rewritten_in_place() -> None:
-    """Pages keep their order; a rewrite replaces pages and leaves the length."""
+    """`append` keeps the order of pages; `rewrite` replaces pages, not their number."""
     table = PagedBlockTable(2, 4, page_size=3)
     row, other = table.allocate(), table.allocate()
 
@@ -89,7 +89,7 @@ def test_a_row_grows_at_its_end_and_is_rewritten_in_place() -> None:
 
 
 def test_a_row_too_long_is_refused_whole() -> None:
-    """Appending past the end of a row raises and leaves the row as it was."""
+    """Appending more than max_pages raises and leaves the row unchanged."""
     table = PagedBlockTable(1, 2, page_size=1)
     row = table.allocate()
     table.append(row, [3])
@@ -102,7 +102,7 @@ def test_a_row_too_long_is_refused_whole() -> None:
 
 
 def test_a_released_row_is_empty() -> None:
-    """The next owner of a row sees none of the pages of the one before."""
+    """A reallocated row has none of its previous pages."""
     table = PagedBlockTable.of([[7, 2], [4]], page_size=4)
 
     table.release(0)
@@ -115,8 +115,8 @@ def test_a_released_row_is_empty() -> None:
 
 
 @both
-def test_rows_have_lengths_and_room_for_them(make: Callable[[int, int, int], BlockTable]) -> None:
-    """A view shows the pages that a row's tokens need and -1 after them; it is a copy."""
+def test_rows_have_lengths_and_pages_for_them(make: Callable[[int, int, int], BlockTable]) -> None:
+    """`view` is a copy: the pages that a row's tokens need, then -1."""
     table = make(3, 4, 2)
 
     first, second = table.allocate_all([3, 0])
@@ -133,7 +133,7 @@ def test_rows_have_lengths_and_room_for_them(make: Callable[[int, int, int], Blo
 
 @both
 def test_a_reset_table_is_empty(make: Callable[[int, int, int], BlockTable]) -> None:
-    """All rows are free, and the first one handed out again is row 0 without a token."""
+    """All rows are free; the first allocated row is row 0, of length 0."""
     table = make(3, 2, 4)
     table.allocate_all([8, 1])
 
@@ -147,7 +147,7 @@ def test_a_reset_table_is_empty(make: Callable[[int, int, int], BlockTable]) -> 
 
 @both
 def test_eb5_limits_of_a_row_hold(make: Callable[[int, int, int], BlockTable]) -> None:
-    """Neither allocating nor growing goes past a row's end or below nothing; nothing changes."""
+    """A length above the row's capacity or below 0 raises and changes nothing."""
     table = make(2, 3, 2)
     row = table.allocate(5)
     before = table.view([row]).tolist()
@@ -165,10 +165,10 @@ def test_eb5_limits_of_a_row_hold(make: Callable[[int, int, int], BlockTable]) -
 
 
 @both
-def test_eb9_rows_that_nobody_holds_are_refused(
+def test_eb9_free_rows_are_refused(
     make: Callable[[int, int, int], BlockTable],
 ) -> None:
-    """Whatever is asked of them, however many others are named beside them."""
+    """By every call that takes a row, alone or together with rows in use."""
     table = make(3, 2, 2)
     table.allocate(1)
 
@@ -190,7 +190,7 @@ def test_eb9_rows_that_nobody_holds_are_refused(
 def test_yb7_rows_for_several_requests_are_all_or_none(
     make: Callable[[int, int, int], BlockTable],
 ) -> None:
-    """Too few rows, or one request too long: the others get nothing, and no row is lost."""
+    """Too few rows, or a length too large: no row is allocated, and none is lost."""
     table = make(3, 2, 4)
     table.allocate(1)
 
@@ -204,7 +204,7 @@ def test_yb7_rows_for_several_requests_are_all_or_none(
 
 
 def test_yb7_pages_for_several_requests_are_all_or_none() -> None:
-    """With 4 pages, 2 in use, three more are refused whole; two are had afterwards."""
+    """With 4 pages, 2 in use, 3 more are refused and nothing is allocated; 2 more fit."""
     cache = PrefixCache(4, page_size=2)
     table = PagedBlockTable(4, 3, 2, source=cache)
     row = table.allocate(4)
@@ -225,8 +225,8 @@ def test_yb7_pages_for_several_requests_are_all_or_none() -> None:
     cache.check()
 
 
-def test_without_a_source_pages_come_first() -> None:
-    """A table whose pages are somebody else's reserves none, and gives none back."""
+def test_without_a_source_pages_are_appended_first() -> None:
+    """A table without a source reserves no pages and gives none back; `update` needs appended pages."""
     table = PagedBlockTable(2, 3, 2)
     row = table.allocate()
     table.append(row, [7, 5])
@@ -250,7 +250,7 @@ def test_without_a_source_pages_come_first() -> None:
 
 
 def test_eb4_pages_and_rows_come_back_ten_thousand_times() -> None:
-    """A pool for two requests serves any number of them, one after the other."""
+    """5,000 rounds of two requests leave every row and page free."""
     cache = PrefixCache(8, page_size=16)
     table = PagedBlockTable(2, 4, 16, source=cache)
 
@@ -264,7 +264,7 @@ def test_eb4_pages_and_rows_come_back_ten_thousand_times() -> None:
 
 
 def test_eb7_a_row_keeps_its_pages_when_it_grows() -> None:
-    """Free and used pages are all pages, and the first ones stay the first."""
+    """A longer row keeps its first pages; used and free pages add up to all pages."""
     cache = PrefixCache(10, page_size=4)
     table = PagedBlockTable(2, 8, 4, source=cache)
     row = table.allocate(8)
@@ -280,7 +280,7 @@ def test_eb7_a_row_keeps_its_pages_when_it_grows() -> None:
 
 
 def test_ab9_a_row_has_as_many_pages_as_its_tokens_need() -> None:
-    """For every length, growth and page size, also when it ends with a page."""
+    """num_pages = ceil(length / page_size), for every length, growth and page size."""
     for page_size in (1, 2, 3, 4, 8):
         table = PagedBlockTable(1, 40, page_size, source=PrefixCache(40, page_size))
         for length in range(12):
@@ -291,8 +291,8 @@ def test_ab9_a_row_has_as_many_pages_as_its_tokens_need() -> None:
                 table.release(row)
 
 
-def test_yb24_rows_of_a_static_cache_need_not_be_the_first_ones() -> None:
-    """Rows 1 and 3 write to the runs of rows 1 and 3."""
+def test_yb24_rows_of_a_static_cache_have_their_own_slots() -> None:
+    """Rows 1 and 3 of 6 slots write to slots 6.. and 18.., although rows 0 and 2 are free."""
     table = ContiguousBlockTable(4, 2, 3)
     rows = table.allocate_all([0, 4, 0, 2])
     for row in (rows[0], rows[2]):
@@ -308,7 +308,7 @@ def test_yb24_rows_of_a_static_cache_need_not_be_the_first_ones() -> None:
 
 
 class FailingSource:
-    """Has every page but the ones that are asked for next."""
+    """A source of pages whose every call fails."""
 
     def reserve(self, num_pages: int) -> Sequence[int]:
         raise RuntimeError("no")
@@ -318,7 +318,7 @@ class FailingSource:
 
 
 def test_a_source_that_fails_leaves_the_table_as_it_was() -> None:
-    """Allocating, growing and releasing."""
+    """When allocating, growing, shrinking and releasing."""
     table = PagedBlockTable(2, 4, 2, source=FailingSource())
     row = table.allocate()
     table.append(row, [3])

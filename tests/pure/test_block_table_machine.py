@@ -1,4 +1,4 @@
-"""A state machine over both block tables and a dict of what each row must hold."""
+"""State machine: both block tables against a dict of row lengths."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from ramify.kv.block_table import BlockTable, ContiguousBlockTable, PagedBlockTa
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Rows come, grow, shrink and leave; the pages of the paged table are too few for all."""
+    """Rows are allocated, grow, shrink and are released; the paged table has too few pages for all."""
 
     @initialize(
         num_rows=st.integers(1, 4),
@@ -34,22 +34,23 @@ class TableMachine(RuleBasedStateMachine):
         self.max_tokens = max_pages * page_size
 
     def needed(self, lengths: list[int]) -> int:
+        """Pages for rows of these lengths."""
         return sum(-(-length // self.page_size) for length in lengths)
 
-    def room(self, which: int) -> int:
-        """Pages that the model says are left."""
+    def free_pages(self, which: int) -> int:
+        """Pages that are left according to the model."""
         used = self.needed(list(self.models[which].values()))
         return (self.cache.num_pages if which == 0 else 10**6) - used
 
     @rule(which=st.integers(0, 1), lengths=st.lists(st.integers(0, 34), max_size=3))
-    def some_arrive(self, which: int, lengths: list[int]) -> None:
-        """All get the smallest free rows, or none gets any."""
+    def allocate_rows(self, which: int, lengths: list[int]) -> None:
+        """All get the smallest free rows, or the call raises and none is allocated."""
         table, model = self.tables[which], self.models[which]
         free = [row for row in range(self.num_rows) if row not in model]
         fits = (
             len(lengths) <= len(free)
             and max(lengths, default=0) <= self.max_tokens
-            and self.needed(lengths) <= self.room(which)
+            and self.needed(lengths) <= self.free_pages(which)
         )
         try:
             rows = table.allocate_all(lengths)
@@ -61,12 +62,12 @@ class TableMachine(RuleBasedStateMachine):
         model.update(zip(rows, lengths, strict=True))
 
     @rule(which=st.integers(0, 1), row=st.integers(-1, 4), more=st.integers(-9, 9))
-    def one_grows(self, which: int, row: int, more: int) -> None:
-        """Or shrinks; its first pages stay."""
+    def update_row(self, which: int, row: int, more: int) -> None:
+        """A row grows or shrinks and keeps its first pages."""
         table, model = self.tables[which], self.models[which]
         length = model.get(row, 0) + more
         fits = row in model and 0 <= length <= self.max_tokens
-        fits = fits and self.needed([length]) - self.needed([model[row]]) <= self.room(which)
+        fits = fits and self.needed([length]) - self.needed([model[row]]) <= self.free_pages(which)
         before = table.view([row])[0].tolist() if row in model else []
         try:
             table.update(row, more)
@@ -74,13 +75,13 @@ class TableMachine(RuleBasedStateMachine):
             assert not fits
             return
         assert fits
-        kept = min(self.needed([length]), self.needed([model[row]]))
-        assert table.view([row])[0].tolist()[:kept] == before[:kept]
+        num_kept = min(self.needed([length]), self.needed([model[row]]))
+        assert table.view([row])[0].tolist()[:num_kept] == before[:num_kept]
         model[row] = length
 
     @rule(which=st.integers(0, 1), row=st.integers(-1, 4))
-    def one_leaves(self, which: int, row: int) -> None:
-        """Only a row that is held can be released."""
+    def release_row(self, which: int, row: int) -> None:
+        """Only a row in use can be released."""
         try:
             self.tables[which].release(row)
         except CacheError:
@@ -89,37 +90,37 @@ class TableMachine(RuleBasedStateMachine):
         del self.models[which][row]
 
     @rule(which=st.integers(0, 1))
-    def all_leave(self, which: int) -> None:
-        """A reset is the release of all."""
+    def reset_table(self, which: int) -> None:
+        """Reset releases every row."""
         self.tables[which].reset()
         self.models[which].clear()
 
     @invariant()
-    def tables_hold_what_the_models_hold(self) -> None:
-        """Lengths, whole pages for them and no more, no page in two rows, none lost."""
+    def tables_match_the_models(self) -> None:
+        """Equal lengths, just enough pages for them, no page in two rows, none lost."""
         for table, model in zip(self.tables, self.models, strict=True):
             rows = list(model)
             assert table.num_free_rows == self.num_rows - len(rows)
             assert table.lengths(rows).tolist() == list(model.values())
             pages = [[page for page in row if page >= 0] for row in table.view(rows).tolist()]
-            for held, length in zip(pages, model.values(), strict=True):
-                assert len(held) == self.needed([length])
-            together = [page for held in pages for page in held]
-            assert len(set(together)) == len(together)
+            for row_pages, length in zip(pages, model.values(), strict=True):
+                assert len(row_pages) == self.needed([length])
+            used = [page for row_pages in pages for page in row_pages]
+            assert len(set(used)) == len(used)
             if isinstance(table, ContiguousBlockTable):
                 width = self.max_tokens // self.page_size
                 assert all(
-                    held == list(range(row * width, row * width + len(held)))
-                    for row, held in zip(rows, pages, strict=True)
+                    row_pages == list(range(row * width, row * width + len(row_pages)))
+                    for row, row_pages in zip(rows, pages, strict=True)
                 )
             else:
-                assert self.cache.stats().free_pages == self.cache.num_pages - len(together)
-                assert not any(self.cache.is_free(page) for page in together)
-                assert (table.array >= 0).sum() == len(together)
+                assert self.cache.stats().free_pages == self.cache.num_pages - len(used)
+                assert not any(self.cache.is_free(page) for page in used)
+                assert (table.array >= 0).sum() == len(used)
 
 
-def test_both_tables_do_what_a_dict_does() -> None:
-    """Any order of arrivals, growth and departures, with too few rows and pages for them."""
+def test_both_tables_match_a_dict() -> None:
+    """Any order of allocation, growth and release, with too few rows and pages."""
     run_state_machine_as_test(
         TableMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
     )
