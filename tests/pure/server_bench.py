@@ -151,7 +151,9 @@ class ServerBench:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(a.lower().encode(), b.encode("latin-1")) for a, b in request_headers.items()],
+            "headers": [
+                (a.lower().encode(), b.encode("latin-1")) for a, b in request_headers.items()
+            ],
             "client": ("127.0.0.1", 1),
             "server": ("testserver", 80),
         }
@@ -171,7 +173,9 @@ class ServerBench:
         await self.app(scope, receive, send)
         is_over.set()
         assert messages[0]["type"] == "http.response.start"
-        response_headers = {name.decode(): value.decode("latin-1") for name, value in messages[0]["headers"]}
+        response_headers = {
+            name.decode(): value.decode("latin-1") for name, value in messages[0]["headers"]
+        }
         response_body = b"".join(message.get("body", b"") for message in messages[1:])
         assert not messages[-1].get("more_body")
         return Answer(messages[0]["status"], response_headers, response_body)

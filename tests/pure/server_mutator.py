@@ -254,7 +254,17 @@ def _mutate_bytes(rng: random.Random, body: bytes) -> bytes:
         invalid = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf5")
         return body[:at] + rng.choice(invalid) + body[at:]
     if kind == 3:
-        tokens = (b"NaN", b"Infinity", b"1e999", b"-0", b"9" * 5000, b"0x1", b"'a'", b"/*x*/", b"tru")
+        tokens = (
+            b"NaN",
+            b"Infinity",
+            b"1e999",
+            b"-0",
+            b"9" * 5000,
+            b"0x1",
+            b"'a'",
+            b"/*x*/",
+            b"tru",
+        )
         return body[:at] + rng.choice(tokens) + body[at:]
     if kind == 4:
         return _with_deep_nesting(rng, body)

@@ -51,7 +51,9 @@ def test_malformed_bodies_are_refused_and_leave_nothing() -> None:
                     assert len(answer.body) < 4096, context
                 elif answer.headers["content-type"].startswith("text/event-stream"):
                     errors = [event["error"] for event in answer.events if "error" in event]
-                    assert not [error for error in errors if error["type"] == "server_error"], context
+                    assert not [error for error in errors if error["type"] == "server_error"], (
+                        context
+                    )
             assert (await bench.post("/v1/chat/completions", chat("still there?"))).status == 200
 
     run(main(), limit_s=120 + COUNT / 10)

@@ -20,7 +20,11 @@ def random_json(rng: random.Random, level: int) -> object:
     if level == 0 or rng.random() < 0.1:
         return rng.choice(('[{"', "\\", '\\"[', "]}]}", '"', "é[", "\\\\", 1, None))
     elements = [random_json(rng, level - 1) for _ in range(rng.randrange(1, 4))]
-    return elements if rng.random() < 0.5 else {f'{index}"[\\': element for index, element in enumerate(elements)}
+    return (
+        elements
+        if rng.random() < 0.5
+        else {f'{index}"[\\': element for index, element in enumerate(elements)}
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -34,7 +34,9 @@ def shared() -> Iterator[Live]:
         yield running
 
 
-def in_thread(pool: ThreadPoolExecutor, running: Live, **fields: object) -> "Future[httpx.Response]":
+def in_thread(
+    pool: ThreadPoolExecutor, running: Live, **fields: object
+) -> "Future[httpx.Response]":
     return pool.submit(running.ask, **fields)  # type: ignore[arg-type]
 
 
