@@ -161,7 +161,7 @@ class RadixAttentionPlanner:
         return sequence.key(len(sequence.tokens))
 
     def _pages_needed(self, entries: Sequence[PlanEntry], num_needing_page: int = 0) -> int:
-        """Pages that a plan will reserve, a page for each of `num_needing_page` decodes included."""
+        """Pages that a plan will reserve; `num_needing_page` of them are for decodes."""
         return num_needing_page + pages_needed(entries, page_size=self.page_size, share=self.share)
 
     def _attach(self, sequence: RadixSequence, key: CacheKey | None) -> None:
@@ -246,7 +246,7 @@ class RadixAttentionPlanner:
             self.table.append(sequence.row, (page,))
 
     def _adopt_lease(self, sequence: RadixSequence, lease: Lease) -> None:
-        """Replace the lease by its successor; the private pages it covers belong to the tree now."""
+        """Replace the lease by its successor; private pages that it covers are the tree's now."""
         old, sequence.lease = sequence.lease, lease
         assert old is not None
         if lease is old:
