@@ -1,15 +1,15 @@
-"""The default eviction policy: learns from the traffic which pages bring the most hits for their room.
+"""The default eviction policy: evicts the pages of the lowest hit density, learned from the traffic.
 
-Nodes are put in classes by how often they were looked up and in which turn of their path they came.
-For every class the gaps between uses are counted as they happen, on cached and on remembered pages,
-in bins of age. From them follows, for each class and age, the best ratio of the probability of a
-hit within some time to the expected time that the page is kept for it, over all times: the Gittins
-index of keeping it. The leaf with the lowest index goes. Inside a class only the oldest and the
-newest leaf are looked at: hazards fall with age as a rule, and where they do not (loops, scans),
-the newest is the one to lose. (Compare LHD: Beckmann, Chen and Cidon, NSDI 2018, and Gittins 1979.)
+Nodes are classed by number of lookups and by the turn of their path in which they appeared. Per class,
+the gaps between uses are counted in bins of age, on cached pages and on ghosts. From the counts
+follows, for each class and age, the Gittins index of keeping a page: the best ratio, over all times,
+of the probability of a hit within that time to the expected time that the page is kept for it. The
+leaf of the lowest index is evicted. Within a class only the oldest and the newest leaf are compared:
+hazards fall with age as a rule; where they rise (loops, scans), the newest leaf is the one to lose.
+Compare LHD (Beckmann, Chen and Cidon, NSDI 2018) and Gittins (1979).
 
 All constants were chosen on generated workloads and the first quarter of one public trace; the
-benchmark of policies has the others.
+benchmark of policies runs the others.
 """
 
 from __future__ import annotations
@@ -25,35 +25,32 @@ from ramify.cache.tree import RadixTree
 TURN_CLASSES: Final = 3  # classes: turn 0, 1, 2+ of a path, times ...
 LOOKUP_CLASSES: Final = 8  # ... lookups 0, 1, 2, 3-4, 5-8, ... 33+
 NUM_CLASSES: Final = TURN_CLASSES * LOOKUP_CLASSES
-AGE_STEPS_PER_POOL: Final = 8  # age is counted in slots of an eighth of the pool's pages looked up
-MAX_AGE: Final = 512  # pools of pages looked up; where the last bin ends
-NEAR: Final = 0.7  # weights with which hazards are smoothed over 3 bins each way
+AGE_STEPS_PER_POOL: Final = 8  # an age step is an eighth of the pool's pages looked up
+MAX_AGE: Final = 512  # pools of pages looked up: the end of the last bin
+NEAR: Final = 0.7  # weights that smooth hazards over 3 bins each way
 NEXT: Final = 0.7**2
 FAR: Final = 0.7**3
-CLASS_WEIGHT: Final = (
-    0.02  # pools of pages that a class must have seen to outweigh the mean of all classes
-)
-PRIOR: Final = 0.25  # pools of pages of a prior ...
-PRIOR_HAZARD: Final = 0.1  # ... of a tenth in each bin, which is LRU
-FREQUENCY_BOOST: Final = (
-    1.5  # times this for each bucket of lookups beyond the first: a little of SLRU
-)
-HALF_LIFE: Final = (
-    64  # pools of pages looked up, for what is learned and for a node's count of lookups
-)
-LEARN_EVERY: Final = 16  # requests from one class's new index to the next one's
-
+# pools of pages that a class must have seen to outweigh the mean of all classes
+CLASS_WEIGHT: Final = 0.02
+# weight of the prior in pools of pages, and its hazard in each bin; alone it is LRU
+PRIOR: Final = 0.25
+PRIOR_HAZARD: Final = 0.1
+# factor for each bucket of lookups beyond the first: a little of SLRU
+FREQUENCY_BOOST: Final = 1.5
+# pools of pages looked up: half-life of the counts, and of a node's number of lookups
+HALF_LIFE: Final = 64
+LEARN_EVERY: Final = 16  # requests between the renewal of two classes' indices
 
 NEVER: Final = float("inf")  # the score of a class without leaves
 
 
 def _edges() -> list[int]:
-    """Ages in slots at which bins begin: half octaves."""
-    edges, at = [0], 1.0
+    """Ages, in age steps, at which bins start: half octaves."""
+    edges, edge = [0], 1.0
     while edges[-1] < MAX_AGE * AGE_STEPS_PER_POOL:
-        if round(at) > edges[-1]:
-            edges.append(round(at))
-        at *= 2**0.5
+        if round(edge) > edges[-1]:
+            edges.append(round(edge))
+        edge *= 2**0.5
     return edges
 
 
@@ -61,18 +58,18 @@ EDGES: Final = _edges()
 NUM_BINS: Final = len(EDGES) - 1
 BIN_AT_EDGE: Final = {EDGES[b]: b for b in range(1, NUM_BINS)}
 WIDTHS: Final = [EDGES[b + 1] - EDGES[b] for b in range(NUM_BINS)]
-BIN_OF: Final = [bisect_right(EDGES, age, 0, NUM_BINS) - 1 for age in range(EDGES[-1])]  # by age
-DECAY: Final = [
-    0.5 ** (age / (HALF_LIFE * AGE_STEPS_PER_POOL)) for age in range(EDGES[-1])
-]  # by age
+# by age in age steps
+BIN_OF: Final = [bisect_right(EDGES, age, 0, NUM_BINS) - 1 for age in range(EDGES[-1])]
+DECAY: Final = [0.5 ** (age / (HALF_LIFE * AGE_STEPS_PER_POOL)) for age in range(EDGES[-1])]
 OLDEST: Final = EDGES[-1] - 1
+# by uses after the first
 LOOKUP_CLASS_OF: Final = [
     min(max(1, n if n <= 2 else 1 + (n - 1).bit_length()), LOOKUP_CLASSES - 1) for n in range(64)
-]  # by uses after the first
+]
 
 
 def _smooth(bins: list[float]) -> list[float]:
-    """Each bin together with three to either side, which count less the farther they are."""
+    """Add to each bin its three neighbours on either side, with weights NEAR, NEXT, FAR."""
     p = [0.0, 0.0, 0.0, *bins, 0.0, 0.0, 0.0]
     sevens = zip(p, p[1:], p[2:], p[3:], p[4:], p[5:], p[6:], strict=False)
     return [
@@ -81,33 +78,32 @@ def _smooth(bins: list[float]) -> list[float]:
 
 
 class HitDensityPolicy:
-    """Evicts the leaf with the least expected hits for its room and time.
+    """Evicts the leaf of the fewest expected hits per page and time.
 
     Args:
-        tree: whose nodes are classed.
-        num_pages: of the pool.
+        tree: the tree whose nodes are classed.
+        num_pages: pages of the pool.
     """
 
     def __init__(self, tree: RadixTree, num_pages: int) -> None:
         self._tree = tree
         self._num_pages = num_pages
         self._pages_per_age_step = max(1, num_pages // AGE_STEPS_PER_POOL)
-        self._state = tree.column(0, inherited=True)  # slot of the last use * 32 + 1 + class
-        self._count = tree.column(0.0, inherited=True)  # 1 + uses since the first one, fading
+        self._state = tree.column(0, inherited=True)  # age step of the last use * 32 + 1 + class
+        self._count = tree.column(0.0, inherited=True)  # 1 + uses after the first, decayed
         self._reuses = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]  # pages, by age
-        self._at_risk = [
-            [0.0] * NUM_BINS for _ in range(NUM_CLASSES)
-        ]  # pages that came to be so old
-        self._alive: list[dict[int, int]] = [{} for _ in range(NUM_CLASSES)]  # slot → pages
-        self._num_pages_looked_up = 0  # pages looked up
-        self._age_step = 0  # slots
-        self._gain = 1.0  # what a page counts now; it grows, so that what was counted fades
+        # pages that reached this age
+        self._at_risk = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
+        self._alive: list[dict[int, int]] = [{} for _ in range(NUM_CLASSES)]  # age step → pages
+        self._num_pages_looked_up = 0
+        self._age_step = 0
+        self._gain = 1.0  # weight of a page now; it grows, so that older counts decay
         self._requests = 0
-        self._has_evicted = False  # since an index was learned last: else there is no use for it
+        self._has_evicted = False  # since the last index was learned
         self._learned = -1  # the class learned last
-        self._scores = [NEVER] * NUM_CLASSES  # of the leaf of each class that would go
-        self._best = [0] * NUM_CLASSES  # that leaf
-        self._outdated = set[int]()  # classes for which both are to be found anew
+        self._scores = [NEVER] * NUM_CLASSES  # index of each class's next victim
+        self._best = [0] * NUM_CLASSES  # each class's next victim
+        self._outdated = set[int]()  # classes whose victim must be chosen again
         self._mean = [0.0] * NUM_BINS
         self._index = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
         self._learn_mean()
@@ -117,15 +113,15 @@ class HitDensityPolicy:
     # -- the order of leaves ---------------------------------------------------------------
 
     def segment(self, node: int) -> int:
-        """Its class."""
+        """The class of a leaf."""
         return max(1, self._state[node] & 31) - 1
 
     def rank(self, node: int) -> float:
-        """Recency."""
+        """Number of the last access."""
         return self._tree.last_access[node]
 
     def victim(self, segments: dict[int, Segment], queue: EvictionQueue) -> int:
-        """The oldest or newest leaf of a class, whichever has the least index."""
+        """The leaf of the lowest index, among the oldest and the newest leaf of each class."""
         changed, scores, best = queue.changed, self._scores, self._best
         if self._outdated:
             changed |= self._outdated
@@ -133,13 +129,13 @@ class HitDensityPolicy:
         if changed:
             state, now = self._state, self._age_step
             for number in changed:
-                lane = segments.get(number)
-                if lane is None:
+                segment = segments.get(number)
+                if segment is None:
                     scores[number], best[number] = NEVER, 0
                     continue
-                oldest, newest = lane.head, lane.tail
-                if lane.num_unordered:
-                    oldest = queue.first_of(lane)
+                oldest, newest = segment.head, segment.tail
+                if segment.num_unordered:
+                    oldest = queue.first_of(segment)
                 index = self._index[number]
                 age = now - (state[oldest] >> 5)
                 score = index[BIN_OF[age] if age < OLDEST else -1]
@@ -153,13 +149,13 @@ class HitDensityPolicy:
         least = min(scores)
         if scores.count(least) == 1:
             return best[scores.index(least)]
-        equal = [one for one, score in zip(best, scores, strict=True) if score == least]
+        equal = [node for node, score in zip(best, scores, strict=True) if score == least]
         return min(equal, key=self._tree.last_access.__getitem__)
 
     # -- what happens to nodes -------------------------------------------------------------
 
     def on_release(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
-        """A request of `num_pages` pages has ended: count the gaps, and class its nodes anew."""
+        """Count the gaps since the last use of a request's nodes, and class the nodes again."""
         self._num_pages_looked_up += min(self._num_pages, num_pages)
         now = self._num_pages_looked_up // self._pages_per_age_step
         while self._age_step < now:
@@ -177,40 +173,40 @@ class HitDensityPolicy:
             self._count_in(node, turn * LOOKUP_CLASSES, length[node])
 
     def _count_reuses(self, known: Sequence[int]) -> int:
-        """Count the gaps on a path of nodes that are known; returns the turn that comes next."""
+        """Count the gaps on a path of known nodes; returns the turn that comes next."""
         length, state, count, alive = self._tree.length, self._state, self._count, self._alive
         reuses, at_risk, gain, now = self._reuses, self._at_risk, self._gain, self._age_step
         turn = 0
         for node in known:
             before, pages = state[node], length[node]
-            if not before:  # its first user is not done yet
+            if not before:  # its first user is still running
                 count[node] = 1
                 self._count_in(node, turn * LOOKUP_CLASSES, pages)
                 continue
-            slot, number = before >> 5, (before & 31) - 1
-            age = now - slot
+            age_step, number = before >> 5, (before & 31) - 1
+            age = now - age_step
             age = min(age, OLDEST)
             reuses[number][BIN_OF[age]] += gain * pages
-            self._count_out(number, slot, pages)
+            self._count_out(number, age_step, pages)
             count[node] = times = 1 + count[node] * DECAY[age]
             turn = number // LOOKUP_CLASSES
             number = turn * LOOKUP_CLASSES + (
                 LOOKUP_CLASS_OF[int(times - 0.5)] if times < 64 else LOOKUP_CLASSES - 1
             )
             state[node] = now << 5 | number + 1
-            there = alive[number]
-            there[now] = there.get(now, 0) + pages
+            pages_by_step = alive[number]
+            pages_by_step[now] = pages_by_step.get(now, 0) + pages
             at_risk[number][0] += gain * pages
             if turn < TURN_CLASSES - 1:
                 turn += 1
         return turn
 
     def on_evict(self, node: int) -> None:  # noqa: ARG002
-        """It is remembered, and goes on being counted."""
+        """Keep counting: the node is a ghost now."""
         self._has_evicted = True
 
     def on_forget(self, node: int, num_pages: int) -> None:
-        """Whether these pages would have been used again will not be known."""
+        """Stop counting: a later use of these pages cannot be seen."""
         if state := self._state[node]:
             self._count_out((state & 31) - 1, state >> 5, num_pages)
 
@@ -229,25 +225,25 @@ class HitDensityPolicy:
             del alive[age_step]
 
     def _begin_age_step(self) -> None:
-        """A slot has passed: pages whose age comes to the beginning of a bin are at risk in it."""
+        """Start an age step: count the pages that reach the start of a bin as at risk in it."""
         self._outdated.update(range(NUM_CLASSES))
         self._gain *= 2 ** (1 / (HALF_LIFE * AGE_STEPS_PER_POOL))
         if self._gain > 1e9:
             for row in (*self._reuses, *self._at_risk):
-                row[:] = [each / self._gain for each in row]
+                row[:] = [count / self._gain for count in row]
             self._gain = 1.0
         now = self._age_step
         begins = {now - edge for edge in BIN_AT_EDGE}
         for number, alive in enumerate(self._alive):
             if alive:
                 at_risk = self._at_risk[number]
-                for slot in begins & alive.keys():  # looks through the smaller one
-                    at_risk[BIN_AT_EDGE[now - slot]] += self._gain * alive[slot]
+                for step in begins & alive.keys():  # iterates over the smaller set
+                    at_risk[BIN_AT_EDGE[now - step]] += self._gain * alive[step]
 
     # -- learning --------------------------------------------------------------------------
 
     def _learn_next(self) -> None:
-        """Renew the index of the next class in use; before the first one, the mean of all."""
+        """Learn the index of the next class in use; after the last class, the mean of all."""
         number = self._learned + 1
         while number < NUM_CLASSES and not self._alive[number]:
             number += 1
@@ -262,15 +258,16 @@ class HitDensityPolicy:
     def _smoothed_counts(
         reuses: list[float], at_risk: list[float]
     ) -> tuple[list[float], list[float]]:
-        """Reuses in each bin, and page-slots in which they could have been; smoothed."""
+        """(reuses, pages × age steps at risk) per bin, smoothed."""
         exposures = []
-        for width, each, reused in zip(WIDTHS, at_risk, reuses, strict=True):
-            # Reused half-way, on the average; what is older than the last bin was never at risk in it.
-            exposures.append(width * max(each - 0.5 * reused, 0.5 * reused))
+        for width, count, reused in zip(WIDTHS, at_risk, reuses, strict=True):
+            # A reuse happens half-way through its bin on average. Pages older than the last bin were
+            # never at risk in it.
+            exposures.append(width * max(count - 0.5 * reused, 0.5 * reused))
         return _smooth(reuses), _smooth(exposures)
 
     def _learn_mean(self) -> None:
-        """The rate of reuse by age over all classes: what a class with little data looks like."""
+        """Learn the rate of reuse by age over all classes, the prior of a class with little data."""
         reuses, exposures = self._smoothed_counts(
             [sum(bins) for bins in zip(*self._reuses, strict=True)],
             [sum(bins) for bins in zip(*self._at_risk, strict=True)],
@@ -283,9 +280,9 @@ class HitDensityPolicy:
         ]
 
     def _learn(self, number: int) -> None:
-        """A class's index by age: the best ratio of probable hits to expected time kept.
+        """Learn a class's index by age: the best ratio of hit probability to expected time kept.
 
-        From the oldest bin down, each is joined with the stretches ahead of it for as long as that
+        Goes from the oldest bin down and joins each bin with the stretches ahead of it while that
         raises the ratio: O(bins), since every stretch is joined once.
         """
         reuses, exposures = self._smoothed_counts(self._reuses[number], self._at_risk[number])
@@ -300,7 +297,7 @@ class HitDensityPolicy:
         for b in reversed(range(NUM_BINS)):
             stays = 1 - hazards[b]
             hits, kept = hazards[b], (1 - 0.5 * hazards[b]) * WIDTHS[b]
-            while ahead and ahead[-1][0] * kept > hits * ahead[-1][1]:  # it pays to keep it longer
+            while ahead and ahead[-1][0] * kept > hits * ahead[-1][1]:  # keeping it longer pays
                 more_hits, more_kept, stay_on = ahead.pop()
                 hits, kept, stays = (
                     hits + stays * more_hits,

@@ -1,4 +1,4 @@
-"""Counts what happens in a cache: hit rates over its life and lately, evictions, ages."""
+"""Counters of a cache: hit rates in all and recent, evictions, ages; histograms and a log line."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ramify.cache.types import NUM_BUCKETS, PER_SECOND, Histogram
 
 log = logging.getLogger(__name__)
 
-RECENT_LOOKUPS: Final = 512  # lookups; the recent hit rate is over the last one to two of them
-MISS: Final = NUM_BUCKETS  # the gap of a lookup that found nothing
-_MAX_BITS: Final = sys.float_info.max_exp + 8  # of the longest time, in 256ths of a second
+# a window of lookups; the recent hit rate is over the last one to two windows
+RECENT_LOOKUPS: Final = 512
+MISS: Final = NUM_BUCKETS  # the gap of a lookup without a hit
+_MAX_BITS: Final = sys.float_info.max_exp + 8  # bits of the longest time, in 256ths of a second
 
 
 class CacheCounters:
     """The counters of one cache.
 
     Args:
-        log_every: lookups from one log line to the next; 0 for none.
+        log_every: lookups between two log lines; 0 writes none.
     """
 
     def __init__(self, log_every: int) -> None:
@@ -29,13 +30,13 @@ class CacheCounters:
         self.evictions = [0] * len(REASONS)  # pages, by reason
         self._residency = [0] * (_MAX_BITS + 1)  # pages, by bits of the time
         self._idle = [0] * (_MAX_BITS + 1)
-        self._reuse_gap = [0] * (NUM_BUCKETS + 1)  # and a place for misses
-        # where generations began: lookups ever, lookups that count, tokens, hit tokens
+        self._reuse_gap = [0] * (NUM_BUCKETS + 1)  # and a bucket for misses
+        # at the start of each window: lookups ever, lookups that count, tokens, hit tokens
         self._window_starts = [(0, 0, 0, 0)] * 3
         self._num_cancelled = 0
         self._next_window = RECENT_LOOKUPS
         self._logged = (0, 0, 0)
-        self.next_log = log_every or sys.maxsize  # lookups at which a line is due
+        self.next_log = log_every or sys.maxsize  # number of lookups at which a line is due
 
     def lookup(self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int) -> None:
         """Count a lookup; `gap` is the `log2_bucket` of seconds since the last use, or MISS."""
@@ -54,12 +55,12 @@ class CacheCounters:
     def cancel(
         self, tokens: int, hit_tokens: int, ideal_tokens: int, gap: int, number: int
     ) -> None:
-        """Take the `number`-th lookup off, which led to nothing."""
+        """Subtract the `number`-th lookup, whose request was cancelled."""
         self._num_cancelled += 1
         self._window_starts = [
-            (ever, lookups - 1, all_tokens - tokens, hits - hit_tokens) if number <= ever else mark
-            for mark in self._window_starts
-            for ever, lookups, all_tokens, hits in (mark,)
+            (ever, lookups - 1, all_tokens - tokens, hits - hit_tokens) if number <= ever else start
+            for start in self._window_starts
+            for ever, lookups, all_tokens, hits in (start,)
         ]
         self.lookups -= 1
         self.tokens -= tokens
@@ -68,23 +69,22 @@ class CacheCounters:
         self._reuse_gap[gap] -= 1
 
     def evicted(self, reason: int, num_pages: int, age_s: float, idle_s: float) -> None:
-        """Count pages that were evicted `age_s` after they came and `idle_s` after their last use."""
+        """Count pages evicted `age_s` after they were computed and `idle_s` after their last use."""
         self.evictions[reason] += num_pages
         self._residency[int(age_s * PER_SECOND).bit_length()] += num_pages
         self._idle[int(idle_s * PER_SECOND).bit_length()] += num_pages
 
     @property
     def recent(self) -> tuple[int, int]:
-        """Tokens asked for and found in the last one to two generations of lookups."""
-        begun = (
-            self.lookups > self._window_starts[2][1]
-        )  # else the lookup that began it was cancelled
-        _, _, tokens, hits = self._window_starts[1 if begun else 0]
+        """(tokens looked up, tokens hit) in the last one to two windows."""
+        # False: the lookup that started the last window was cancelled.
+        has_started = self.lookups > self._window_starts[2][1]
+        _, _, tokens, hits = self._window_starts[1 if has_started else 0]
         return max(0, self.tokens - tokens), max(0, self.hit_tokens - hits)
 
     @property
     def histograms(self) -> tuple[Histogram, Histogram, Histogram]:
-        """Age at eviction and idle time at eviction, by page; gap before a hit, by lookup."""
+        """Histograms of age and idle time at eviction, per page, and of the gap before a hit, per lookup."""
         return (
             Histogram(_bucketed(self._residency)),
             Histogram(_bucketed(self._idle)),
@@ -92,7 +92,7 @@ class CacheCounters:
         )
 
     def write_log(self, used: int, cached: int, free: int) -> None:
-        """One line about the lookups since the last one, and about the pages now."""
+        """Log one line: lookups since the last line, and the pages now."""
         lookups, tokens, hits = (
             now - last for now, last in zip(self._totals(), self._logged, strict=True)
         )
@@ -123,6 +123,6 @@ def _bucketed(by_bits: list[int]) -> tuple[int, ...]:
 
 
 def log2_bucket(seconds: float) -> int:
-    """The bucket of an age."""
-    found = int(seconds * PER_SECOND).bit_length()
-    return found if found < NUM_BUCKETS else NUM_BUCKETS - 1
+    """The histogram bucket of a time: the number of bits of its 256ths of a second."""
+    bucket = int(seconds * PER_SECOND).bit_length()
+    return bucket if bucket < NUM_BUCKETS else NUM_BUCKETS - 1

@@ -1,4 +1,4 @@
-"""What followed a context before: the tree read downwards, as a source of guesses."""
+"""Drafts from the prefix tree: the tokens that followed this context before."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from itertools import islice
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.tree import RadixTree
 
-MAX_SIBLINGS = 64  # that are looked at below one node, newest first: bounds the cost of a call
+# children looked at below a node, newest first: bounds the cost of a call
+MAX_SIBLINGS = 64
 
 
 def draft_tokens(tree: RadixTree, node: int, tail: bytes, limit: int) -> array[int]:
-    """At most `limit` token ids that came after `tail` below a node; often none.
+    """At most `limit` token ids that follow `tail` below a node; often none.
 
-    Where the text went on in several ways, the way whose node was used last. Pages that were
-    evicted, or are still being computed, tell what came next as well as others do. Media content
-    and salted tokens end it: nothing behind them follows from what the caller has.
+    Where the tree branches, follows the child used last. Ghosts and pending nodes serve as well as
+    cached ones. Media content and salted tokens end the draft.
 
     Args:
-        tail: packed atoms that follow the node's end.
+        tail: packed atoms behind the node's end.
     """
-    found: array[int] = array("i")
-    while len(found) < limit:
+    draft: array[int] = array("i")
+    while len(draft) < limit:
         node = _child(tree, node, tail)
         if not node:
             break
@@ -30,13 +30,13 @@ def draft_tokens(tree: RadixTree, node: int, tail: bytes, limit: int) -> array[i
         known = min(len(edge), len(tail))
         if edge[:known] != tail[:known]:
             break
-        found.frombytes(edge[known : known + (limit - len(found)) * ATOM_BYTES])
+        draft.frombytes(edge[known : known + (limit - len(draft)) * ATOM_BYTES])
         tail = tail[known:]
-    return found[: next((at for at, atom in enumerate(found) if atom < 0), limit)]
+    return draft[: next((index for index, atom in enumerate(draft) if atom < 0), limit)]
 
 
 def _child(tree: RadixTree, node: int, tail: bytes) -> int:
-    """The child that goes on with `tail`, of which a page may not be full; 0 if none does."""
+    """The child that continues `tail`, which may end inside a page; 0 if none does."""
     if len(tail) >= tree.page_bytes:
         return tree.index.find(node, tail, 0)
     best, used_s = 0, 0.0

@@ -1,6 +1,6 @@
-"""What changed in a cache, for mirrors and stores: a bounded log with page hashes.
+"""KV events with page hashes: subscriptions, snapshots, observers of evictions.
 
-Hashes are computed only while somebody subscribes (or asks for a snapshot), once per page.
+Hashes are computed only while there is a subscriber (or for a snapshot), once per page.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NO_PAGES = Pages()
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One change, about a run of pages.
+    """A change of a run of pages.
 
-    `kind` is "stored" (computed and shared from now on), "removed" (evicted; `reason` says why),
-    "split" (the run now ends a node of its own; nothing came or went) or "cleared" (all that was
-    stored is gone). A run's page i has the hash `page_hashes[i]` and follows the one before it;
-    the first follows `parent_hash`, which is the namespace's hash for the first page of a prompt.
+    `kind` is "stored" (computed, shared from now on), "removed" (evicted, for `reason`), "split" (the
+    run now ends a node of its own; no page was added or removed) or "cleared" (no page is stored
+    any more). Page i of the run has the hash `page_hashes[i]`. The first page follows `parent_hash`,
+    which is the namespace's hash for the first page of a prompt.
     """
 
     sequence: int  # without gaps; a gap means that events were dropped
@@ -44,9 +44,9 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that is stored, as one "stored" event per run, parents first.
+    """All stored pages, as one "stored" event per run, parents first.
 
-    Who applies it, and then the events with a greater sequence, has the cache's state.
+    A mirror that applies it, and then the events of greater sequence, has the cache's state.
     `digest` is the XOR of all page hashes: equal digests mean equal contents.
     """
 
@@ -57,7 +57,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What an observer of evictions is told: page ids that are about to be reused."""
+    """An eviction, as observers see it: these page ids are about to be reused."""
 
     namespace: bytes
     atoms: bytes  # packed, of the evicted pages only
@@ -67,10 +67,10 @@ class Evicted:
 
 
 class Subscription:
-    """A bounded queue of events; the oldest are dropped when nobody takes them.
+    """A bounded queue of events; the oldest are dropped when it is full.
 
     Args:
-        capacity: events kept.
+        capacity: events at most.
     """
 
     def __init__(self, log: EventLog, capacity: int) -> None:
@@ -85,19 +85,19 @@ class Subscription:
         return events
 
     def close(self) -> None:
-        """Get no more events."""
+        """End the subscription."""
         if self in self._log.subscribers:
             self._log.subscribers.remove(self)
             self._log.drop_hashes_if_unread()
 
     def put(self, event: CacheEvent) -> None:
-        """Append an event, over the oldest if need be."""
+        """Append an event; drops the oldest if the queue is full."""
         self.num_dropped += len(self._events) == self._events.maxlen
         self._events.append(event)
 
 
 class EventLog:
-    """Makes events of what happens to nodes."""
+    """Makes events from changes of nodes, and delivers them."""
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
@@ -110,7 +110,7 @@ class EventLog:
         self._paused = False
 
     def subscribe(self, capacity: int) -> Subscription:
-        """Begin to log; what is stored already is hashed now."""
+        """Start a subscription. The first one hashes all stored pages."""
         if not self.subscribers:
             self._hash_all()
         subscription = Subscription(self, capacity)
@@ -118,7 +118,7 @@ class EventLog:
         return subscription
 
     def snapshot(self) -> Snapshot:
-        """What is stored, and the number of the last event that it includes."""
+        """All stored pages, and the sequence number of the last event included."""
         if not self.subscribers:
             self._hash_all()
         runs = []
@@ -132,24 +132,24 @@ class EventLog:
         return snapshot
 
     def drop_hashes_if_unread(self) -> None:
-        """Drop the hashes when nobody is left who reads them."""
+        """Drop the hashes if there is no subscriber."""
         if not self.subscribers:
             self._hashes.clear()
             self._digest = 0
-            self._sequence += 1  # whatever happens until somebody subscribes is a gap
+            self._sequence += 1  # changes until the next subscription are a gap
 
     def adopt_subscribers(self, other: EventLog) -> None:
-        """Tell those who listened to `other` that all is gone, and what comes from now on."""
+        """Take over the subscribers and observers of `other`, and tell them that all is cleared."""
         self.subscribers, self.observers = other.subscribers, other.observers
         self._sequence = other._sequence
         for subscriber in self.subscribers:
             subscriber._log = self  # noqa: SLF001 - of this module
         self.cleared()
 
-    # -- what happens to nodes -------------------------------------------------------------
+    # -- changes of nodes ------------------------------------------------------------------
 
     def stored(self, node: int) -> None:
-        """Pages of a node became shared: those that have no hash yet."""
+        """Pages of a node became shared: the pages that have no hash yet."""
         tree, known = self._tree, self._hashes.get(node, b"")
         count, first = tree.resident[node], len(known) // HASH_BYTES
         page_bytes = tree.page_bytes
@@ -166,7 +166,7 @@ class EventLog:
         self._put(self._event("stored", node, hashes, pages, above))
 
     def split(self, upper: int, lower: int) -> None:
-        """A node was cut in two."""
+        """A node was split."""
         known = self._hashes.pop(lower, b"")
         cut = self._tree.length[upper] * HASH_BYTES
         if known:
@@ -177,15 +177,15 @@ class EventLog:
             self._hashes[lower] = known[cut:]
 
     def removed(self, node: int, packed: bytes, reason: int) -> None:
-        """Pages were taken off the tail of a node."""
+        """Pages were evicted from the end of a node."""
         tree, count = self._tree, len(packed) // ID_BYTES
         start = tree.resident[node]
         if self.observers:
-            at, page_bytes = tree.root[node], tree.page_bytes
+            root, page_bytes = tree.root[node], tree.page_bytes
             atoms = tree.edge(node)[start * page_bytes : (start + count) * page_bytes]
             above = tree.start[node] + start
-            told = Evicted(tree.namespaces[at], atoms, above, Pages(packed), REASONS[reason])
-            self._pending_evictions.append(told)
+            evicted = Evicted(tree.namespaces[root], atoms, above, Pages(packed), REASONS[reason])
+            self._pending_evictions.append(evicted)
         known = self._hashes.pop(node, b"")
         if known:
             keep, gone = known[: start * HASH_BYTES], known[start * HASH_BYTES :]
@@ -197,17 +197,17 @@ class EventLog:
             self._put(event)
 
     def cleared(self) -> None:
-        """All that was stored is gone, which was not told page by page."""
+        """All stored pages are gone, without an event for each."""
         self._paused = False
         if self.subscribers:
             self._put(CacheEvent(0, "cleared"))
 
     def pause(self) -> None:
-        """Tell nothing page by page until `cleared`."""
+        """Suppress events until `cleared`."""
         self._paused = True
 
     def observe(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
-        """Have an observer called from now on; returns how to stop that."""
+        """Call an observer at each eviction; returns the function that stops it."""
         observers, is_on = self.observers, True
         observers.append(observer)
 
@@ -220,10 +220,11 @@ class EventLog:
         return stop
 
     def notify_observers(self) -> None:
-        """Call the observers of what was evicted, now that the cache is consistent again."""
-        told, self._pending_evictions = self._pending_evictions, []
-        with ExitStack() as calls:  # all are called, also if one of them raises
-            for evicted in reversed(told):
+        """Call the observers of evictions; the cache is consistent again."""
+        evictions, self._pending_evictions = self._pending_evictions, []
+        # An ExitStack calls them all, even if one raises.
+        with ExitStack() as calls:
+            for evicted in reversed(evictions):
                 for observer in reversed(self.observers):
                     calls.callback(observer, evicted)
 
@@ -270,7 +271,7 @@ class EventLog:
 
 def _xor_hashes(hashes: bytes) -> int:
     """The XOR of packed hashes."""
-    folded = 0
-    for at in range(0, len(hashes), HASH_BYTES):
-        folded ^= int.from_bytes(hashes[at : at + HASH_BYTES], "big")
-    return folded
+    digest = 0
+    for start in range(0, len(hashes), HASH_BYTES):
+        digest ^= int.from_bytes(hashes[start : start + HASH_BYTES], "big")
+    return digest

@@ -1,4 +1,4 @@
-"""Why a prefix was found, and why no more of it."""
+"""Reason for a cache miss: how far a key hits, and what stops it there."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from ramify.cache.key import CacheKey, atoms_of
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
 
-MAX_SIBLINGS = 64  # looked at for the one that goes along furthest
-MAX_CHILDREN = 1024  # gone through for siblings: most may be private
-MAX_NAMESPACES = 64  # looked at for the same prefix elsewhere
+MAX_SIBLINGS = 64  # compared to find the longest common prefix
+MAX_CHILDREN = 1024  # visited to find siblings: most may be private
+MAX_NAMESPACES = 64  # searched for the same prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a lookup of a key would find, and what stops it there.
+    """What a lookup of a key would hit, and why no more.
 
     `reason` is one of
 
-    - "hit": all that can be found is: at least one token is always computed;
-    - "page_tail": only a part of a page is left, and pages are shared whole;
+    - "hit": everything that can hit does; at least one token is always computed;
+    - "page_tail": less than a page is left, and pages are shared whole;
     - "pending": the next page is being computed by another request;
-    - "evicted": the next page was cached; `evicted_by` says what took it (capacity, asked,
-      cleared, predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` when, `idle_s` how long
-      it had not been used by then; `pin_refused` is set if it was to be pinned;
-    - "diverged": a cached prompt goes along up to token `diverged_at` and on differently:
-      `sibling` has its atoms from the end of the hit on, as packed int32. Where only one of both
-      has a salt, nothing behind it is told, nor that anything is there;
-    - "namespace": nothing here, but `other_namespace` has `other_tokens` of it;
-    - "never_seen": nothing begins like this, or it was forgotten.
+    - "evicted": the next page was cached. `evicted_by` is the reason (capacity, asked, cleared,
+      predicate, or withdrawn: its step failed or its drafts were rejected), `evicted_ago_s` the
+      time since, `idle_s` how long it had been unused by then; `pin_refused` says why it was not
+      pinned;
+    - "diverged": a cached prompt is equal up to token `diverged_at`, and differs there. `sibling`
+      holds its atoms from the end of the hit on, as packed int32. Where only one of the two has a
+      salt, nothing behind the salt is revealed;
+    - "namespace": nothing hits here, but `other_namespace` has `other_tokens` of the key;
+    - "never_seen": nothing starts like this, or it was forgotten.
     """
 
     num_tokens: int  # length of the key
@@ -41,7 +42,7 @@ class Explanation:
     reason: str
     diverged_at: int | None = None
     sibling: bytes = field(default=b"", repr=False)
-    evicted_tokens: int = 0  # tokens behind the hit that are remembered as evicted
+    evicted_tokens: int = 0  # tokens behind the hit that are ghosts
     evicted_by: str = ""
     evicted_ago_s: float | None = None
     idle_s: float | None = None
@@ -50,26 +51,26 @@ class Explanation:
     other_tokens: int = 0
 
     def __str__(self) -> str:
-        told = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
+        summary = f"{self.hit_tokens} of {self.num_tokens} tokens found; "
         match self.reason:
             case "hit":
-                return told + "that is all there is to find"
+                return summary + "that is all there is to find"
             case "page_tail":
-                return told + "the rest is less than a page"
+                return summary + "the rest is less than a page"
             case "pending":
-                return told + "the next page is being computed"
+                return summary + "the next page is being computed"
             case "evicted":
                 refused = f", after a pin was refused ({self.pin_refused})" * bool(self.pin_refused)
-                return told + (
+                return summary + (
                     f"the next {self.evicted_tokens} were evicted {self.evicted_ago_s:.1f} s ago "
                     f"({self.evicted_by}), idle for {self.idle_s:.1f} s{refused}"
                 )
             case "diverged":
-                return told + f"a cached prompt is the same up to token {self.diverged_at}"
+                return summary + f"a cached prompt is the same up to token {self.diverged_at}"
             case "namespace":
-                return told + f"another namespace has {self.other_tokens}"
-        goes = "goes on" if self.hit_tokens else "begins"
-        return told + f"nothing cached or remembered {goes} like this"
+                return summary + f"another namespace has {self.other_tokens}"
+        verb = "goes on" if self.hit_tokens else "begins"
+        return summary + f"nothing cached or remembered {verb} like this"
 
 
 def explain_key(
@@ -80,12 +81,12 @@ def explain_key(
     pin_refused: str = "",
     may_tell: Callable[[bytes], bool] | None = None,
 ) -> Explanation:
-    """Follow a key through what is cached and what is remembered; changes nothing.
+    """Follow a key through cached nodes and ghosts; changes nothing.
 
     Args:
-        may_tell: of which other namespaces; what is in the others changes nothing.
+        may_tell: whether another namespace may be named; the others have no influence.
 
-    Cost: that of a match, and of a look at 64 siblings or namespaces at most.
+    Cost: a match, and a comparison with at most 64 siblings or namespaces.
     """
 
     def or_elsewhere(here: Explanation | None) -> Explanation:
@@ -101,8 +102,9 @@ def explain_key(
     pages = tree.num_matched_pages(path, part, covered)
     hit, position = pages * size, pages * page_bytes
     if position >= usable:
-        whole = total - hit in (0, 1, size)  # the last token, or its whole page, is computed anew
-        return Explanation(total, hit, "hit" if whole else "page_tail")
+        # The last token, or its whole page, is always computed.
+        is_all = total - hit in (0, 1, size)
+        return Explanation(total, hit, "hit" if is_all else "page_tail")
     if part and covered == tree.resident[part] < tree.length[part]:
         child, inside = part, covered  # the rest of this node was evicted
     elif part:
@@ -133,18 +135,23 @@ def explain_key(
                 idle_s=max(0.0, ghosts.evicted_s[child] - tree.last_access_s[child]),
                 pin_refused=pin_refused,
             )
-        return or_elsewhere(None)  # what it parts from is not cached any more
+        return or_elsewhere(None)  # the diverging node is not cached any more
     return or_elsewhere(_nearest(tree, node, key, hit) if root else None)
 
 
 def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) -> Explanation | None:
-    """That a node goes on differently from one of its pages on; None if it does so in private."""
+    """Explain that a node differs from the key from `page` on; None if the difference is private."""
     edge = tree.edge(node)[page * tree.page_bytes :]
     same = shared_pages(edge, 0, memoryview(key.atoms)[hit * ATOM_BYTES :], ATOM_BYTES)
     if key.marks or node in tree.content:
         theirs, ours = tree.content_from(node, page), slice_atoms(key.marks, hit, len(key))
-        salts = [at for at, mark in (*theirs, *ours) if at >= same and mark.salt is not None]
-        if salts:  # one that both have lies before
+        salts = [
+            position
+            for position, atom in (*theirs, *ours)
+            if position >= same and atom.salt is not None
+        ]
+        # A salt that both share lies before `same`.
+        if salts:
             edge = edge[: min(salts) * ATOM_BYTES]
             if same * ATOM_BYTES == len(edge):
                 return None
@@ -152,17 +159,18 @@ def _diverged(tree: RadixTree, node: int, page: int, key: CacheKey, hit: int) ->
 
 
 def _nearest(tree: RadixTree, node: int, key: CacheKey, hit: int) -> Explanation | None:
-    """Of the newest children of a node, the one whose first page goes along furthest."""
+    """Explain by the child of a node that shares the longest prefix with the key."""
     begin = hit * ATOM_BYTES
     rest, first = memoryview(key.atoms)[begin:], key.atoms[begin : begin + ATOM_BYTES]
     best, furthest, left = 0, hit - 1, MAX_SIBLINGS
     for child in islice(tree.children(node), MAX_CHILDREN):
         near, is_there = -1, tree.resident[child] and not tree.leader[child]
         if key.marks or child in tree.content:
-            found = _diverged(tree, child, 0, key, hit)
-            if found is None:  # in private: as if it were not there
+            explanation = _diverged(tree, child, 0, key, hit)
+            # Private content counts as absent.
+            if explanation is None:
                 continue
-            near = found.diverged_at or 0
+            near = explanation.diverged_at or 0
         elif is_there:
             edge = tree.edge(child)
             near = hit + (shared_pages(edge, 0, rest, ATOM_BYTES) if edge.startswith(first) else 0)
@@ -182,7 +190,7 @@ def _or_elsewhere(
     key: CacheKey,
     may_tell: Callable[[bytes], bool] | None,
 ) -> Explanation:
-    """That another namespace has more of a key than goes along here, if one has."""
+    """Explain by another namespace that holds more of the key; else `here`."""
     best, best_tokens = None, here.diverged_at or here.hit_tokens
     others = (
         (namespace, root)

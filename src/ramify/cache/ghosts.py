@@ -1,4 +1,4 @@
-"""What was evicted, when and why: the tree remembers it, within a budget, oldest forgotten first."""
+"""Ghosts: evicted pages whose nodes stay in the tree, with time and reason, within a budget."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 from ramify.cache.tree import RadixTree
 
-# why a run of pages lost its place; an index into this tuple is kept by node
+# Reasons of eviction; a column holds the index of each node's.
 REASONS = ("capacity", "asked", "cleared", "predicate", "withdrawn")
 CAPACITY, ASKED, CLEARED, PREDICATE, WITHDRAWN = range(len(REASONS))
 
 
 class Ghosts:
-    """Nodes with evicted pages, in the order of their last eviction.
+    """Nodes with evicted pages, by time of their last eviction.
 
-    A node's pages are evicted after all those below it, so the oldest has no children.
+    A node's pages are evicted after all pages below it, so the oldest ghost has no children.
 
     Args:
-        max_pages: pages remembered at most; 0 remembers nothing.
-        on_forget: told a node and how many of its pages are forgotten, before they are.
+        max_pages: budget of ghost pages; the oldest are forgotten. 0 keeps none.
+        on_forget: called with a node and its number of ghost pages, before they are forgotten.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Ghosts:
         self._tree = tree
         self._on_forget = on_forget
         self.max_pages = max_pages
-        # Until it is first evicted, a node that was announced has the reason WITHDRAWN.
+        # A node that was announced has the reason WITHDRAWN until its first eviction.
         self.reason = tree.column(0, inherited=True)
         self.evicted_s = tree.column(0.0)
         self._after = tree.column(0)
@@ -36,7 +36,7 @@ class Ghosts:
         self._head = self._tail = 0
 
     def add(self, node: int, reason: int, now_s: float) -> None:
-        """Pages of a node were evicted just now."""
+        """Record that pages of a node were evicted now."""
         tail = self._tail
         if node != tail:
             if self._listed[node]:
@@ -53,13 +53,13 @@ class Ghosts:
         self.evicted_s[node] = now_s
 
     def never_computed(self, node: int) -> bool:
-        """Whether a node is no more than announced yet, or was, and its step failed."""
+        """Whether a node is announced and not yet computed, or its step failed."""
         tree = self._tree
-        waits = tree.leader[node] or not tree.resident[node]
-        return bool(waits) and self.reason[node] == WITHDRAWN
+        is_empty = tree.leader[node] or not tree.resident[node]
+        return bool(is_empty) and self.reason[node] == WITHDRAWN
 
     def trim(self) -> None:
-        """Forget the oldest until the budget is kept."""
+        """Forget the oldest ghosts until the budget holds."""
         tree = self._tree
         while tree.num_ghost_pages > self.max_pages:
             node = self._head
@@ -71,15 +71,15 @@ class Ghosts:
                 tree.drop_empty_root(root)
 
     def oldest_first(self) -> list[int]:
-        """The remembered nodes: for checks."""
-        found, node = [], self._head
+        """The nodes with ghosts, oldest first; for checks."""
+        nodes, node = [], self._head
         while node:
-            found.append(node)
+            nodes.append(node)
             node = self._after[node]
-        return found
+        return nodes
 
     def remove(self, node: int) -> None:
-        """Take a node off the list: all of its pages are cached again, or it is forgotten."""
+        """Unlink a node whose pages are all cached again, or which is forgotten."""
         before, after = self._before[node], self._after[node]
         if before:
             self._after[before] = after

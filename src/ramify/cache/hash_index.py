@@ -1,10 +1,9 @@
-"""The flat alternative to the radix tree: every page by itself, under a hash of all before it.
+"""Hash index: pages by chained hash in one dict, vLLM's alternative to the radix tree.
 
-A page is found by its chained hash in one dict for the whole cache, as block-based engines do it and
-as external stores and routers name pages. The hash is that of `CacheKey.page_hashes`, but for pages
-with marks, whose numbers in this process are hashed here. Nodes hold one page each;
-everything else (pins, order of eviction, ghosts, events) is what it is for the radix tree, so the
-two can be compared by what an index costs alone.
+A page's hash covers all pages before it, as external stores and routers name pages. It is that of
+`CacheKey.page_hashes`, except for pages with content atoms: here their numbers in this process are
+hashed. Each node holds one page. Pins, eviction, ghosts and events are those of the radix tree, so
+that the two differ by the cost of the index alone.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from ramify.cache.tree import SHARDS, ChildIndex, PageIndex, RadixTree
 
 
 class HashIndex:
-    """Children by the hash of their page and all pages before it.
+    """Child index by the hash of a page and all pages before it.
 
-    A hash only proposes: the page's atoms and its parent are compared on every hit, so that a
-    collision costs a comparison and never gives a wrong page.
+    Every hit compares the page's atoms and its parent, so that a collision of hashes costs a
+    comparison and never gives a wrong page.
 
     Args:
-        tree: whose nodes are found.
+        tree: the tree whose nodes are indexed.
         chain: (parent's hash, page, page bytes) → the page's hash.
     """
 
@@ -42,10 +41,10 @@ class HashIndex:
         self._collided: dict[bytes, list[int]] = {}  # further nodes with the same hash
 
     def find(self, parent: int, atoms: bytes, position: int) -> int:
-        """One hash and one dict lookup."""
+        """The child of `parent` whose page starts at `position`; 0 if there is none."""
         page = atoms[position : position + self._page_bytes]
         name = self._chain(self._hash_of(parent), page, self._page_bytes)
-        self._missed = (parent, page, name)  # what `add` is going to ask for
+        self._missed = (parent, page, name)  # what `add` will need next
         node = self._nodes[name[0]].get(name, 0)
         if not node or self._matches(node, parent, page):
             return node
@@ -53,7 +52,7 @@ class HashIndex:
         return next((other for other in others if self._matches(other, parent, page)), 0)
 
     def add(self, node: int) -> None:
-        """Hash a new node's page and make it known."""
+        """Index a new node by its page."""
         tree = self._tree
         parent, edge = tree.parent[node], tree.edge(node)
         missed_parent, missed_page, name = self._missed
@@ -64,8 +63,8 @@ class HashIndex:
             self._collided.setdefault(name, []).append(node)
 
     def remove(self, node: int) -> None:
-        """Drop the hash of a page that is forgotten, so that its number can be used again."""
-        self._missed = (0, b"", b"")  # the number may come to stand for another node
+        """Remove a node from the index; its number can be used again."""
+        self._missed = (0, b"", b"")  # the number may be reused for another node
         name, self._hashes[node] = self._hashes[node], b""
         others = self._collided.get(name, [])
         if node in others:
@@ -78,12 +77,12 @@ class HashIndex:
             self._collided.pop(name, None)
 
     def _hash_of(self, node: int) -> bytes:
-        found = self._hashes[node]
-        if found:
-            return found
+        page_hash = self._hashes[node]
+        if page_hash:
+            return page_hash
         namespace = self._tree.namespaces[node]
         known, name = self._roots.get(node, (None, b""))
-        if known != namespace:  # a new root, perhaps with the number of a forgotten one
+        if known != namespace:  # a new root, perhaps with a reused number
             name = namespace_hash(namespace)
             self._roots[node] = (namespace, name)
         return name

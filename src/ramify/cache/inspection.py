@@ -1,4 +1,4 @@
-"""Looking over the whole tree: for people who operate a cache, never on a request's way."""
+"""Read-only walks over the whole tree for operators: tree dump, prefix filter. Never on the hot path."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.cache.types import Node
 
-MAX_SIBLINGS = 1024  # of one node that a survey looks at, newest first
+MAX_SIBLINGS = 1024  # children of a node that a dump visits, newest first
 PREVIEW_ATOMS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node as a survey tells it."""
+    """A node of a tree dump."""
 
     id: int
-    parent: int  # 0 below a root
+    parent: int  # 0 for a child of a root
     level: int  # nodes above it
     namespace: bytes
-    start_token: int  # tokens above it
-    num_tokens: int  # of its pages
+    start_token: int  # tokens before it
+    num_tokens: int  # in its cached pages
     num_pages: int
     hits: int
     pins: int
     is_pending: bool
     num_children: int
-    age_s: float  # since it was computed
-    idle_s: float  # since it was used
+    age_s: float  # since its pages were computed
+    idle_s: float  # since its last use
     first_atoms: bytes  # packed int32, at most 32
-    salt: bytes | None  # the last one on the way to its end
+    salt: bytes | None  # the last salt on the path to its end
 
 
 @dataclass(frozen=True, slots=True)
 class TreeDump:
-    """The nodes with most hits, each after its parent."""
+    """The nodes of the most hits, each after its parent."""
 
     nodes: tuple[NodeInfo, ...]
     num_nodes: int  # in all
 
 
 def top_nodes(cache: PrefixCache, max_nodes: int) -> TreeDump:
-    """The `max_nodes` nodes that are reached by following the most hits, in the order of a walk.
+    """The `max_nodes` nodes reached by following the most hits, in depth-first order.
 
-    Cost: of each node told, and of at most 1,024 of its children.
+    Cost: each node returned, and at most 1,024 of its children.
     """
     tree, store = cache._tree, cache._store  # noqa: SLF001 - a part of the cache's own package
     now_s, size = store.clock(), tree.page_size
     queue = [(-1, root, 0) for root in tree.roots.values()]
     heapq.heapify(queue)
     below: dict[int, list[NodeInfo]] = {}
-    num_told = 0
-    while queue and num_told < max_nodes:
+    num_listed = 0
+    while queue and num_listed < max_nodes:
         _, node, level = heapq.heappop(queue)
         if tree.parent[node]:
-            num_told += 1
+            num_listed += 1
             above = tree.parent[node]
             is_top = not tree.parent[above]
-            found = NodeInfo(
+            info = NodeInfo(
                 id=node,
                 parent=0 if is_top else above,
                 level=level - 1,
@@ -79,7 +79,7 @@ def top_nodes(cache: PrefixCache, max_nodes: int) -> TreeDump:
                 first_atoms=tree.edge(node)[: PREVIEW_ATOMS * ATOM_BYTES],
                 salt=tree.salt_of(node),
             )
-            below.setdefault(found.parent, []).append(found)
+            below.setdefault(info.parent, []).append(info)
         for child in islice(tree.children(node), MAX_SIBLINGS):
             if tree.resident[child]:
                 heapq.heappush(queue, (-tree.hits[child], child, level + 1))
@@ -92,27 +92,27 @@ def top_nodes(cache: PrefixCache, max_nodes: int) -> TreeDump:
 
 
 def nodes_under(cache: PrefixCache, key: CacheKey) -> frozenset[int]:
-    """Ids of the nodes in which prompts that begin with `key` end or go on, and of those on the way.
+    """Ids of the nodes on the path of `key` and below it.
 
-    Cost: a memcmp per child of each node on the way, and a visit to each node below.
+    Cost: a memcmp per child of each node on the path, and a visit to each node below.
     """
     tree = cache._tree  # noqa: SLF001
-    atoms, found = key.atoms, set[int]()
-    ways = [(tree.roots.get(key.namespace, 0), 0)]
-    while ways:
-        node, position = ways.pop()
+    atoms, ids = key.atoms, set[int]()
+    paths = [(tree.roots.get(key.namespace, 0), 0)]
+    while paths:
+        node, position = paths.pop()
         for child in tree.children(node) if node else ():
             edge = tree.edge(child)
             if edge.startswith(atoms[position:]):
-                found.update(tree.nodes(child))
+                ids.update(tree.nodes(child))
             elif atoms.startswith(edge, position):
-                found.add(child)
-                ways.append((child, position + len(edge)))
-    return frozenset(found)
+                ids.add(child)
+                paths.append((child, position + len(edge)))
+    return frozenset(ids)
 
 
 def count_pages(cache: PrefixCache, predicate: Callable[[Node], bool]) -> int:
-    """Cached pages of the nodes of which `predicate` is true. Cost: a look at every node."""
+    """Count the cached pages of nodes that satisfy `predicate`. Cost: a visit to every node."""
     tree = cache._tree  # noqa: SLF001
     return sum(
         tree.resident[node]
@@ -122,5 +122,5 @@ def count_pages(cache: PrefixCache, predicate: Callable[[Node], bool]) -> int:
 
 
 def time_before(cache: PrefixCache, age_s: float) -> float:
-    """The time, on the cache's clock, that is `age_s` ago: to compare with `Node.used_s`."""
+    """The cache's clock `age_s` seconds ago, to compare with `Node.used_s`."""
     return cache._store.clock() - age_s  # noqa: SLF001

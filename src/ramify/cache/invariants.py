@@ -1,4 +1,4 @@
-"""Recounts everything a prefix cache keeps, from nothing but its nodes, leases and pages."""
+"""Invariants of a prefix cache: recount nodes, leases, pages, queue and ghosts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def check_cache(store: NodeStore, leases: Collection[Lease]) -> None:
 
 
 def expect(holds: object, message: str) -> None:
-    """Raise InvariantError unless something holds."""
+    """Raise InvariantError unless `holds` is true."""
     if not holds:
         raise InvariantError(message)
 
 
 def check_tree(tree: RadixTree) -> None:
-    """Links, keys, lengths and the state that parents and children must share."""
+    """Check links, keys, lengths, and the states of parents against their children."""
     nodes, page_bytes = list(tree.nodes()), tree.page_bytes
     expect(len(nodes) == tree.num_nodes, f"{len(nodes)} nodes found, {tree.num_nodes} counted")
     for root in tree.roots.values():
@@ -76,16 +76,16 @@ def check_tree(tree: RadixTree) -> None:
 def _check_leases(tree: RadixTree, leases: Collection[Lease], nodes: list[int]) -> None:
     pins: Counter[int] = Counter()
     for lease in leases:
-        at = lease.node
-        while at:
-            pins[at] += 1
-            at = tree.parent[at]
+        node = lease.node
+        while node:
+            pins[node] += 1
+            node = tree.parent[node]
     for node in [*nodes, *tree.roots.values()]:
         counted, held = tree.ref_count[node], pins.pop(node, 0)
         expect(counted == held, f"a node has {counted} pins but {held} leases")
     expect(not pins, f"{len(pins)} pinned nodes have left the tree")
-    holders = {lease.leader for lease in leases}
-    lost = [node for node in nodes if tree.leader[node] and tree.leader[node] not in holders]
+    leaders = {lease.leader for lease in leases}
+    lost = [node for node in nodes if tree.leader[node] and tree.leader[node] not in leaders]
     expect(not lost, "a pending node's leader is gone")
 
 

@@ -1,4 +1,4 @@
-"""Eviction policies by name. All but "auto" are fixed rules."""
+"""Eviction policies by name: "auto" adapts to the traffic, the others are fixed rules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from ramify.cache.adaptive_policy import HitDensityPolicy
 from ramify.cache.eviction_queue import EvictionQueue, Policy, Segment
 from ramify.cache.tree import RadixTree
 
-LFU_HALF_LIFE = 4  # pools of pages looked up, after which a use counts half
-COST_DEPTH = 32768  # tokens before a page that double its cost: about where attention, which grows
-# with them, takes as long as the linear layers of an 8 B model, which do not
+# pools of pages looked up, after which a use counts half
+LFU_HALF_LIFE = 4
+# Tokens before a page that double its cost of recomputation: about where attention, which grows with
+# them, takes as long as the linear layers of an 8 B model, which do not.
+COST_DEPTH = 32768
 
 
 class Ordered:
-    """A rule that reads the tree: the lowest of a few lanes goes first, in it the lowest key."""
+    """A rule over columns of the tree: evicts the lowest rank of the lowest segment.
+
+    Args:
+        segment: node → segment; None puts all leaves into one.
+        rank: node → rank within its segment.
+        count: called for each node that a lookup used again.
+    """
 
     def __init__(
         self,
@@ -27,33 +35,32 @@ class Ordered:
         self.rank = rank
 
     def segment(self, node: int) -> int:
-        """One lane for all, unless the rule has several."""
+        """See `Policy.segment`."""
         return 0 if self._segment_of is None else self._segment_of(node)
 
     def victim(self, segments: dict[int, Segment], queue: EvictionQueue) -> int:
-        """The first leaf of the lowest lane."""
+        """The leaf of the lowest rank in the lowest segment."""
         return queue.first_of(segments[min(segments)]) if segments else 0
 
     def on_release(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:  # noqa: ARG002
-        """Count the lookups of what was known, for a rule that wants them."""
+        """Count the lookups of known nodes, if the rule counts them."""
         if self._count is not None:
             for node in known:
                 self._count(node)
 
     def on_evict(self, node: int) -> None:
-        """Nothing to learn."""
+        """See `Policy`; changes nothing."""
 
     def on_forget(self, node: int, num_pages: int) -> None:
-        """Nothing to learn."""
+        """See `Policy`; changes nothing."""
 
 
 class Scored:
-    """A rule that keeps a score by node, renewed with each use: the lowest goes first.
+    """A rule with a score per node, renewed with each use: evicts the lowest score.
 
     Args:
-        tree: whose nodes are scored.
-        num_pages: of the pool.
-        rescore: (node, pages looked up so far, highest score evicted so far, score before) → score.
+        num_pages: pages of the pool.
+        rescore: (node, pages looked up, highest score evicted, previous score) → new score.
     """
 
     def __init__(
@@ -70,46 +77,46 @@ class Scored:
         self._floor = 0.0
 
     def segment(self, node: int) -> int:  # noqa: ARG002
-        """One lane for all."""
+        """See `Policy.segment`: all leaves are in one."""
         return 0
 
     def rank(self, node: int) -> float:
-        """The score."""
+        """The node's score."""
         return self._score[node]
 
     def victim(self, segments: dict[int, Segment], queue: EvictionQueue) -> int:
-        """The lowest score."""
+        """The leaf of the lowest score."""
         return queue.first_of(segments[0]) if segments else 0
 
     def on_release(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
-        """Give every node of the path a new score."""
+        """Rescore every node of the path."""
         score = self._score
         self._num_pages_looked_up += min(self._num_pages, num_pages)
         for node in (*known, *new):
             score[node] = self._rescore(node, self._num_pages_looked_up, self._floor, score[node])
 
     def on_evict(self, node: int) -> None:
-        """Remember how high the scores are that go."""
+        """Raise the floor to the highest score evicted (the inflation of GreedyDual)."""
         self._floor = max(self._floor, self._score[node])
 
     def on_forget(self, node: int, num_pages: int) -> None:
-        """Nothing to learn."""
+        """See `Policy`; changes nothing."""
 
 
 def lru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
-    """The least recently released goes first."""
+    """Evict the least recently released leaf."""
     return Ordered(None, lambda node: tree.last_access[node])
 
 
 def fifo(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
-    """What was computed first goes first."""
+    """Evict the leaf that was computed first."""
     return Ordered(None, lambda node: tree.created_at_lookup[node])
 
 
 def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
-    """What was never looked up again goes first, then the rest; in both, the least recent.
+    """Segmented LRU: evict leaves that were never used again before all others; in both, LRU.
 
-    A lookup counts, too, if what it wanted had been evicted and is remembered.
+    A lookup of an evicted page that is still a ghost counts as a use.
     """
     uses = tree.column(0, inherited=True)
 
@@ -120,33 +127,35 @@ def slru(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
 
 
 def priority(tree: RadixTree, num_pages: int) -> Policy:  # noqa: ARG001
-    """The lowest priority goes first, in it the least recent; see `PrefixCache.set_priority`."""
+    """Evict the lowest priority, then the least recent leaf; see `PrefixCache.set_priority`."""
     return Ordered(None, lambda node: tree.priority[node] * 2**48 + tree.last_access[node])
 
 
 def lfu(tree: RadixTree, num_pages: int) -> Policy:
-    """The least often used goes first; a use counts half after four pools of pages looked up.
+    """Evict the least often used leaf; a use counts half after four pools of pages looked up.
 
-    The score is the logarithm of a sum of 2^(time of use), so that ageing changes no order and
-    nothing has to be aged (forward decay; Cormode et al., ICDE 2009). Ghosts keep theirs.
+    score = log2(sum over uses of 2^(time of use)): ageing changes no order, so that no score has to
+    be aged (forward decay; Cormode et al., ICDE 2009). Ghosts keep their score.
     """
 
-    def rescore(_node: int, clock: int, _floor: float, before: float) -> float:
-        now = 1 + clock / (LFU_HALF_LIFE * num_pages)  # never 0, which is a node not used yet
+    def rescore(_node: int, pages_looked_up: int, _floor: float, before: float) -> float:
+        now = 1 + pages_looked_up / (
+            LFU_HALF_LIFE * num_pages
+        )  # never 0: that is a node not used yet
         return max(before, now) + log2(1 + exp2(-abs(before - now))) if before else now
 
     return Scored(tree, num_pages, rescore)
 
 
 def cost(tree: RadixTree, num_pages: int) -> Policy:
-    """What saves the least computation per page goes first (GreedyDual with frequency).
+    """Evict the leaf that saves the least computation per page (GreedyDual with frequency).
 
-    A page costs the more to recompute the more tokens lie before it, since attention reads them.
-    It saves computed work, not tokens: its hit rate may be lower.
+    score = floor + (hits + 1) * (1 + depth / COST_DEPTH): a deep page costs more to recompute, since
+    attention reads all tokens before it. Saves work, not tokens: the hit rate may be lower.
     """
     deep = COST_DEPTH / tree.page_size
 
-    def rescore(node: int, _clock: int, floor: float, _before: float) -> float:
+    def rescore(node: int, _pages_looked_up: int, floor: float, _before: float) -> float:
         middle = tree.start[node] + tree.length[node] / 2
         return floor + (tree.hits[node] + 1) * (1 + middle / deep)
 
