@@ -46,7 +46,9 @@ class RamifyError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(kind: type[RamifyError], args: tuple[object, ...], fields: dict[str, object]) -> object:
+def _rebuild(
+    kind: type[RamifyError], args: tuple[object, ...], fields: dict[str, object]
+) -> object:
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
     return error

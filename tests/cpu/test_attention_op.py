@@ -70,7 +70,7 @@ def test_the_operator_keeps_its_contract() -> None:
     """Schema, fake and real kernel agree: torch's own check."""
     block, step, _ = made("eager")
     attention = block.attention
-    arguments = (step.q, list(block.planes.values()), "k,v", None, 0, attention.number, 16)
+    arguments = (step.q, list(block.planes.values()), "k,v", None, 0, attention.instance_id, 16)
 
     torch.library.opcheck(
         torch.ops.ramify.attend.default,
@@ -82,7 +82,7 @@ def test_the_operator_keeps_its_contract() -> None:
 def test_an_operator_lives_as_long_as_its_attention() -> None:
     """The number of one that is gone finds nothing: no other's plan by accident."""
     block, step, _ = made("eager")
-    number = block.attention.number
+    number = block.attention.instance_id
     planes = block.planes
     del block
 

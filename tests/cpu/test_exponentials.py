@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.kernels.cpu.online_softmax import data_address, jit
+from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.simd import HAS_BF16_DOT, TILE_N
 from ramify.kernels.cpu.threads import aligned_zeros
 from ramify.kernels.cpu.vector_math import exp_minus_max, exp_minus_max_vnni, exp_scalar, row_max

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
-from ramify.kernels.cpu.online_softmax import data_address, jit
+from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
 

@@ -1,4 +1,4 @@
-"""Real server processes on real sockets, one per set of options."""
+"""Fixtures: `ramify serve` processes, one for each set of options."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ import pytest
 from ramify.models.loader import find_checkpoint
 from tests.cpu.talker import TALKER_TEMPLATE
 
-START_S = 240  # the first start compiles kernels, on a machine that may be busy
+START_S = 240  # the first start compiles kernels, perhaps on a busy machine
 
 
 @dataclass
 class Running:
-    """A server process that is ready."""
+    """A server process that is ready, and its clients."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -47,7 +47,7 @@ class Running:
         return self._client(anthropic.Anthropic, key, self.url)
 
     def _client(self, kind: type, key: str, url: str) -> Any:
-        """One per key, closed at the end: a client that is collected open is a warning."""
+        """A client for each key; closed by `start`, as collecting an open client is a warning."""
         if (kind, key) not in self.clients:
             self.clients[kind, key] = kind(base_url=url, api_key=key, max_retries=0)
         return self.clients[kind, key]
@@ -64,10 +64,10 @@ Start = Callable[..., Running]
 
 
 def start_server(log_file: Path, *options: str, model: str = "ramify-tiny") -> Running:
-    """`ramify serve` with these options, on a free port.
+    """Start `ramify serve` with these options on a free port; returns when it is ready.
 
     Raises:
-        AssertionError: it ended, or was not ready in time.
+        AssertionError: the process has ended, or is not ready within `START_S`.
     """
     command = [sys.executable, "-m", "ramify", "serve", model, "--port", "0", *options]
     with log_file.open("wb") as out:
@@ -77,9 +77,9 @@ def start_server(log_file: Path, *options: str, model: str = "ramify-tiny") -> R
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, log_file.read_text()
-        found = re.search(r"listening on (http://\S+)", log_file.read_text())
-        if found and is_ready(found[1]):
-            return Running(found[1], process, log_file)
+        match = re.search(r"listening on (http://\S+)", log_file.read_text())
+        if match and is_ready(match[1]):
+            return Running(match[1], process, log_file)
         time.sleep(0.05)
     process.kill()
     raise AssertionError(f"not ready after {START_S} s: {log_file.read_text()}")
@@ -87,15 +87,15 @@ def start_server(log_file: Path, *options: str, model: str = "ramify-tiny") -> R
 
 def is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Servers by their options; each is started once."""
+    """Returns a server for given options; each is started once a session."""
     running: dict[tuple[str, ...], Running] = {}
 
     def get(*options: str, model: str = "ramify-tiny") -> Running:
@@ -115,7 +115,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The built-in model with a template that writes tools and drops what an answer thought."""
+    """Path of the built-in model with a chat template that renders tools and drops earlier thinking."""
     path = tmp_path_factory.mktemp("model") / "talker"
     shutil.copytree(find_checkpoint("ramify-tiny"), path)
     settings = json.loads((path / "tokenizer_config.json").read_text())
@@ -126,5 +126,5 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def server(start: Start) -> Running:
-    """The one with default options."""
+    """The server with default options."""
     return start()

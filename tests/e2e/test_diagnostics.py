@@ -1,4 +1,4 @@
-"""Why a prefix was not read again: in Anthropic's words, in OpenAI's, and in ours."""
+"""Miss diagnostics: Anthropic's, OpenAI's, and `usage.ramify_cache.miss`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ Talk = dict[str, Any]
 Ask = Callable[[Running, Talk, str | None, str], tuple[str, dict[str, Any] | None, dict[str, Any]]]
 
 
-def talk_of(ask: Ask, about: str) -> Talk:
-    """One that no other test has asked: of cached prompts, the one that goes furthest is told of."""
-    name = f"{getattr(ask, '__name__', '')} {about}"
+def talk_of(ask: Ask, topic: str) -> Talk:
+    """A conversation that no other test sends: a miss is explained by the longest cached prompt."""
+    name = f"{getattr(ask, '__name__', '')} {topic}"
     letter = "abcdefgh"[ASKS.index(ask)]
-    tools = [one | {"name": f"{letter * 8}_{one['name']}"} for one in TALK["tools"]]
+    tools = [
+        tool_spec | {"name": f"{letter * 8}_{tool_spec['name']}"} for tool_spec in TALK["tools"]
+    ]
     return copy.deepcopy(TALK) | {"system": f"{name}. {DATED}", "tools": tools}
 
 
@@ -45,9 +47,9 @@ def by_anthropic(server: Running, talk: Talk, before: str | None, key: str) -> A
     answer = server.anthropic(key).messages.create(
         **talk, max_tokens=2, diagnostics={"previous_message_id": before}
     )
-    found = answer.diagnostics
-    told = None if found is None else found.cache_miss_reason.to_dict()
-    return answer.id, told, answer.usage.ramify_cache.get("miss")
+    diagnostics = answer.diagnostics
+    reason = None if diagnostics is None else diagnostics.cache_miss_reason.to_dict()
+    return answer.id, reason, answer.usage.ramify_cache.get("miss")
 
 
 def by_anthropic_stream(server: Running, talk: Talk, before: str | None, key: str) -> Any:
@@ -55,19 +57,19 @@ def by_anthropic_stream(server: Running, talk: Talk, before: str | None, key: st
         **talk, max_tokens=2, diagnostics={"previous_message_id": before}
     ) as stream:
         answer = stream.get_final_message()
-    found = answer.diagnostics
-    told = None if found is None else found.cache_miss_reason.to_dict()
-    return answer.id, told, answer.usage.ramify_cache.get("miss")
+    diagnostics = answer.diagnostics
+    reason = None if diagnostics is None else diagnostics.cache_miss_reason.to_dict()
+    return answer.id, reason, answer.usage.ramify_cache.get("miss")
 
 
 def openai_tools(talk: Talk) -> list[Talk]:
     return [
         {
-            "name": one["name"],
-            "description": one["description"],
-            "parameters": one["input_schema"],
+            "name": tool_spec["name"],
+            "description": tool_spec["description"],
+            "parameters": tool_spec["input_schema"],
         }
-        for one in talk["tools"]
+        for tool_spec in talk["tools"]
     ]
 
 
@@ -75,7 +77,7 @@ def chat_body(talk: Talk) -> Talk:
     return {
         "model": talk["model"],
         "messages": [{"role": "system", "content": talk["system"]}, *talk["messages"]],
-        "tools": [{"type": "function", "function": one} for one in openai_tools(talk)],
+        "tools": [{"type": "function", "function": function} for function in openai_tools(talk)],
         "max_tokens": 2,
     }
 
@@ -85,8 +87,8 @@ def by_chat(server: Running, talk: Talk, before: str | None, key: str) -> Any:
         **chat_body(talk),
         extra_body={"prompt_cache_options": {"comparison_response_id": before}},
     )
-    found = getattr(answer, "prompt_cache_diagnostics", None)
-    return answer.id, found, answer.usage.ramify_cache.get("miss")
+    diagnostics = getattr(answer, "prompt_cache_diagnostics", None)
+    return answer.id, diagnostics, answer.usage.ramify_cache.get("miss")
 
 
 def by_chat_stream(server: Running, talk: Talk, before: str | None, key: str) -> Any:
@@ -97,8 +99,8 @@ def by_chat_stream(server: Running, talk: Talk, before: str | None, key: str) ->
         extra_body={"prompt_cache_options": {"comparison_response_id": before}},
     )
     last = list(stream)[-1]
-    found = getattr(last, "prompt_cache_diagnostics", None)
-    return last.id, found, last.usage.ramify_cache.get("miss")
+    diagnostics = getattr(last, "prompt_cache_diagnostics", None)
+    return last.id, diagnostics, last.usage.ramify_cache.get("miss")
 
 
 def by_responses(server: Running, talk: Talk, before: str | None, key: str) -> Any:
@@ -106,13 +108,13 @@ def by_responses(server: Running, talk: Talk, before: str | None, key: str) -> A
         model=talk["model"],
         instructions=talk["system"],
         input=talk["messages"],
-        tools=[{"type": "function"} | one for one in openai_tools(talk)],
+        tools=[{"type": "function"} | tool_spec for tool_spec in openai_tools(talk)],
         max_output_tokens=2,
         prompt_cache_options={"comparison_response_id": before} if before else {},
     )
-    found = answer.prompt_cache_diagnostics
-    told = None if found is None else found.to_dict()
-    return answer.id, told, answer.usage.ramify_cache.get("miss")
+    diagnostics = answer.prompt_cache_diagnostics
+    reason = None if diagnostics is None else diagnostics.to_dict()
+    return answer.id, reason, answer.usage.ramify_cache.get("miss")
 
 
 def date_changed(talk: Talk) -> None:
@@ -139,7 +141,7 @@ def message_added(talk: Talk) -> None:
 
 
 ASKS: list[Ask] = [by_anthropic, by_anthropic_stream, by_chat, by_chat_stream, by_responses]
-# by mutation: what Anthropic's API says, OpenAI's, and the segment in each API's own words
+# (mutation, Anthropic's type, OpenAI's reason, path of the segment in Messages, Chat, Responses)
 CASES: list[tuple[Callable[[Talk], None], str | None, str | None, tuple[str, str, str]]] = [
     (
         date_changed,
@@ -164,69 +166,69 @@ CASES: list[tuple[Callable[[Talk], None], str | None, str | None, tuple[str, str
 def test_a_changed_conversation_is_told_where(
     start: Start, talker: str, ask: Ask, case: tuple[Any, ...]
 ) -> None:
-    """The right reason and segment in the API's own diagnostics and in `usage.ramify_cache`."""
-    change, of_anthropic, of_openai, segments = case
+    """Reason and segment are right, in the API's own diagnostics and in `usage.ramify_cache`."""
+    change, anthropic_type, openai_reason, segments = case
     server = start(*NAMES, model=talker)
     talk = talk_of(ask, change.__name__)
     first, _, _ = ask(server, talk, None, "none")
     changed = copy.deepcopy(talk)
     change(changed)
 
-    _, told, miss = ask(server, changed, first, "none")
+    _, reason, miss = ask(server, changed, first, "none")
 
     is_anthropic = "anthropic" in ask.__name__
     segment = segments[0 if is_anthropic else 2 if ask is by_responses else 1]
     if change is message_added:
-        assert told == (None if is_anthropic else {"type": "cache_hit"})
+        assert reason == (None if is_anthropic else {"type": "cache_hit"})
         assert miss is None or miss["reason"] in ("page_tail", "cold")
         return
-    assert told is not None
+    assert reason is not None
     if is_anthropic:
-        assert told["type"] == of_anthropic
-        assert told["cache_missed_input_tokens"] > 0
+        assert reason["type"] == anthropic_type
+        assert reason["cache_missed_input_tokens"] > 0
     else:
-        assert told["type"] == "cache_miss"
-        assert told["reason"] == of_openai
-        assert told["cache_missed_tokens"] > 0
-    assert told["segment"] == segment
-    if change is not other_model:  # twins are one model: its cache does not care for the name
+        assert reason["type"] == "cache_miss"
+        assert reason["reason"] == openai_reason
+        assert reason["cache_missed_tokens"] > 0
+    assert reason["segment"] == segment
+    if change is not other_model:  # aliases of one model share its cache
         assert miss is not None
         assert miss["reason"] == "diverged"
         assert miss["segment"] == segment
         assert miss["had"] != miss["got"]
-        shown = {
+        words = {
             date_changed: ("Monday", "Friday"),
             tools_reordered: ("city", "age"),
             message_edited: ("Ann", "Cleo"),
         }[change]
-        assert shown[0] in miss["had"]
-        assert shown[1] in miss["got"]
+        assert words[0] in miss["had"]
+        assert words[1] in miss["got"]
 
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_an_unknown_message_is_said_to_be_unknown(start: Start, talker: str, ask: Ask) -> None:
-    """Not a word on what it could have been."""
+    """Nothing is compared."""
     server = start(*NAMES, model=talker)
-    _, told, _ = ask(server, TALK, "msg_nobody", "none")
-    assert told is not None
-    assert told["type"] in ("previous_message_not_found", "comparison_response_not_found")
+    _, reason, _ = ask(server, TALK, "msg_nobody", "none")
+    assert reason is not None
+    assert reason["type"] in ("previous_message_not_found", "comparison_response_not_found")
 
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_another_tenants_message_is_unknown_and_its_prefix_cold(
     start: Start, talker: str, ask: Ask
 ) -> None:
-    """The same prompt with another key: nothing is read, and nothing is said of whose it was."""
-    others = [one.__name__ for one in ASKS]  # each has asked nothing before
-    options = [word for key in ("ann", *others) for word in ("--api-key", key)]
+    """The same prompt with another key: nothing is read, and the miss is `cold`, without text."""
+    other_keys = [other_ask.__name__ for other_ask in ASKS]  # a fresh tenant for each test
+    options = [option for key in ("ann", *other_keys) for option in ("--api-key", key)]
     server = start(*options, model=talker)
     talk = talk_of(ask, "tenants")
-    mine, _, _ = ask(server, talk, None, "ann")
+    first, _, _ = ask(server, talk, None, "ann")
 
-    _, told, miss = ask(server, talk, mine, ask.__name__)
+    _, reason, miss = ask(server, talk, first, ask.__name__)
 
-    assert told is not None
-    assert told["type"] in ("previous_message_not_found", "comparison_response_not_found")
+    assert reason is not None
+    assert reason["type"] in ("previous_message_not_found", "comparison_response_not_found")
     assert miss is not None
     assert miss["reason"] == "cold"
     assert "had" not in miss
@@ -234,31 +236,34 @@ def test_another_tenants_message_is_unknown_and_its_prefix_cold(
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_an_evicted_prefix_is_said_to_be_evicted(start: Start, talker: str, ask: Ask) -> None:
-    """Nothing changed: the APIs' own diagnostics have no word for it, ours has."""
+    """Nothing changed: `unavailable` in the APIs' own diagnostics, `evicted` in ours."""
     server = start("--kv-cache-tokens", "2048", "--policy", "lru", model=talker)
     talk = talk_of(ask, "evicted")
     first, _, _ = ask(server, talk, None, "none")
-    for at in range(12):
-        flood = copy.deepcopy(TALK) | {"system": f"{at} {ask.__name__} flood. {DATED}", "tools": []}
+    for index in range(12):
+        flood = copy.deepcopy(TALK) | {
+            "system": f"{index} {ask.__name__} flood. {DATED}",
+            "tools": [],
+        }
         ask(server, flood, None, "none")
 
-    _, told, miss = ask(server, talk, first, "none")
+    _, reason, miss = ask(server, talk, first, "none")
 
-    assert told is not None
-    assert told["type"] == "unavailable"
+    assert reason is not None
+    assert reason["type"] == "unavailable"
     assert miss is not None
     assert miss["reason"] == "evicted"
     assert miss["evicted_ago_s"] >= 0
 
 
 def test_a_request_is_explained_without_running_it(start: Start, talker: str) -> None:
-    """By the bodies of all three APIs: first cold, then found, then where it parts."""
+    """With bodies of all three APIs: first cold, then hit, then the segment where it diverges."""
     server = start(*NAMES, model=talker)
     client = server.openai()
     body = chat_body(copy.deepcopy(TALK) | {"system": "Explained. " + DATED})
 
-    def explain(asked: Talk) -> Any:
-        return client.post("/cache/explain", body=asked, cast_to=object)
+    def explain(request_body: Talk) -> Any:
+        return client.post("/cache/explain", body=request_body, cast_to=object)
 
     before = explain(body)
     answer = client.chat.completions.create(**body)
@@ -271,8 +276,8 @@ def test_a_request_is_explained_without_running_it(start: Start, talker: str) ->
     assert changed["miss"]["reason"] == "diverged"
     assert changed["miss"]["segment"] == "messages[1].content"
     assert "Rome" in changed["miss"]["had"]
-    responses = {"model": "talker", "input": "Who?", "instructions": "Explained. " + DATED}
-    assert explain(responses)["prompt_tokens"] > 16
-    talk = {name: TALK[name] for name in ("messages", "system", "tools")}
-    assert explain(talk)["segments"][0]["path"] == "tools[0]"
+    responses_body = {"model": "talker", "input": "Who?", "instructions": "Explained. " + DATED}
+    assert explain(responses_body)["prompt_tokens"] > 16
+    anthropic_body = {name: TALK[name] for name in ("messages", "system", "tools")}
+    assert explain(anthropic_body)["segments"][0]["path"] == "tools[0]"
     assert explain({"prompt": "Who?"})["prompt_tokens"] > 0

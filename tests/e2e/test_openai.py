@@ -1,4 +1,4 @@
-"""The official OpenAI client against a real server."""
+"""OpenAI's chat and text completions: the official client against a real server."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MODEL = "ramify-tiny"
 
 def talk(*texts: str) -> list[dict[str, str]]:
     roles = ["system", "user", "assistant"]
-    turns = [roles[0], *(roles[1 + at % 2] for at in range(len(texts) - 1))]
+    turns = [roles[0], *(roles[1 + index % 2] for index in range(len(texts) - 1))]
     return [{"role": role, "content": text} for role, text in zip(turns, texts, strict=True)]
 
 
 def test_models_are_listed(server: Running) -> None:
-    """With the length that tools look for."""
+    """With `max_model_len`, which tools read."""
     client = server.openai()
     [model] = client.models.list().data
     assert model.id == MODEL
@@ -32,7 +32,7 @@ def test_models_are_listed(server: Running) -> None:
 
 
 def test_a_chat_is_answered_and_its_prefix_is_read_again(server: Running) -> None:
-    """The second time all but the last page comes from the cache."""
+    """The second time all full pages before the last token come from the cache."""
     client = server.openai()
     messages = talk("Chat. " + SYSTEM * 3, "Who lives in Rome?")
     answers = [
@@ -49,12 +49,12 @@ def test_a_chat_is_answered_and_its_prefix_is_read_again(server: Running) -> Non
     assert warm.prompt_tokens_details.cached_tokens == (warm.prompt_tokens - 1) // 16 * 16
     assert cold.prompt_tokens_details.cache_write_tokens == cold.prompt_tokens // 16 * 16
     assert cold.prompt_tokens + cold.completion_tokens == cold.total_tokens
-    told = cold.ramify_cache
-    assert told["read"] + told["shared_in_flight"] + told["computed"] == cold.prompt_tokens
+    report = cold.ramify_cache
+    assert report["read"] + report["shared_in_flight"] + report["computed"] == cold.prompt_tokens
 
 
 def test_a_stream_is_the_same_answer_in_pieces(server: Running) -> None:
-    """Role first, text, reason, usage; also for the async client."""
+    """Role, text, finish reason and usage, in this order; also with the async client."""
     options = {
         "model": MODEL,
         "messages": talk(SYSTEM, "Who lives in Paris?"),
@@ -68,25 +68,25 @@ def test_a_stream_is_the_same_answer_in_pieces(server: Running) -> None:
     chunks = list(streamed)
 
     assert chunks[0].choices[0].delta.role == "assistant"
-    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    reasons = [one.choices[0].finish_reason for one in chunks if one.choices]
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     assert reasons[-1] == whole.choices[0].finish_reason
     assert set(reasons[:-1]) == {None}
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
-    async def again() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as other:
-            client: Any = other
+    async def ask_async() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as async_client:
+            client: Any = async_client
             stream = await client.chat.completions.create(stream=True, **options)
-            return "".join([one.choices[0].delta.content or "" async for one in stream])
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    assert asyncio.run(again()) == text
+    assert asyncio.run(ask_async()) == text
 
 
 def test_several_answers_have_seeds_of_their_own(server: Running) -> None:
-    """And the same seed gives the same answers."""
+    """And the same `seed` gives the same answers."""
     client = server.openai()
     answers = [
         client.chat.completions.create(
@@ -94,13 +94,13 @@ def test_several_answers_have_seeds_of_their_own(server: Running) -> None:
         )
         for _ in range(2)
     ]
-    first, second = ([one.message.content for one in answer.choices] for answer in answers)
+    first, second = ([choice.message.content for choice in answer.choices] for answer in answers)
     assert first == second
     assert len(set(first)) > 1
 
 
 def test_logprobs_have_their_tokens(server: Running) -> None:
-    """Likeliest first; greedy takes the first."""
+    """Alternatives are sorted by logprob; greedy decoding takes the first."""
     answer = server.openai().chat.completions.create(
         model=MODEL,
         messages=talk("", "Who?"),
@@ -109,18 +109,18 @@ def test_logprobs_have_their_tokens(server: Running) -> None:
         max_tokens=4,
         temperature=0,
     )
-    found = answer.choices[0].logprobs
-    assert found is not None and found.content is not None
-    for one in found.content:
-        assert [top.logprob for top in one.top_logprobs] == sorted(
-            (top.logprob for top in one.top_logprobs), reverse=True
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    for entry in logprobs.content:
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (top.logprob for top in entry.top_logprobs), reverse=True
         )
-        assert one.top_logprobs[0].token == one.token
-        assert bytes(one.bytes or []).decode() == one.token
+        assert entry.top_logprobs[0].token == entry.token
+        assert bytes(entry.bytes or []).decode() == entry.token
 
 
 def test_completions_echo_their_prompt_with_its_scores(server: Running) -> None:
-    """As lm-eval asks: token ids, echo, logprobs, a single token."""
+    """As lm-eval requests it: token ids, `echo`, `logprobs`, a single token."""
     client = server.openai()
     ids = client.post("/../tokenize", body={"prompt": "Ann lives in Rome."}, cast_to=object)[
         "tokens"
@@ -128,24 +128,24 @@ def test_completions_echo_their_prompt_with_its_scores(server: Running) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=[ids], echo=True, logprobs=1, max_tokens=1, temperature=0
     )
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.token_logprobs is not None
-    assert len(found.token_logprobs) == len(ids) + 1
-    assert found.token_logprobs[0] is None
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == len(ids) + 1
+    assert logprobs.token_logprobs[0] is None
     assert answer.choices[0].text.startswith("Ann lives in Rome.")
 
 
 def test_several_prompts_are_answered_in_order(server: Running) -> None:
-    """Each with n answers."""
+    """With n answers for each."""
     answer = server.openai().completions.create(
         model=MODEL, prompt=["a b", "c d", "e f"], n=2, max_tokens=3, seed=1
     )
-    assert [one.index for one in answer.choices] == list(range(6))
+    assert [choice.index for choice in answer.choices] == list(range(6))
 
 
 def test_structured_output_is_json(server: Running) -> None:
-    """Whatever the model would rather say."""
+    """That follows the schema, for any model."""
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Rome", "Paris"]}, "n": {"type": "boolean"}},
@@ -161,9 +161,9 @@ def test_structured_output_is_json(server: Running) -> None:
         },
         max_tokens=800,
     )
-    found = json.loads(answer.choices[0].message.content or "")
-    assert found["city"] in ("Rome", "Paris")
-    assert isinstance(found["n"], bool)
+    content = json.loads(answer.choices[0].message.content or "")
+    assert content["city"] in ("Rome", "Paris")
+    assert isinstance(content["n"], bool)
 
 
 def test_a_tool_that_must_be_called_is_called(server: Running) -> None:
@@ -216,7 +216,7 @@ def test_a_tool_that_must_be_called_is_called(server: Running) -> None:
 def test_wrong_values_are_told_by_their_field(
     server: Running, change: dict[str, object], param: str | None
 ) -> None:
-    """In OpenAI's envelope."""
+    """400 with OpenAI's error body."""
     options = {"model": MODEL, "messages": talk("", "x"), "max_tokens": 1} | change
     with pytest.raises(openai.BadRequestError) as caught:
         server.openai().chat.completions.create(**options)
@@ -228,7 +228,7 @@ def test_wrong_values_are_told_by_their_field(
 
 
 def test_a_prompt_that_is_too_long_is_told_with_both_lengths(server: Running) -> None:
-    """And the code that clients look for."""
+    """And with the code `context_length_exceeded`."""
     with pytest.raises(openai.BadRequestError, match="2048") as caught:
         server.openai().chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "word " * 5000}]

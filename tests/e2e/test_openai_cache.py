@@ -1,4 +1,4 @@
-"""OpenAI's prompt caching, and the smaller promises of its API, by the official client."""
+"""OpenAI's prompt caching and the smaller features of its API, with the official client."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def marked(first: str, **mark: Any) -> list[dict[str, Any]]:
 
 
 def lifetimes(server: Running) -> list[float]:
-    found: Any = server.openai().get("/cache/pins", cast_to=object)
-    return [one["ttl_s"] for one in found["pins"]]
+    response: Any = server.openai().get("/cache/pins", cast_to=object)
+    return [pin["ttl_s"] for pin in response["pins"]]
 
 
 def test_a_breakpoint_is_kept_for_its_time(server: Running) -> None:
-    """Its own, or that of the request's options, or of the older retention field."""
+    """The TTL of the breakpoint, of `prompt_cache_options`, or of `prompt_cache_retention`."""
     create = server.openai().chat.completions.create
     known = len(lifetimes(server))
     create(**body("a", messages=marked("own", ttl="12h")))
@@ -55,11 +55,11 @@ def test_a_breakpoint_is_kept_for_its_time(server: Running) -> None:
 
 
 def test_only_what_is_marked_is_written_in_explicit_mode(server: Running) -> None:
-    """And nothing at all without a mark."""
+    """Without a breakpoint, nothing is."""
     create = server.openai().chat.completions.create
     explicit = {"prompt_cache_options": {"mode": "explicit"}}
     answers = [create(**body("bare"), **explicit) for _ in range(2)]
-    assert [one.usage.prompt_tokens_details.cache_write_tokens for one in answers] == [0, 0]
+    assert [answer.usage.prompt_tokens_details.cache_write_tokens for answer in answers] == [0, 0]
     assert answers[1].usage.prompt_tokens_details.cached_tokens < PAGE
 
     first = create(**body("x", messages=marked("Zebra")), **explicit).usage
@@ -71,7 +71,7 @@ def test_only_what_is_marked_is_written_in_explicit_mode(server: Running) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_prewarmed(server: Running, stream: bool) -> None:
-    """Nothing is said, and the next request reads it."""
+    """No output; the next request reads the prompt from the cache."""
     create = server.openai().chat.completions.create
     extra = {"extra_body": {"prompt_cache_options": {"prewarm": True}}}
     name = f"Prewarm {stream}"
@@ -79,14 +79,14 @@ def test_a_prompt_is_prewarmed(server: Running, stream: bool) -> None:
         chunks = list(create(**body(name), stream=True, **extra))
         assert all(not chunk.choices for chunk in chunks)
     else:
-        quiet = create(**body(name), **extra)
-        assert quiet.choices == []
-        assert quiet.usage.completion_tokens == 0
+        prewarmed = create(**body(name), **extra)
+        assert prewarmed.choices == []
+        assert prewarmed.usage.completion_tokens == 0
     assert create(**body(name)).usage.prompt_tokens_details.cached_tokens >= PAGE
 
 
 def test_usage_can_come_with_every_piece(server: Running) -> None:
-    """By continuous_usage_stats; without, only in a last piece that has no choice."""
+    """With `continuous_usage_stats`; without it, usage comes in a last chunk without choices."""
     create = server.openai().chat.completions.create
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(create(**body("always"), stream=True, stream_options=options))
@@ -105,14 +105,16 @@ def test_usage_can_come_with_every_piece(server: Running) -> None:
 
 
 def test_headers_tell_of_the_cache_and_the_request(server: Running) -> None:
-    """X-Cache with the tokens read; the client's own id of a request comes back."""
-    raw = server.openai().chat.completions.with_raw_response.create
-    found = [raw(**body("headers"), extra_headers={"X-Request-Id": "mine-1"}) for _ in range(2)]
-    assert found[0].headers["x-request-id"] == "mine-1"
-    assert found[0].headers["x-cache"].startswith(("MISS", "HIT"))
-    usage = found[1].parse().usage
+    """`X-Cache` has the tokens read; `X-Request-Id` is the client's own."""
+    create_raw = server.openai().chat.completions.with_raw_response.create
+    responses = [
+        create_raw(**body("headers"), extra_headers={"X-Request-Id": "mine-1"}) for _ in range(2)
+    ]
+    assert responses[0].headers["x-request-id"] == "mine-1"
+    assert responses[0].headers["x-cache"].startswith(("MISS", "HIT"))
+    usage = responses[1].parse().usage
     assert (
-        found[1]
+        responses[1]
         .headers["x-cache"]
         .startswith(
             f"HIT; read={usage.prompt_tokens_details.cached_tokens}; total={usage.prompt_tokens}"
@@ -121,7 +123,7 @@ def test_headers_tell_of_the_cache_and_the_request(server: Running) -> None:
 
 
 def test_stops_biases_and_seeds_are_honoured(server: Running) -> None:
-    """A stop text is not shown; a token at -100 is never said; one seed, one answer."""
+    """A stop string is cut off; a bias of -100 bans a token; equal seeds give equal answers."""
     create = server.openai().completions.create
     options = {"model": MODEL, "prompt": "Ann lives in", "max_tokens": 8, "temperature": 0}
     whole = create(**options).choices[0].text
@@ -147,39 +149,39 @@ def tokens(server: Running, text: str, **options: Any) -> list[int]:
 
 
 def test_texts_become_tokens_and_back(server: Running) -> None:
-    """Of a prompt, and of a conversation; strings of the tokens if they are asked for."""
+    """Of a prompt and of a conversation; with token strings on request."""
     ids = tokens(server, "Ann lives in Rome.", add_special_tokens=False)
     client = server.openai()
-    back = client.post("/../detokenize", body={"tokens": ids}, cast_to=object)
-    assert back["prompt"] == "Ann lives in Rome."
-    talk = client.post(
+    detokenized = client.post("/../detokenize", body={"tokens": ids}, cast_to=object)
+    assert detokenized["prompt"] == "Ann lives in Rome."
+    conversation = client.post(
         "/../tokenize",
         body={"messages": body("t")["messages"], "return_token_strs": True},
         cast_to=object,
     )
-    assert "".join(talk["token_strs"]).endswith("<|assistant|>")
+    assert "".join(conversation["token_strs"]).endswith("<|assistant|>")
     answer = client.chat.completions.create(**body("t"))
-    assert answer.usage.prompt_tokens == talk["count"]
+    assert answer.usage.prompt_tokens == conversation["count"]
 
 
 def test_scores_of_a_prompt_alone(server: Running) -> None:
-    """max_tokens 0 with echo: nothing is written; offsets are places in the text."""
+    """`max_tokens` 0 with `echo`: no output, and a logprob for every prompt token."""
     answer = server.openai().completions.create(
         model=MODEL, prompt="Ann lives in Rome.", echo=True, logprobs=2, max_tokens=0
     )
     [choice] = answer.choices
     assert choice.text == "Ann lives in Rome."
     assert answer.usage.completion_tokens == 0
-    found = choice.logprobs
-    assert len(found.tokens) == answer.usage.prompt_tokens
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == answer.usage.prompt_tokens
     assert all(
         score <= max(top.values()) + 1e-6
-        for score, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
+        for score, top in zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
     )
 
 
 def test_nulls_are_as_good_as_nothing(server: Running) -> None:
-    """Clients send every field they know."""
+    """Clients send null for fields that are not set."""
     names = ["stream", "stop", "tools", "tool_choice", "seed", "n", "logprobs", "top_logprobs"]
     names += ["stream_options", "response_format", "logit_bias", "user", "prompt_cache_options"]
     names += ["prompt_cache_retention", "parallel_tool_calls", "metadata", "functions", "top_p"]
@@ -190,7 +192,7 @@ def test_nulls_are_as_good_as_nothing(server: Running) -> None:
 
 
 def test_what_would_be_ignored_is_refused(server: Running) -> None:
-    """Where silence would change the answer."""
+    """400 for a field that cannot be honoured and would change the answer."""
     for change, param in (
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -202,20 +204,20 @@ def test_what_would_be_ignored_is_refused(server: Running) -> None:
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             server.openai().chat.completions.create(**body("no"), extra_body=change)
-        told: Any = caught.value.body
-        assert told["param"] == param
+        error_body: Any = caught.value.body
+        assert error_body["param"] == param
 
 
 def test_errors_are_the_clients_exceptions(start: Start, server: Running, tmp_path: Path) -> None:
-    """By status and code, on every path."""
+    """By HTTP status and code, on every path."""
     client = server.openai()
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(**body("x") | {"model": "gpt"})
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.get("/nothing", cast_to=object)
-    wrong: list[Any] = [[[10**6]], [-1], [2**40], [[]], [["a"]], ["a", [1]], []]
-    for prompt in wrong:
+    invalid_prompts: list[Any] = [[[10**6]], [-1], [2**40], [[]], [["a"]], ["a", [1]], []]
+    for prompt in invalid_prompts:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
     guarded = start("--api-key", "ann", "--api-key", "bob", "--admin-key", "root")
@@ -229,6 +231,6 @@ def test_errors_are_the_clients_exceptions(start: Start, server: Running, tmp_pa
     file.write_text(json.dumps({"keys": [entry]}))
     limited = start("--api-key-file", str(file)).openai("cy")
     assert limited.chat.completions.create(**body("x")).choices
-    with pytest.raises(openai.RateLimitError) as late:
+    with pytest.raises(openai.RateLimitError) as limited_error:
         limited.chat.completions.create(**body("x"))
-    assert int(late.value.response.headers["retry-after"]) > 1
+    assert int(limited_error.value.response.headers["retry-after"]) > 1

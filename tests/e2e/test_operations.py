@@ -1,4 +1,4 @@
-"""The life of a real server process: its start, its options, its signals, and load on it."""
+"""A real server process: start, options, signals, and load."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ LONG = {"model": "ramify-tiny", "messages": MESSAGES, "max_tokens": 1500}
 
 
 def test_the_start_tells_what_is_served(server: Running) -> None:
-    """Sizes, how to call it, where it listens; and nothing of uvicorn's own."""
+    """The banner has sizes, a curl command and the URL; uvicorn prints nothing."""
     for word in ("model", "K/V cache", "at once", "prefix cache", "keys", "curl "):
         assert f"\n  {word}" in "\n" + server.log
     assert f"listening on {server.url}" in server.log
@@ -25,7 +25,7 @@ def test_the_start_tells_what_is_served(server: Running) -> None:
 
 
 def test_warm_prompts_are_there_before_the_first_request(tmp_path: Path) -> None:
-    """And the record has a whole line per request, with hashes in place of text."""
+    """With --warm; and --record writes a line per request, without text."""
     text = "The old bridge of Rome was built by Marcus and stands near the market by the river."
     warm, record = tmp_path / "warm.jsonl", tmp_path / "record.jsonl"
     warm.write_text(json.dumps({"prompt": text}) + "\n")
@@ -40,13 +40,13 @@ def test_warm_prompts_are_there_before_the_first_request(tmp_path: Path) -> None
     [line] = record.read_text().splitlines()
     assert json.loads(line)["input_length"] == usage.prompt_tokens
     assert "Rome" not in line
-    logged = [json.loads(one) for one in running.log.splitlines() if one.startswith("{")]
-    assert any(one.get("prompt") == usage.prompt_tokens for one in logged)
+    entries = [json.loads(line) for line in running.log.splitlines() if line.startswith("{")]
+    assert any(entry.get("prompt") == usage.prompt_tokens for entry in entries)
     assert "Rome" not in running.log
 
 
 def test_a_public_prefix_is_read_by_every_key(tmp_path: Path) -> None:
-    """From the first request on, through both APIs; what follows is found by its own key only."""
+    """From the first request on, in both APIs; the prompt after it is cached for its own key only."""
     system = "You answer questions about the harbour of Oslo, and about nothing else at all. " * 2
     public = tmp_path / "public.jsonl"
     public.write_text(json.dumps({"messages": [{"role": "system", "content": system}]}))
@@ -56,22 +56,22 @@ def test_a_public_prefix_is_read_by_every_key(tmp_path: Path) -> None:
     body = {"model": "ramify-tiny", "max_tokens": 2}
 
     def read(key: str) -> tuple[int, int]:
-        asked = [{"role": "system", "content": system}, question]
-        chat = running.openai(key).chat.completions.create(messages=asked, **body)
-        told = running.anthropic(key).messages.create(system=system, messages=[question], **body)
+        messages = [{"role": "system", "content": system}, question]
+        chat = running.openai(key).chat.completions.create(messages=messages, **body)
+        message = running.anthropic(key).messages.create(system=system, messages=[question], **body)
         details = chat.usage.prompt_tokens_details
-        return details.cached_tokens, told.usage.cache_read_input_tokens
+        return details.cached_tokens, message.usage.cache_read_input_tokens
 
-    (first, again), (theirs, theirs_again) = read("ann"), read("bob")
+    (first, first_messages), (second, second_messages) = read("ann"), read("bob")
 
-    assert first == theirs >= 16
-    assert again == theirs_again > first
+    assert first == second >= 16
+    assert first_messages == second_messages > first
     assert running.stop() == 0
     assert "Oslo" not in running.log
 
 
 def test_sigterm_lets_a_stream_end(tmp_path: Path) -> None:
-    """New requests are refused meanwhile; the exit code is 0."""
+    """The stream ends with its own reason; the exit code is 0."""
     running = start_server(tmp_path / "log")
     client = running.openai()
     stream = client.chat.completions.create(stream=True, extra_body={"ignore_eos": True}, **LONG)
@@ -79,14 +79,14 @@ def test_sigterm_lets_a_stream_end(tmp_path: Path) -> None:
 
     running.process.send_signal(signal.SIGTERM)
 
-    reasons = [one.choices[0].finish_reason for one in stream if one.choices]
+    reasons = [chunk.choices[0].finish_reason for chunk in stream if chunk.choices]
     assert reasons[-1] == "length"
     assert running.process.wait(60) == 0
     assert "Traceback" not in running.log
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    """With a stream live, and without a traceback."""
+    """With exit code 130 and without a traceback, although a stream is live."""
     running = start_server(tmp_path / "log")
     stream = running.openai().chat.completions.create(
         stream=True, extra_body={"ignore_eos": True, "n": 8}, **LONG
@@ -118,34 +118,34 @@ def until_logged(running: Running, words: str) -> None:
     ],
 )
 def test_a_wrong_option_is_one_line(options: tuple[str, ...]) -> None:
-    """Exit code 2, what is wrong, no traceback."""
+    """Exit code 2 and a line `error: …`, no traceback."""
     command = [sys.executable, "-m", "ramify", "serve", "ramify-tiny", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in done.stderr
+    assert completed.returncode == 2, completed.stderr
+    assert completed.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in completed.stderr
 
 
 def test_load_leaves_nothing() -> None:
-    """A minute's worth of the script's work in seconds: no error, nothing held, exit code 0."""
+    """A short run of the load script: no error, nothing left, exit code 0."""
     command = [sys.executable, str(ROOT / "scripts/load_server.py"), "--report-only"]
     sizes = ["--streams", "40", "--seconds", "6", "--stalled", "16", "--stalled-seconds", "4"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, *sizes], capture_output=True, text=True, timeout=280, check=False
     )
 
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["errors"], told["log_errors"], told["exit_code"]) == ([], [], 0)
-    assert not any(told["left"].values())
-    assert told["done"] > 0
-    assert told["left_early"] > 0
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout)
+    assert (report["errors"], report["log_errors"], report["exit_code"]) == ([], [], 0)
+    assert not any(report["left"].values())
+    assert report["done"] > 0
+    assert report["left_early"] > 0
 
 
 def test_metrics_of_a_real_engine(server: Running) -> None:
-    """The delay of the event loop is measured, and pages are counted."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
+    """The delay of the event loop and the use of the KV cache are exported."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        text = response.read().decode()
     assert "ramify_event_loop_delay_seconds_count" in text
     assert 'vllm:kv_cache_usage_perc{model_name="ramify-tiny"}' in text

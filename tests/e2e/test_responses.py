@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, by the official client, against a real server."""
+"""OpenAI's Responses API: the official client against a real server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOL: dict[str, Any] = {
 }
 
 
-def asked(question: str, **options: Any) -> dict[str, Any]:
+def request_body(question: str, **options: Any) -> dict[str, Any]:
     return {
         "model": MODEL,
         "instructions": RULES,
@@ -37,10 +37,10 @@ def asked(question: str, **options: Any) -> dict[str, Any]:
 
 
 def test_a_response_is_whole_and_streamed_alike(server: Running) -> None:
-    """The helper checks the order of events; numbers go up by one; also for the async client."""
+    """Also with the client's stream helper, which checks the order of events, and its async client."""
     client = server.openai()
-    whole = client.responses.create(**asked("Who lives in Rome?"))
-    with client.responses.stream(**asked("Who lives in Rome?")) as stream:
+    whole = client.responses.create(**request_body("Who lives in Rome?"))
+    with client.responses.stream(**request_body("Who lives in Rome?")) as stream:
         events = list(stream)
         streamed = stream.get_final_response()
 
@@ -63,30 +63,32 @@ def test_a_response_is_whole_and_streamed_alike(server: Running) -> None:
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
     assert streamed.usage.input_tokens_details.cached_tokens >= PAGE
 
-    async def again() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as other:
-            found: Any = await other.responses.create(**asked("Who lives in Rome?"))
-            return str(found.output_text)
+    async def ask_async() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as async_client:
+            response: Any = await async_client.responses.create(
+                **request_body("Who lives in Rome?")
+            )
+            return str(response.output_text)
 
-    assert asyncio.run(again()) == whole.output_text
+    assert asyncio.run(ask_async()) == whole.output_text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_next_turn_goes_on_from_the_tokens_of_the_last(server: Running, stream: bool) -> None:
-    """Its prompt begins with the last prompt and the answer as they were computed: all are read."""
+    """Its prompt begins with the last prompt and answer, token by token, which are read from the cache."""
     client = server.openai()
-    # greedy: drawn without a seed, an answer may be cut, which ends a stream with another event
-    options = asked(f"Tell me who lives in Rome, {stream}.", temperature=0)
+    # Greedy: a sampled answer may reach the limit, and then its stream ends with another event.
+    options = request_body(f"Tell me who lives in Rome, {stream}.", temperature=0)
     if stream:
         with client.responses.stream(**options) as events:
             first = events.get_final_response()
     else:
         first = client.responses.create(**options)
     second = client.responses.create(
-        **asked("And in Paris?", previous_response_id=first.id, max_output_tokens=4)
+        **request_body("And in Paris?", previous_response_id=first.id, max_output_tokens=4)
     )
 
-    computed = first.usage.input_tokens + first.usage.output_tokens - 1  # the last was only said
+    computed = first.usage.input_tokens + first.usage.output_tokens - 1  # not the last token's K/V
     assert second.usage.input_tokens_details.cached_tokens >= computed // PAGE * PAGE - PAGE
     assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens - PAGE
     assert second.previous_response_id == first.id
@@ -94,24 +96,24 @@ def test_the_next_turn_goes_on_from_the_tokens_of_the_last(server: Running, stre
 
 
 def test_a_response_can_be_forgotten_or_never_kept(server: Running) -> None:
-    """Then nothing goes on from it."""
+    """Then no request can continue from it."""
     client = server.openai()
-    first = client.responses.create(**asked("Who?"))
+    first = client.responses.create(**request_body("Who?"))
     client.responses.delete(first.id)
-    secret = client.responses.create(**asked("Who?", store=False))
-    for name in (first.id, secret.id, "resp_unknown"):
+    unstored = client.responses.create(**request_body("Who?", store=False))
+    for response_id in (first.id, unstored.id, "resp_unknown"):
         with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(name)
+            client.responses.retrieve(response_id)
         with pytest.raises(openai.NotFoundError) as caught:
-            client.responses.create(**asked("And?", previous_response_id=name))
+            client.responses.create(**request_body("And?", previous_response_id=response_id))
         body: Any = caught.value.body
         assert body["param"] == "previous_response_id"
 
 
 def test_a_function_is_called(server: Running) -> None:
-    """Whole and streamed, with arguments that follow the schema."""
+    """Streamed or not, with arguments that follow the schema."""
     client = server.openai()
-    options = asked("Where?", tools=[TOOL], tool_choice="required", max_output_tokens=800)
+    options = request_body("Where?", tools=[TOOL], tool_choice="required", max_output_tokens=800)
     with client.responses.stream(**options) as stream:
         streamed = stream.get_final_response()
     for answer in (client.responses.create(**options), streamed):
@@ -121,39 +123,44 @@ def test_a_function_is_called(server: Running) -> None:
 
 
 def test_structured_text_is_json(server: Running) -> None:
-    """By text.format."""
-    form = {"type": "json_schema", "name": "place", "schema": TOOL["parameters"], "strict": True}
+    """With `text.format`."""
+    text_format = {
+        "type": "json_schema",
+        "name": "place",
+        "schema": TOOL["parameters"],
+        "strict": True,
+    }
     answer = server.openai().responses.create(
-        **asked("Where?", text={"format": form}, max_output_tokens=800)
+        **request_body("Where?", text={"format": text_format}, max_output_tokens=800)
     )
     assert json.loads(answer.output_text)["city"] in ("Rome", "Paris")
 
 
 def test_scores_come_if_they_are_asked_for(server: Running) -> None:
-    """By include and top_logprobs."""
+    """With `include` and `top_logprobs`."""
     answer = server.openai().responses.create(
-        **asked("Where?", include=["message.output_text.logprobs"], top_logprobs=2)
+        **request_body("Where?", include=["message.output_text.logprobs"], top_logprobs=2)
     )
     scores = answer.output[0].content[0].logprobs
-    assert "".join(one.token for one in scores).strip() == answer.output_text.strip()
-    assert all(len(one.top_logprobs) >= 2 for one in scores)
+    assert "".join(score.token for score in scores).strip() == answer.output_text.strip()
+    assert all(len(score.top_logprobs) >= 2 for score in scores)
 
 
 def test_a_prompt_can_be_prewarmed(server: Running) -> None:
-    """Nothing is said, and the next request reads it."""
+    """No output; the next request reads the prompt from the cache."""
     client = server.openai()
-    options = asked("Who?", instructions="Warm up. " + RULES)
-    quiet = client.responses.create(**options, prompt_cache_options={"prewarm": True})
-    loud = client.responses.create(**options)
-    assert quiet.output == []
-    assert quiet.usage.output_tokens == 0
-    assert quiet.usage.input_tokens_details.cache_write_tokens >= PAGE
-    assert loud.usage.input_tokens_details.cached_tokens >= PAGE
-    assert quiet.prompt_cache_options.mode == "implicit"
+    options = request_body("Who?", instructions="Warm up. " + RULES)
+    prewarmed = client.responses.create(**options, prompt_cache_options={"prewarm": True})
+    answered = client.responses.create(**options)
+    assert prewarmed.output == []
+    assert prewarmed.usage.output_tokens == 0
+    assert prewarmed.usage.input_tokens_details.cache_write_tokens >= PAGE
+    assert answered.usage.input_tokens_details.cached_tokens >= PAGE
+    assert prewarmed.prompt_cache_options.mode == "implicit"
 
 
 def test_what_is_not_served_is_refused(server: Running) -> None:
-    """With the field that is at fault."""
+    """400 or 404 that names the field."""
     for change, param in (
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -163,7 +170,7 @@ def test_what_is_not_served_is_refused(server: Running) -> None:
         ({"model": "gpt"}, "model"),
     ):
         with pytest.raises(openai.APIStatusError) as caught:
-            server.openai().responses.create(**asked("x") | change)
+            server.openai().responses.create(**request_body("x") | change)
         assert caught.value.status_code in (400, 404)
         body: Any = caught.value.body
         assert body["param"] == param

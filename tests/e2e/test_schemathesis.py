@@ -1,4 +1,4 @@
-"""schemathesis reads the OpenAPI document and calls every operation with what it makes up."""
+"""schemathesis calls every operation of the OpenAPI document with generated input."""
 
 import os
 from typing import Any
@@ -39,7 +39,7 @@ def _closed() -> Any:
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_an_operation_answers_as_documented(case: Any) -> None:
-    """Whatever it is called with: no 5xx, the documented kind of content, known statuses."""
+    """For any input: no 5xx, and the documented statuses, content types and schemas."""
     case.call_and_validate(
         checks=[
             not_a_server_error,

@@ -1,7 +1,7 @@
-"""Whether the time to the first token betrays what another tenant asked: an attacker's own test.
+"""A timing attack: can the time to the first token reveal another tenant's prompt?
 
-Before each probe the victim sends a long prompt. The attacker then asks either that prompt or one
-that nobody has asked, in random order, and guesses which it was from the time alone.
+Before each probe the victim sends a long prompt. The attacker then sends, in random order, that
+prompt or a new one, and guesses from the time alone which of the two it was.
 """
 
 import http.client
@@ -25,26 +25,26 @@ KEYS = ("--api-key", "key-ann", "--api-key", "key-bob")
 
 
 class Tenant:
-    """A client with one connection, so that little but the server is measured."""
+    """A client that keeps one connection, so that connecting is not measured."""
 
     def __init__(self, server: Running, key: str) -> None:
         self.connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
         self.headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def ask(self, prompt: list[int]) -> float:
-        """Seconds until the answer of one token is there."""
+        """Request one token; returns seconds until the whole response has come."""
         body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0}).encode()
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         self.connection.request("POST", "/v1/completions", body, self.headers)
-        answer = self.connection.getresponse()
-        raw = answer.read()
-        took_s = time.perf_counter() - begun
-        assert answer.status == 200, raw
+        response = self.connection.getresponse()
+        response_body = response.read()
+        took_s = time.perf_counter() - start_s
+        assert response.status == 200, response_body
         return took_s
 
 
 def auc(hits: list[float], misses: list[float]) -> float:
-    """The chance that a hit is faster than a miss, which is the area under the ROC curve."""
+    """The area under the ROC curve: the probability that a hit is faster than a miss."""
     ranked = sorted([(took_s, 0) for took_s in hits] + [(took_s, 1) for took_s in misses])
     num_faster = total = 0
     for _, is_miss in ranked:
@@ -74,20 +74,20 @@ def attack(victim: Tenant, attacker: Tenant, seed: int) -> float:
 def test_time_tells_nothing_across_tenants_and_everything_within_one(
     start: Start, record_property: Callable[[str, object], None]
 ) -> None:
-    """AUC 0.45 to 0.55 between tenants; above 0.9 without that border: the attack works.
+    """AUC 0.5 ± 0.05 between tenants; above 0.9 within a tenant, so that the attack itself works.
 
-    With fewer than 2,000 probes it is four standard deviations of chance in place of 0.05.
+    With fewer than 2,000 probes the tolerance is four standard deviations of a random guess.
     """
     server = start(*KEYS, "--kv-cache-tokens", "65536")
-    half = PROBES // 2
-    deviation = ((2 * half + 1) / (12 * half * half)) ** 0.5
+    num_each = PROBES // 2
+    deviation = ((2 * num_each + 1) / (12 * num_each * num_each)) ** 0.5
     tolerance = max(0.05, 4 * deviation)
 
     within = attack(Tenant(server, "key-ann"), Tenant(server, "key-ann"), seed=1)
     across = attack(Tenant(server, "key-ann"), Tenant(server, "key-bob"), seed=2)
 
-    told = f"AUC of {PROBES} probes: same tenant {within:.3f}, other tenant {across:.3f}"
-    record_property("auc", told)
-    logging.getLogger(__name__).info(told)
-    assert within > 0.9, told
-    assert abs(across - 0.5) <= tolerance, told
+    summary = f"AUC of {PROBES} probes: same tenant {within:.3f}, other tenant {across:.3f}"
+    record_property("auc", summary)
+    logging.getLogger(__name__).info(summary)
+    assert within > 0.9, summary
+    assert abs(across - 0.5) <= tolerance, summary

@@ -1,4 +1,4 @@
-"""A server on a real socket over a fake device, in a thread of its own."""
+"""A server on a real socket in a thread of this process, over a fake device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMIT_S = 60.0
 
 @dataclass
 class Live:
-    """What a test needs of it; `gate` holds the engine up."""
+    """A running server and its parts; `gate` can hold up the engine before a step."""
 
     url: str
     server: Server
@@ -59,7 +59,7 @@ class Live:
         return self.llm._engine_thread.call(call).result(LIMIT_S)
 
     def is_idle(self) -> bool:
-        """No request, lease, private page or metered use is left."""
+        """True if no request, lease, private page or quota usage is left."""
 
         def look(core: EngineCore) -> bool:
             core.cache.check()
@@ -96,14 +96,14 @@ def fake_engine(
     pool_tokens: int = 8192,
     step_timeout_s: float = 300.0,
 ) -> tuple[AsyncLLM, Gate]:
-    asked = EngineConfig.of(
+    requested = EngineConfig.of(
         kv_cache_tokens=pool_tokens,
         page_size=PAGE_SIZE,
         max_num_seqs=max_num_seqs,
         max_waiting=max_waiting,
         step_timeout_s=step_timeout_s,
     )
-    config = resolve(asked, model_max_len=2048, token_bytes=1, free_memory=0)
+    config = resolve(requested, model_max_len=2048, token_bytes=1, free_memory=0)
     device = FakeExecutor(
         config.num_pages,
         PAGE_SIZE,
@@ -132,14 +132,14 @@ def live(
     protocol: type[TimeoutProtocol] = TimeoutProtocol,
     **options: Any,
 ) -> Iterator[Live]:
-    """Listens until the end of the block."""
+    """Start a server; it listens until the end of the block."""
     llm, gate = fake_engine(**options)
     service = Service(llm, TOKENIZER, model=model)
     server = Server(service, keys, local_admin=local_admin)
-    found: list[tuple[str, asyncio.AbstractEventLoop]] = []
+    started: list[tuple[str, asyncio.AbstractEventLoop]] = []
 
     def on_listening(url: str) -> str:
-        found.append((url, asyncio.get_running_loop()))
+        started.append((url, asyncio.get_running_loop()))
         return ""
 
     config = uvicorn.Config(
@@ -160,8 +160,8 @@ def live(
     thread = threading.Thread(target=listener.run, name="server")
     thread.start()
     try:
-        until(lambda: bool(found) or not thread.is_alive())
-        url, loop = found[0]
+        until(lambda: bool(started) or not thread.is_alive())
+        url, loop = started[0]
         yield Live(url, server, llm, gate, listener, thread, loop)
     finally:
         gate.open()

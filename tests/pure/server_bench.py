@@ -1,4 +1,4 @@
-"""A whole server in this process, over an engine on a fake device: calls are ASGI, not sockets."""
+"""A whole server in this process, over an engine on a fake device; requests are ASGI calls."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ TINY = Path(ramify.__file__).parent / "data" / "ramify-tiny"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call came to."""
+    """The response to a call."""
 
     status: int
     headers: Mapping[str, str]
@@ -42,14 +42,14 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The data of server-sent events, `[DONE]` left out."""
+        """The data of the server-sent events, without `[DONE]`."""
         lines = self.body.decode().split("\n")
-        told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-        return [json.loads(one) for one in told if one != "[DONE]"]
+        payloads = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(payload) for payload in payloads if payload != "[DONE]"]
 
 
 class ServerBench:
-    """`server` over `core`; use `call` inside `async with bench.running()`."""
+    """A server over a fake device; use `call` and `post` inside `async with bench.running()`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ServerBench:
         max_waiting: int = 64,
         prefix_cache: bool = True,
     ) -> None:
-        asked = EngineConfig.of(
+        requested = EngineConfig.of(
             kv_cache_tokens=pool_tokens,
             page_size=page_size,
             max_num_seqs=max_num_seqs,
@@ -71,7 +71,7 @@ class ServerBench:
             prefix_cache=prefix_cache,
             max_waiting=max_waiting,
         )
-        config = resolve(asked, model_max_len=max_model_len, token_bytes=1, free_memory=0)
+        config = resolve(requested, model_max_len=max_model_len, token_bytes=1, free_memory=0)
         tokenizer = Tokenizer.load(TINY)
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
@@ -99,12 +99,12 @@ class ServerBench:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self.server.health.is_ready = True  # and it stays so: the engine ends with `running`
+        self.server.health.is_ready = True  # the engine ends with `running`, not here
         yield
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ServerBench"]:
-        """Until the end, at which nothing of any request may be left."""
+        """Run the engine; at the end of the block nothing of any request may be left."""
         self.server.health.is_ready = True
         async with self.llm:
             yield self
@@ -134,11 +134,11 @@ class ServerBench:
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """One request; a body that is no bytes is sent as JSON."""
+        """Send a request and wait for its response; a body that is not bytes is sent as JSON."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"content-type": "application/json", **(headers or {})}
+        request_headers = {"content-type": "application/json", **(headers or {})}
         if key is not None:
-            sent["authorization"] = f"Bearer {key}"
+            request_headers["authorization"] = f"Bearer {key}"
         path, _, query = target.partition("?")
         scope = {
             "type": "http",
@@ -150,37 +150,41 @@ class ServerBench:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(a.lower().encode(), b.encode("latin-1")) for a, b in sent.items()],
+            "headers": [
+                (a.lower().encode(), b.encode("latin-1")) for a, b in request_headers.items()
+            ],
             "client": ("127.0.0.1", 1),
             "server": ("testserver", 80),
         }
-        pieces: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
-        told: list[MutableMapping[str, Any]] = []
-        over = asyncio.Event()
+        incoming: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
+        messages: list[MutableMapping[str, Any]] = []
+        is_over = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
-            if pieces:
-                return pieces.pop()
-            await over.wait()
+            if incoming:
+                return incoming.pop()
+            await is_over.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
-            told.append(message)
+            messages.append(message)
 
         await self.app(scope, receive, send)
-        over.set()
-        assert told[0]["type"] == "http.response.start"
-        found = {name.decode(): value.decode("latin-1") for name, value in told[0]["headers"]}
-        text = b"".join(one.get("body", b"") for one in told[1:])
-        assert not told[-1].get("more_body")
-        return Answer(told[0]["status"], found, text)
+        is_over.set()
+        assert messages[0]["type"] == "http.response.start"
+        response_headers = {
+            name.decode(): value.decode("latin-1") for name, value in messages[0]["headers"]
+        }
+        response_body = b"".join(message.get("body", b"") for message in messages[1:])
+        assert not messages[-1].get("more_body")
+        return Answer(messages[0]["status"], response_headers, response_body)
 
     async def post(self, path: str, body: object, key: str | None = None) -> Answer:
         return await self.call("POST", path, body, key=key)
 
 
 def run(main: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
-    """`asyncio.run`; no task may be left but the one that asks."""
+    """`asyncio.run` with a time limit; `main` may leave no task behind."""
 
     async def watched() -> T:
         result = await asyncio.wait_for(main, limit_s)
@@ -192,6 +196,6 @@ def run(main: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
 
 
 def chat(text: str, **others: Any) -> dict[str, Any]:
-    """A short request for an answer."""
-    told: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
-    return told | others
+    """The body of a chat request for 4 tokens, with further fields."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    return body | others

@@ -1,4 +1,4 @@
-"""Valid requests of every route with a body, and what a seeded mutator makes of them."""
+"""Valid bodies for every route that takes one (`VALID`), and a seeded mutator of them (`mutant`)."""
 
 import copy
 import json
@@ -152,7 +152,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/cache/pins", {"prompt": "some text that is longer than a page", "ttl_s": 1.0}),
 )
 
-ODD: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     None,
     True,
     False,
@@ -196,54 +196,54 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to everything inside a value."""
-    found = []
+def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all keys and items inside a value."""
+    paths = []
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, one in items:
-        found.append((*at, name))
-        if isinstance(one, dict | list):
-            found += _places(one, (*at, name))
-    return found
+    for key, child in items:
+        paths.append((*prefix, key))
+        if isinstance(child, dict | list):
+            paths += _paths(child, (*prefix, key))
+    return paths
 
 
-def _change(rng: random.Random, value: dict[str, Any]) -> None:
-    """One place becomes another thing, goes, or is doubled."""
-    places = _places(value)
-    if not places:
-        value["model"] = rng.choice(ODD)
+def _mutate_value(rng: random.Random, value: dict[str, Any]) -> None:
+    """Replace, delete, wrap or repeat a random part of a decoded body."""
+    paths = _paths(value)
+    if not paths:
+        value["model"] = rng.choice(ODD_VALUES)
         return
-    *way, last = rng.choice(places)
-    home: Any = value
-    for name in way:
-        home = home[name]
+    *parents, last = rng.choice(paths)
+    container: Any = value
+    for key in parents:
+        container = container[key]
     kind = rng.randrange(6)
     if kind == 0:
-        del home[last]
+        del container[last]
     elif kind == 1:
-        home[last] = [home[last]]
+        container[last] = [container[last]]
     elif kind == 2:
-        home[last] = {"type": home[last]}
-    elif kind == 3 and isinstance(home, list):
-        home.extend(copy.deepcopy(home) * rng.choice((1, 3, 40)))
+        container[last] = {"type": container[last]}
+    elif kind == 3 and isinstance(container, list):
+        container.extend(copy.deepcopy(container) * rng.choice((1, 3, 40)))
     else:
-        home[last] = copy.deepcopy(rng.choice(ODD))
+        container[last] = copy.deepcopy(rng.choice(ODD_VALUES))
 
 
-def _nested(rng: random.Random, body: bytes) -> bytes:
-    """Deep nesting in place of a value."""
+def _with_deep_nesting(rng: random.Random, body: bytes) -> bytes:
+    """Replace a random value by deeply nested brackets, not always balanced."""
     depth = rng.choice((33, 65, 500, 1200, 5000, 100_000))
-    open_, close = rng.choice(((b"[", b"]"), (b'{"a":', b"}"), (b'{"anyOf":[', b"]}")))
-    deep = open_ * depth + b"1" + close * rng.choice((depth, depth, depth - 1, 0))
-    places = [at for at, one in enumerate(body) if one == ord(":")]
-    if not places:
-        return deep
-    at = rng.choice(places) + 1
-    return body[:at] + deep + (b"," + body[at:] if rng.random() < 0.3 else b"}")
+    opening, closing = rng.choice(((b"[", b"]"), (b'{"a":', b"}"), (b'{"anyOf":[', b"]}")))
+    nested = opening * depth + b"1" + closing * rng.choice((depth, depth, depth - 1, 0))
+    colons = [at for at, byte in enumerate(body) if byte == ord(":")]
+    if not colons:
+        return nested
+    at = rng.choice(colons) + 1
+    return body[:at] + nested + (b"," + body[at:] if rng.random() < 0.3 else b"}")
 
 
-def _damage(rng: random.Random, body: bytes) -> bytes:
-    """Bytes are cut, changed, doubled or put in."""
+def _mutate_bytes(rng: random.Random, body: bytes) -> bytes:
+    """Cut, change, repeat or insert bytes of an encoded body."""
     kind = rng.randrange(9)
     at = rng.randrange(len(body))
     if kind == 0:
@@ -251,14 +251,24 @@ def _damage(rng: random.Random, body: bytes) -> bytes:
     if kind == 1:
         return body[:at] + bytes([rng.randrange(256)]) + body[at + 1 :]
     if kind == 2:
-        bad = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf5")
-        return body[:at] + rng.choice(bad) + body[at:]
+        invalid = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\u0000", b"\x00", b"\xf5")
+        return body[:at] + rng.choice(invalid) + body[at:]
     if kind == 3:
-        odd = (b"NaN", b"Infinity", b"1e999", b"-0", b"9" * 5000, b"0x1", b"'a'", b"/*x*/", b"tru")
-        return body[:at] + rng.choice(odd) + body[at:]
+        tokens = (
+            b"NaN",
+            b"Infinity",
+            b"1e999",
+            b"-0",
+            b"9" * 5000,
+            b"0x1",
+            b"'a'",
+            b"/*x*/",
+            b"tru",
+        )
+        return body[:at] + rng.choice(tokens) + body[at:]
     if kind == 4:
-        return _nested(rng, body)
-    if kind == 5:  # the same key again, with another value
+        return _with_deep_nesting(rng, body)
+    if kind == 5:  # duplicate keys
         return body[:-1] + b',"messages":[],"prompt":7,"model":"tiny","max_tokens":2}'
     if kind == 6:
         end = rng.randrange(at, len(body))
@@ -269,18 +279,18 @@ def _damage(rng: random.Random, body: bytes) -> bytes:
 
 
 def mutant(seed: int) -> tuple[str, bytes, dict[str, str]]:
-    """A path, the body for it and its headers; the same for the same seed."""
+    """Path, body and headers of a mutated request; a function of the seed."""
     rng = random.Random(seed)
     path, valid = rng.choice(VALID)
     if rng.random() < 0.05:
         path = rng.choice(VALID)[0]  # the body of another route
     value = copy.deepcopy(valid)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        _change(rng, value)
+        _mutate_value(rng, value)
     ascii_only = rng.random() < 0.5
     body = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     if rng.random() < 0.4:
-        body = _damage(rng, body)
+        body = _mutate_bytes(rng, body)
     headers = {}
     if rng.random() < 0.1:
         name = rng.choice(("content-length", "content-encoding", "x-request-id", "content-type"))

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.page_demand import PlanEntry
 from ramify.attention.planner import RadixAttentionPlanner, RadixSequence
 from ramify.cache import CacheKey, Pages, PrefixCache
 from ramify.engine.step import SampleSpec, StepPlan
@@ -45,14 +46,8 @@ class CountingPlanner(RadixAttentionPlanner):
 
     demand = 0
 
-    def _pages_needed(
-        self,
-        sequences: Sequence[RadixSequence],
-        limits: Sequence[int],
-        keys: Sequence[CacheKey | None],
-        num_needing_page: int = 0,
-    ) -> int:
-        self.demand = super()._pages_needed(sequences, limits, keys, num_needing_page)
+    def _pages_needed(self, entries: Sequence[PlanEntry], num_needing_page: int = 0) -> int:
+        self.demand = super()._pages_needed(entries, num_needing_page)
         return self.demand
 
 

@@ -1,4 +1,4 @@
-"""Tenants: whoever has a key sees what is his own, and nothing of anybody else's."""
+"""Isolation of tenants: no key learns anything about another tenant's prompts."""
 
 from typing import Any
 
@@ -19,24 +19,26 @@ ADMIN = {"/v1/cache", "/v1/cache/tree", "/v1/cache/pins", "/v1/cache/pins/{name}
 
 
 def operations() -> list[Any]:
-    return [pytest.param(one, id=f"{one.method} {one.path}") for one in ENDPOINTS]
+    return [
+        pytest.param(endpoint, id=f"{endpoint.method} {endpoint.path}") for endpoint in ENDPOINTS
+    ]
 
 
-@pytest.mark.parametrize("one", operations())
-def test_every_path_needs_a_key_that_is_known(one: Any) -> None:
-    """401 in the envelope of the API; what tells of the process only is open to all."""
+@pytest.mark.parametrize("endpoint", operations())
+def test_every_path_needs_a_key_that_is_known(endpoint: Any) -> None:
+    """401 in the form of the API; health, version and OpenAPI document are open."""
     bench = ServerBench(keys=KEYS)
-    path = one.path.replace("{name:path}", "x").replace("{name}", "x")
+    path = endpoint.path.replace("{name:path}", "x").replace("{name}", "x")
 
     async def main() -> list[Answer]:
         async with bench.running():
             return [
-                await bench.call(one.method, path, b"{}", key=key)
+                await bench.call(endpoint.method, path, b"{}", key=key)
                 for key in (None, "", "key-anna", "key-an", "\xe9", "k" * 5000)
             ]
 
     for answer in run(main()):
-        if one.path in OPEN:
+        if endpoint.path in OPEN:
             assert answer.status == 200
             continue
         assert answer.status == 401, answer.body
@@ -46,26 +48,26 @@ def test_every_path_needs_a_key_that_is_known(one: Any) -> None:
         assert b"ann" not in answer.body
 
 
-@pytest.mark.parametrize("one", operations())
-def test_what_shows_or_changes_the_cache_needs_the_admin_key(one: Any) -> None:
-    """403 for other keys; the others are no worse for it."""
+@pytest.mark.parametrize("endpoint", operations())
+def test_what_shows_or_changes_the_cache_needs_the_admin_key(endpoint: Any) -> None:
+    """403 for other keys on admin paths, and on no other path."""
     bench = ServerBench(keys=KEYS)
-    path = one.path.replace("{name:path}", "tiny").replace("{name}", "7")
-    body = {"token_ids": [1, 2]} if one.method == "POST" else b""
+    path = endpoint.path.replace("{name:path}", "tiny").replace("{name}", "7")
+    body = {"token_ids": [1, 2]} if endpoint.method == "POST" else b""
 
     async def main() -> tuple[Answer, Answer]:
         async with bench.running():
-            theirs = await bench.call(one.method, path, body, key="key-ann")
-            return theirs, await bench.call(one.method, path, body, key="key-admin")
+            user_answer = await bench.call(endpoint.method, path, body, key="key-ann")
+            return user_answer, await bench.call(endpoint.method, path, body, key="key-admin")
 
     user, admin = run(main())
 
-    assert (user.status == 403) == (one.path in ADMIN)
+    assert (user.status == 403) == (endpoint.path in ADMIN)
     assert admin.status not in (401, 403)
 
 
 def test_without_keys_admin_paths_are_for_local_servers_only() -> None:
-    """A server that everybody reaches, --insecure, shows its cache to nobody."""
+    """A public server without keys (--insecure) shows its cache to nobody."""
     for is_local in (True, False):
         bench = ServerBench(local_admin=is_local)
 
@@ -77,45 +79,45 @@ def test_without_keys_admin_paths_are_for_local_servers_only() -> None:
 
 
 def test_a_prefix_is_found_again_by_its_tenant_only() -> None:
-    """For everybody else it is cold, whatever salt they give; in every API and in the explanation."""
+    """For another tenant it is cold, with any salt."""
     bench = ServerBench(keys=KEYS)
 
     async def main() -> None:
         async with bench.running():
             post = bench.post
             first = await post("/v1/chat/completions", chat(PROMPT), "key-ann")
-            again = await post("/v1/chat/completions", chat(PROMPT), "key-ann")
+            second = await post("/v1/chat/completions", chat(PROMPT), "key-ann")
             assert first.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+            assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
             for salt in ("", "x", "key-ann", bench.server.keys.caller("key-ann").tenant):  # type: ignore[union-attr]
                 body = chat(PROMPT, cache_salt=salt)
-                told = (await post("/v1/chat/completions", body, "key-bob")).json["usage"]
+                usage = (await post("/v1/chat/completions", body, "key-bob")).json["usage"]
                 if salt == "":
-                    assert told["prompt_tokens_details"]["cached_tokens"] == 0
-                assert told["ramify_cache"].get("miss", {"reason": "cold"})["reason"] in (
+                    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+                assert usage["ramify_cache"].get("miss", {"reason": "cold"})["reason"] in (
                     "cold",
-                    "other_namespace",  # bob's own, with another salt
+                    "other_namespace",  # bob's own prompt, with another salt
                 )
 
     run(main())
 
 
 def test_why_a_prompt_missed_tells_nothing_of_other_tenants() -> None:
-    """Another tenant's prompt that differs in a word, is the same, or was evicted: cold, no text."""
+    """Another tenant's equal, similar or evicted prompt: `cold`, without text or times."""
     bench = ServerBench(keys=KEYS)
-    near = PROMPT.replace("vault", "house")
+    similar = PROMPT.replace("vault", "house")
 
     async def main() -> list[Answer]:
-        told = []
+        answers = []
         async with bench.running():
             await bench.post("/v1/chat/completions", chat(PROMPT), "key-ann")
-            for text in (PROMPT, near, PROMPT[:100]):
-                told.append(await bench.post("/v1/cache/explain", chat(text), "key-bob"))
+            for text in (PROMPT, similar, PROMPT[:100]):
+                answers.append(await bench.post("/v1/cache/explain", chat(text), "key-bob"))
             await bench.call("DELETE", "/v1/cache", key="key-admin")
-            told.append(await bench.post("/v1/cache/explain", chat(PROMPT), "key-bob"))
-            mine = await bench.post("/v1/cache/explain", chat(PROMPT), "key-ann")
-            assert mine.json["miss"]["reason"] == "evicted"
-        return told
+            answers.append(await bench.post("/v1/cache/explain", chat(PROMPT), "key-bob"))
+            own = await bench.post("/v1/cache/explain", chat(PROMPT), "key-ann")
+            assert own.json["miss"]["reason"] == "evicted"
+        return answers
 
     for answer in run(main()):
         miss = answer.json["miss"]
@@ -128,68 +130,72 @@ def test_why_a_prompt_missed_tells_nothing_of_other_tenants() -> None:
 
 @pytest.mark.parametrize("guess", [PROMPT, PROMPT.replace("vault", "house"), PROMPT[:40], "No."])
 def test_explanations_are_the_same_whatever_others_have_asked(guess: str) -> None:
-    """Also where one's own prompt goes along for a while: a right guess looks like a wrong one."""
+    """A right guess of another tenant's prompt looks like a wrong one, also after a common beginning."""
 
-    async def main(bench: ServerBench, *, asked: bool) -> list[Any]:
+    async def main(bench: ServerBench, *, is_cached: bool) -> list[Any]:
         async with bench.running():
-            if asked:
+            if is_cached:
                 await bench.post("/v1/chat/completions", chat(PROMPT), "key-ann")
             await bench.post("/v1/chat/completions", chat(PROMPT[:30] + "xyz " * 20), "key-bob")
-            found = await bench.post("/v1/cache/explain", chat(guess), "key-bob")
-            told = await bench.post("/v1/chat/completions", chat(guess), "key-bob")
-            return [found.json, told.json["usage"]["ramify_cache"]]
+            explained = await bench.post("/v1/cache/explain", chat(guess), "key-bob")
+            answer = await bench.post("/v1/chat/completions", chat(guess), "key-bob")
+            return [explained.json, answer.json["usage"]["ramify_cache"]]
 
-    quiet, other = (run(main(ServerBench(keys=KEYS), asked=asked)) for asked in (False, True))
+    uncached, cached = (
+        run(main(ServerBench(keys=KEYS), is_cached=is_cached)) for is_cached in (False, True)
+    )
 
-    assert quiet == other
+    assert uncached == cached
 
 
 def test_a_salt_separates_and_the_tenant_is_told_so() -> None:
-    """His own prefix with another salt is `other_namespace`; he may know, it is his."""
+    """The tenant's own prefix with another salt is reported as `other_namespace`."""
     bench = ServerBench(keys=KEYS)
 
     async def main() -> dict[str, Any]:
         async with bench.running():
             await bench.post("/v1/chat/completions", chat(PROMPT, cache_salt="a"), "key-ann")
-            told = await bench.post("/v1/chat/completions", chat(PROMPT, cache_salt="b"), "key-ann")
-            return dict(told.json["usage"]["ramify_cache"])
+            answer = await bench.post(
+                "/v1/chat/completions", chat(PROMPT, cache_salt="b"), "key-ann"
+            )
+            return dict(answer.json["usage"]["ramify_cache"])
 
-    told = run(main())
+    report = run(main())
 
-    assert told["read"] == 0
-    assert told["miss"]["reason"] == "other_namespace"
+    assert report["read"] == 0
+    assert report["miss"]["reason"] == "other_namespace"
 
 
 def test_responses_and_comparisons_of_other_tenants_do_not_exist() -> None:
-    """The same 404 and words as for an id that never was, whoever's it is."""
+    """The same 404 and message for another tenant's id as for an id that never existed."""
     bench = ServerBench(keys=KEYS)
 
     async def main() -> None:
         async with bench.running():
-            made = await bench.post(
+            created = await bench.post(
                 "/v1/responses", {"input": PROMPT, "max_output_tokens": 3}, "key-ann"
             )
-            assert made.status == 200
-            name, never = made.json["id"], "resp_" + "0" * 32
+            assert created.status == 200
+            response_id, unknown_id = created.json["id"], "resp_" + "0" * 32
             path = "/v1/responses/"
-            assert (await bench.call("GET", path + name, key="key-ann")).status == 200
+            assert (await bench.call("GET", path + response_id, key="key-ann")).status == 200
             for method in ("GET", "DELETE"):
-                other = await bench.call(method, path + name, key="key-bob")
-                none = await bench.call(method, path + never, key="key-bob")
-                assert other.status == none.status == 404
-                assert other.body.replace(name.encode(), b"") == none.body.replace(
-                    never.encode(), b""
+                foreign = await bench.call(method, path + response_id, key="key-bob")
+                unknown = await bench.call(method, path + unknown_id, key="key-bob")
+                assert foreign.status == unknown.status == 404
+                assert foreign.body.replace(response_id.encode(), b"") == unknown.body.replace(
+                    unknown_id.encode(), b""
                 )
-            body = {"input": "and?", "previous_response_id": name, "max_output_tokens": 3}
+            body = {"input": "and?", "previous_response_id": response_id, "max_output_tokens": 3}
             assert (await bench.post("/v1/responses", body, "key-bob")).status == 404
             assert (await bench.post("/v1/responses", body, "key-ann")).status == 200
-            done = await bench.post("/v1/chat/completions", chat(PROMPT), "key-ann")
-            options = {"comparison_response_id": done.json["id"]}
-            told = await bench.post(
+            chatted = await bench.post("/v1/chat/completions", chat(PROMPT), "key-ann")
+            options = {"comparison_response_id": chatted.json["id"]}
+            answer = await bench.post(
                 "/v1/chat/completions", chat(PROMPT, prompt_cache_options=options), "key-bob"
             )
-            kind = told.json["prompt_cache_diagnostics"]
-            assert "comparison_response_not_found" in str(kind), kind
+            diagnostics = answer.json["prompt_cache_diagnostics"]
+            assert "comparison_response_not_found" in str(diagnostics), diagnostics
             body = {
                 "model": "tiny",
                 "max_tokens": 3,
@@ -197,16 +203,16 @@ def test_responses_and_comparisons_of_other_tenants_do_not_exist() -> None:
             }
             first = await bench.post("/v1/messages", body, "key-ann")
             body["diagnostics"] = {"previous_message_id": first.json["id"]}
-            told = await bench.post("/v1/messages", body, "key-bob")
-            assert "previous_message_not_found" in str(told.json["diagnostics"])
+            answer = await bench.post("/v1/messages", body, "key-bob")
+            assert "previous_message_not_found" in str(answer.json["diagnostics"])
 
     run(main())
 
 
 def test_no_body_holds_a_word_of_another_tenant() -> None:
-    """Every path, right and wrong requests: bob's answers never have ann's text, tenant or ids."""
+    """On every path, with valid and invalid bodies: bob's answers hold no text, tenant or id of ann's."""
     bench = ServerBench(keys=KEYS, pool_tokens=2048)
-    found: list[tuple[str, Answer]] = []
+    answers: list[tuple[str, Answer]] = []
 
     async def main() -> set[str]:
         async with bench.running():
@@ -217,8 +223,8 @@ def test_no_body_holds_a_word_of_another_tenant() -> None:
                 ("/v1/responses", {"input": PROMPT, "max_output_tokens": 3}),
             ):
                 words.add((await bench.post(path, body, "key-ann")).json["id"])
-            for one in ENDPOINTS:
-                path = one.path.replace("{name:path}", "x").replace("{name}", "1")
+            for endpoint in ENDPOINTS:
+                path = endpoint.path.replace("{name:path}", "x").replace("{name}", "1")
                 bodies: tuple[object, ...] = (
                     b"{}",
                     b"nonsense",
@@ -227,28 +233,28 @@ def test_no_body_holds_a_word_of_another_tenant() -> None:
                     {"input": "The password of the vault is "},
                     {"tokens": list(range(50))},
                 )
-                for sent in bodies:
-                    told = await bench.call(one.method, path, sent, key="key-bob")
-                    found.append((path, told))
+                for payload in bodies:
+                    answer = await bench.call(endpoint.method, path, payload, key="key-bob")
+                    answers.append((path, answer))
             flood = [
-                bench.post("/v1/completions", {"prompt": [[at + 1] * 500]}, "key-bob")
-                for at in range(12)
+                bench.post("/v1/completions", {"prompt": [[index + 1] * 500]}, "key-bob")
+                for index in range(12)
             ]
-            for at in flood:
-                found.append(("flood", await at))
+            for request in flood:
+                answers.append(("flood", await request))
             return words
 
     words = run(main())
 
-    for path, told in found:
-        text = told.body.decode() + str(told.headers)
+    for path, answer in answers:
+        text = answer.body.decode() + str(answer.headers)
         assert not [word for word in words if word in text], (path, text)
 
 
 def test_a_flood_of_one_tenant_leaves_the_prefix_of_another() -> None:
-    """Beyond its share of the pages a tenant evicts its own; without quotas it would be all."""
+    """Above `max_cached_share` a tenant evicts its own pages; without it, everybody's."""
     shares = {"fair": 0.5, "greedy": None}
-    kept = {}
+    num_read = {}
     for name, share in shares.items():
         keys = ApiKeys(
             {
@@ -261,22 +267,22 @@ def test_a_flood_of_one_tenant_leaves_the_prefix_of_another() -> None:
         async def main(bench: ServerBench = bench) -> int:
             async with bench.running():
                 await bench.post("/v1/chat/completions", chat(PROMPT), "ann")
-                for at in range(40):
-                    body = {"prompt": [[at + 20] * 300], "max_tokens": 3}
+                for index in range(40):
+                    body = {"prompt": [[index + 20] * 300], "max_tokens": 3}
                     assert (await bench.post("/v1/completions", body, "bob")).status == 200
-                told = await bench.post("/v1/chat/completions", chat(PROMPT), "ann")
-                return int(told.json["usage"]["ramify_cache"]["read"])
+                answer = await bench.post("/v1/chat/completions", chat(PROMPT), "ann")
+                return int(answer.json["usage"]["ramify_cache"]["read"])
 
-        kept[name] = run(main())
+        num_read[name] = run(main())
 
-    assert kept["fair"] > 64
-    assert kept["greedy"] == 0
+    assert num_read["fair"] > 64
+    assert num_read["greedy"] == 0
 
 
 def test_a_tenant_beyond_its_share_keeps_what_it_used_last() -> None:
-    """The oldest of its own prefixes go, never the one that the prompt itself begins with."""
+    """Its least recently used prefixes are evicted, never the prefix that the prompt itself hits."""
     bench = ServerBench(keys=KEYS, pool_tokens=2048)
-    prompts = [[at + 20] * 300 for at in range(30)]
+    prompts = [[index + 20] * 300 for index in range(30)]
 
     async def main() -> list[int]:
         read = []
@@ -284,17 +290,17 @@ def test_a_tenant_beyond_its_share_keeps_what_it_used_last() -> None:
             for prompt in prompts:
                 body = {"prompt": [prompt], "max_tokens": 2}
                 await bench.post("/v1/completions", body, "key-ann")
-                told = await bench.post("/v1/completions", body, "key-ann")
-                read.append(told.json["usage"]["ramify_cache"]["read"])
-            told = await bench.post("/v1/completions", {"prompt": [prompts[-2]]}, "key-ann")
-            read.append(told.json["usage"]["ramify_cache"]["read"])
+                answer = await bench.post("/v1/completions", body, "key-ann")
+                read.append(answer.json["usage"]["ramify_cache"]["read"])
+            answer = await bench.post("/v1/completions", {"prompt": [prompts[-2]]}, "key-ann")
+            read.append(answer.json["usage"]["ramify_cache"]["read"])
         return read
 
     assert run(main()) == [288] * 31
 
 
 def test_a_tenant_over_its_quota_is_told_and_the_others_are_served() -> None:
-    """429 with Retry-After, in the envelope; what is refused costs nothing."""
+    """429 with Retry-After, in the form of the API; another tenant is served."""
     keys = ApiKeys(
         {
             hash_key("ann"): Caller("ann", quota=Quota(tokens_per_minute=60)),

@@ -1,4 +1,4 @@
-"""Every limit on what a client may ask: what is beyond is refused at once, in the API's envelope."""
+"""Limits of requests: what exceeds them is rejected at once, in the form of the API."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ BEYOND: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("path", "body", "param"), BEYOND)
 def test_what_is_beyond_a_limit_is_refused(path: str, body: dict[str, Any], param: str) -> None:
-    """400 that names the field; nothing of it reaches the device."""
+    """400 that names the field; nothing runs on the device."""
     bench = ServerBench()
 
     async def main() -> Answer:
@@ -64,26 +64,26 @@ def test_what_is_beyond_a_limit_is_refused(path: str, body: dict[str, Any], para
 
 
 @pytest.mark.parametrize(
-    ("sent", "status"),
+    ("headers", "status"),
     [
         ({"content-length": str(MAX_BODY_BYTES + 1)}, 413),
         ({"content-encoding": "gzip"}, 415),
         ({"content-encoding": "zstd"}, 415),
     ],
 )
-def test_large_and_compressed_bodies_are_not_read(sent: dict[str, str], status: int) -> None:
-    """By what the headers say, before any byte."""
+def test_large_and_compressed_bodies_are_not_read(headers: dict[str, str], status: int) -> None:
+    """Decided by the headers, before any byte is read."""
     bench = ServerBench()
 
     async def main() -> Answer:
         async with bench.running():
-            return await bench.call("POST", CHAT, chat("x"), headers=sent)
+            return await bench.call("POST", CHAT, chat("x"), headers=headers)
 
     assert run(main()).status == status
 
 
 def test_a_body_without_a_length_is_cut_at_the_limit() -> None:
-    """What was read so far is dropped."""
+    """413 as soon as more bytes than the limit have come."""
     bench = ServerBench()
 
     async def main() -> Answer:
@@ -94,7 +94,7 @@ def test_a_body_without_a_length_is_cut_at_the_limit() -> None:
 
 
 def test_a_request_that_can_never_fit_is_not_queued() -> None:
-    """400 at once, though the pool is smaller than the context."""
+    """400 at once, where the pool is smaller than the context length."""
     bench = ServerBench(pool_tokens=512, max_model_len=2048)
 
     async def main() -> Answer:
@@ -108,41 +108,41 @@ def test_a_request_that_can_never_fit_is_not_queued() -> None:
 
 
 def test_more_prompt_tokens_than_four_pools_do_not_wait() -> None:
-    """503 with Retry-After; those that wait are served."""
+    """503 with Retry-After; queued requests are served."""
     bench = ServerBench(pool_tokens=512, max_num_seqs=1, prefix_cache=False)
 
     async def main() -> list[Answer]:
         async with bench.running():
-            bodies = [{"prompt": [at + 3] * 400, "max_tokens": 50} for at in range(12)]
-            return list(await asyncio.gather(*(bench.post(COMPLETIONS, one) for one in bodies)))
+            bodies = [{"prompt": [index + 3] * 400, "max_tokens": 50} for index in range(12)]
+            return list(await asyncio.gather(*(bench.post(COMPLETIONS, body) for body in bodies)))
 
-    told = run(main())
+    answers = run(main())
 
-    refused = [one for one in told if one.status != 200]
-    assert {one.status for one in refused} == {503}
-    assert all(int(one.headers["retry-after"]) >= 1 for one in refused)
-    assert 4 <= len(told) - len(refused) < 12
+    rejected = [answer for answer in answers if answer.status != 200]
+    assert {answer.status for answer in rejected} == {503}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in rejected)
+    assert 4 <= len(answers) - len(rejected) < 12
 
 
 def test_more_requests_than_may_wait_are_told_to_come_back() -> None:
-    """503 with Retry-After; those that wait are served."""
+    """503 with Retry-After; queued requests are served."""
     bench = ServerBench(max_waiting=2, max_num_seqs=1)
 
     async def main() -> list[Answer]:
         async with bench.running():
-            sent = (bench.post(CHAT, chat(f"{at}", max_tokens=300)) for at in range(8))
-            return list(await asyncio.gather(*sent))
+            requests = (bench.post(CHAT, chat(f"{index}", max_tokens=300)) for index in range(8))
+            return list(await asyncio.gather(*requests))
 
-    told = run(main())
+    answers = run(main())
 
-    refused = [one for one in told if one.status != 200]
-    assert refused
-    assert {one.status for one in refused} == {503}
-    assert all(int(one.headers["retry-after"]) >= 1 for one in refused)
+    rejected = [answer for answer in answers if answer.status != 200]
+    assert rejected
+    assert {answer.status for answer in rejected} == {503}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in rejected)
 
 
 def test_more_prompts_in_a_request_than_may_wait_are_the_clients_fault() -> None:
-    """400: however often it comes back, there would be no room."""
+    """400, not 503: a retry could not succeed either."""
     bench = ServerBench(max_waiting=2)
 
     async def main() -> list[Answer]:
@@ -152,17 +152,17 @@ def test_more_prompts_in_a_request_than_may_wait_are_the_clients_fault() -> None
                 for count in (2, 3)
             ]
 
-    taken, refused = run(main())
+    accepted, rejected = run(main())
 
-    assert taken.status == 200
-    assert refused.status == 400
-    assert refused.json["error"]["param"] == "prompt"
-    assert "3 prompts" in refused.json["error"]["message"]
+    assert accepted.status == 200
+    assert rejected.status == 400
+    assert rejected.json["error"]["param"] == "prompt"
+    assert "3 prompts" in rejected.json["error"]["message"]
 
 
 @pytest.mark.parametrize("wrong", [{"regex": "(a|b" * 50}, {"grammar": "start: start start"}])
 def test_a_format_that_cannot_be_followed_is_the_clients_fault(wrong: dict[str, str]) -> None:
-    """400, and the engine goes on."""
+    """400, and the engine serves the next request."""
     bench = ServerBench()
 
     async def main() -> tuple[Answer, Answer]:
@@ -175,7 +175,7 @@ def test_a_format_that_cannot_be_followed_is_the_clients_fault(wrong: dict[str, 
 
 
 def test_no_client_can_write_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Tenants, ids and paths are escaped, as text and as JSON; prompts are not in it."""
+    """Tenants and ids are escaped, as text and as JSON; prompts are not logged."""
     evil = "ann\r\n2026-01-01 INFO forged\x1b[31m"
     keys = ApiKeys({hash_key("key"): Caller(evil)})
     bench = ServerBench(keys=keys)
@@ -184,25 +184,25 @@ def test_no_client_can_write_lines_into_the_log(caplog: pytest.LogCaptureFixture
 
     async def main() -> Answer:
         async with bench.running():
-            sent = {"x-request-id": "a\nb", "user-agent": "c\nd"}
+            headers = {"x-request-id": "a\nb", "user-agent": "c\nd"}
             body = chat("a secret\nforged", user="e\nf", model="tiny")
             raw = json.dumps(body).encode()
-            return await bench.call("POST", CHAT, raw, key="key", headers=sent)
+            return await bench.call("POST", CHAT, raw, key="key", headers=headers)
 
     answer = run(main())
 
     assert answer.status == 200
     assert answer.headers["x-request-id"].startswith("req_")
-    lines = [one for one in caplog.records if one.name == "ramify.requests"]
-    assert len(lines) == 1
-    for told in (lines[0].getMessage(), JsonFormatter().format(lines[0])):
-        assert not [sign for sign in told if ord(sign) < 32 or ord(sign) > 126], told
-        assert "secret" not in told
+    records = [record for record in caplog.records if record.name == "ramify.requests"]
+    assert len(records) == 1
+    for line in (records[0].getMessage(), JsonFormatter().format(records[0])):
+        assert not [char for char in line if ord(char) < 32 or ord(char) > 126], line
+        assert "secret" not in line
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.1.2.3", "example.org", "127.0.0.1.evil"])
 def test_a_server_that_others_reach_needs_keys(host: str) -> None:
-    """Unless it is said to be meant."""
+    """Unless --insecure is given."""
     with pytest.raises(ConfigError, match="--insecure"):
         ServeOptions(host=host).keys()
 
@@ -212,5 +212,5 @@ def test_a_server_that_others_reach_needs_keys(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.9.1"])
 def test_a_local_server_needs_none(host: str) -> None:
-    """Only this machine reaches it."""
+    """A loopback address is not reachable from elsewhere."""
     assert ServeOptions(host=host).keys() is None

@@ -1,4 +1,4 @@
-"""What operators see and do: the cache, pins, metrics, logs, the record; with and without a key."""
+"""What operators use: cache administration, pins, metrics, logs and the trace file."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ OPERATOR = [
     ("POST", "/reset_prefix_cache"),
     ("GET", "/metrics"),
 ]
-# What dashboards for vLLM ask for.
+# Metrics that vLLM's dashboards query.
 DASHBOARD = """
 vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
 vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:prompt_tokens_total
@@ -47,8 +47,8 @@ vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    with live() as one:
-        yield one
+    with live() as running:
+        yield running
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def empty(shared: Live) -> Live:
     return shared
 
 
-def delete(one: Live, path: str, **options: Any) -> httpx.Response:
-    return httpx.delete(one.url + path, timeout=60, **options)
+def delete(running: Live, path: str, **options: Any) -> httpx.Response:
+    return httpx.delete(running.url + path, timeout=60, **options)
 
 
-def cached(one: Live) -> int:
-    return int(one.get("/v1/cache").json()["cached_pages"])
+def cached(running: Live) -> int:
+    return int(running.get("/v1/cache").json()["cached_pages"])
 
 
 def test_statistics_and_tree_tell_what_is_there(empty: Live) -> None:
-    """Pages add up; nodes have the texts that were asked."""
+    """Pages add up; the tree's nodes have the prompts' texts."""
     empty.ask(ROME)
     empty.ask(ROME)
     stats, tree = empty.get("/v1/cache").json(), empty.get("/v1/cache/tree").json()
@@ -82,14 +82,14 @@ def test_statistics_and_tree_tell_what_is_there(empty: Live) -> None:
 
 
 def test_deletion_takes_what_is_named(empty: Live) -> None:
-    """A prefix, what is old, or everything."""
+    """The prompts under a prefix, of an age, of a tenant, or all."""
     empty.ask(ROME + "Who built it?")
     empty.ask(PARIS + "Who sells?")
     before = cached(empty)
 
-    told = delete(empty, "/v1/cache", params={"prefix": ROME}).json()
-    assert told == {"pages": before - cached(empty), "kept_pages": 0}
-    assert told["pages"] > 0
+    deleted = delete(empty, "/v1/cache", params={"prefix": ROME}).json()
+    assert deleted == {"pages": before - cached(empty), "kept_pages": 0}
+    assert deleted["pages"] > 0
     tree = empty.get("/v1/cache/tree").json()
     assert all("Rome" not in node["text"] for node in tree["nodes"])
     assert delete(empty, "/v1/cache", params={"older_than": 3600}).json()["pages"] == 0
@@ -100,7 +100,7 @@ def test_deletion_takes_what_is_named(empty: Live) -> None:
 
 
 def test_a_pin_survives_a_deletion(empty: Live) -> None:
-    """Until it is taken away; then it is unknown."""
+    """Until it is unpinned; then its id is unknown and its pages can be evicted."""
     missing = empty.post("/v1/cache/pins", {"prompt": ROME})
     assert missing.status_code == 409
     empty.ask(ROME)
@@ -119,7 +119,7 @@ def test_a_pin_survives_a_deletion(empty: Live) -> None:
 
 
 def test_explain_tells_before_and_changes_nothing(empty: Live) -> None:
-    """Of any API's request: what it would find, and why no more."""
+    """For a body of any API: cached tokens and miss reason, before it runs; nothing is cached."""
     text = "Nobody has told this to the server yet: the tower of Pisa leans. "
     bodies = [
         {"prompt": text + "Who?"},
@@ -128,15 +128,15 @@ def test_explain_tells_before_and_changes_nothing(empty: Live) -> None:
         {"system": text, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 5},
     ]
     for body in bodies:
-        told = empty.post("/v1/cache/explain", body).json()
-        assert (told["cached_tokens"], told["miss"]["reason"]) == (0, "cold")
+        explained = empty.post("/v1/cache/explain", body).json()
+        assert (explained["cached_tokens"], explained["miss"]["reason"]) == (0, "cold")
     assert cached(empty) == 0
 
     empty.ask(text + "Who?")
-    told = empty.post("/v1/cache/explain", {"prompt": text + "When?"}).json()
+    explained = empty.post("/v1/cache/explain", {"prompt": text + "When?"}).json()
 
-    assert told["cached_tokens"] >= len(ids(text)) // 4 * 4 - 4
-    assert told["miss"]["reason"] == "diverged"
+    assert explained["cached_tokens"] >= len(ids(text)) // 4 * 4 - 4
+    assert explained["miss"]["reason"] == "diverged"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_explain_tells_before_and_changes_nothing(empty: Live) -> None:
     ],
 )
 def test_bad_input_is_the_clients_fault(shared: Live, method: str, path: str, body: object) -> None:
-    """4xx in the envelope; nothing is deleted."""
+    """4xx in the form of the API; nothing is deleted."""
     shared.ask(ROME)
     before = cached(shared)
 
@@ -179,12 +179,14 @@ def test_bad_input_is_the_clients_fault(shared: Live, method: str, path: str, bo
 
 
 def test_only_the_operator_may() -> None:
-    """A user's key gets 403, none 401; explain is for everybody, about oneself."""
-    with live(ApiKeys.of("sk-user", "sk-other", admin="sk-admin")) as one:
+    """403 for a user's key, 401 without a key; explain works for every key, on its own prompts."""
+    with live(ApiKeys.of("sk-user", "sk-other", admin="sk-admin")) as running:
 
         def call(method: str, path: str, key: str | None, body: object = None) -> int:
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            answer = httpx.request(method, one.url + path, json=body, headers=headers, timeout=60)
+            answer = httpx.request(
+                method, running.url + path, json=body, headers=headers, timeout=60
+            )
             return answer.status_code
 
         for method, path in OPERATOR:
@@ -194,29 +196,31 @@ def test_only_the_operator_may() -> None:
         assert call("GET", "/v1/cache", "sk-admin") == 200
         assert call("GET", "/v1/cache/tree", "sk-admin") == 200
         assert call("GET", "/metrics", "sk-admin") == 200
-        mine = {"Authorization": "Bearer sk-user"}
-        one.ask(ROME, headers={}, prompt=ROME)
-        answer = one.post("/v1/completions", {"prompt": ROME, "max_tokens": 1}, headers=mine)
+        user_headers = {"Authorization": "Bearer sk-user"}
+        running.ask(ROME, headers={}, prompt=ROME)
+        answer = running.post(
+            "/v1/completions", {"prompt": ROME, "max_tokens": 1}, headers=user_headers
+        )
         assert answer.status_code == 200
-        found = {
-            key: one.post(
+        cached_tokens = {
+            key: running.post(
                 "/v1/cache/explain", {"prompt": ROME}, headers={"Authorization": f"Bearer {key}"}
             ).json()["cached_tokens"]
             for key in ("sk-user", "sk-other")
         }
-        assert found["sk-user"] > 0
-        assert found["sk-other"] == 0
+        assert cached_tokens["sk-user"] > 0
+        assert cached_tokens["sk-other"] == 0
 
 
 def test_without_keys_from_elsewhere_nobody_is_the_operator() -> None:
-    """A server that listens to others has no operator without a key."""
-    with live(local_admin=False) as one:
-        assert one.get("/v1/cache").status_code == 403
-        assert one.ask().status_code == 200
+    """Without keys, a server on a public host rejects admin requests."""
+    with live(local_admin=False) as running:
+        assert running.get("/v1/cache").status_code == 403
+        assert running.ask().status_code == 200
 
 
 def test_metrics_are_prometheus_and_have_the_names_of_dashboards(empty: Live) -> None:
-    """They parse, histograms are cumulative, counters only grow, and both names agree."""
+    """They parse, histograms are cumulative, counters only grow, and both names have equal values."""
     first = sample(empty)
     num_prompt = 0
     for _ in range(3):
@@ -228,45 +232,47 @@ def test_metrics_are_prometheus_and_have_the_names_of_dashboards(empty: Live) ->
             assert second[name, labels] >= value, name
     names = {name for name, _ in second}
     assert set(DASHBOARD) <= names
-    grown = {key: value - first.get(key, 0.0) for key, value in second.items()}
+    growth = {key: value - first.get(key, 0.0) for key, value in second.items()}
     model = (("model_name", "fake"),)
     for name in (
         "prompt_tokens_total",
         "generation_tokens_total",
         "e2e_request_latency_seconds_count",
     ):
-        assert grown[f"vllm:{name}", model] == grown[f"ramify_{name}", ()]
-    assert grown["ramify_prompt_tokens_total", ()] == num_prompt
-    assert grown["ramify_generation_tokens_total", ()] == 15
-    assert grown["ramify_inter_token_latency_seconds_count", ()] <= 12  # all may come at once
-    assert grown["ramify_requests_total", (("reason", "length"),)] == 3
+        assert growth[f"vllm:{name}", model] == growth[f"ramify_{name}", ()]
+    assert growth["ramify_prompt_tokens_total", ()] == num_prompt
+    assert growth["ramify_generation_tokens_total", ()] == 15
+    assert (
+        growth["ramify_inter_token_latency_seconds_count", ()] <= 12
+    )  # tokens may be merged into one event
+    assert growth["ramify_requests_total", (("reason", "length"),)] == 3
     sources = {
         dict(labels)["source"]: value
-        for (name, labels), value in grown.items()
+        for (name, labels), value in growth.items()
         if name == "ramify_prompt_tokens_by_source_total"
     }
     assert sum(sources.values()) == num_prompt
-    assert grown["ramify_cache_hit_tokens_total", ()] == sources["read"] > 0
+    assert growth["ramify_cache_hit_tokens_total", ()] == sources["read"] > 0
     buckets: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
     for (name, labels), value in second.items():
         if name.endswith("_bucket"):
-            rest = tuple(one for one in labels if one[0] != "le")
-            buckets.setdefault((name.removesuffix("_bucket"), rest), []).append(value)
+            other_labels = tuple(label for label in labels if label[0] != "le")
+            buckets.setdefault((name.removesuffix("_bucket"), other_labels), []).append(value)
     for (name, labels), values in buckets.items():
         assert values == sorted(values)
         assert values[-1] == second[f"{name}_count", labels]
 
 
-def sample(one: Live) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def sample(running: Live) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
-        (each.name, tuple(sorted(each.labels.items()))): each.value
-        for family in text_string_to_metric_families(one.get("/metrics").text)
-        for each in family.samples
+        (metric.name, tuple(sorted(metric.labels.items()))): metric.value
+        for family in text_string_to_metric_families(running.get("/metrics").text)
+        for metric in family.samples
     }
 
 
 def test_a_request_has_one_line(empty: Live, caplog: pytest.LogCaptureFixture) -> None:
-    """With what it took and missed, also as JSON, and without what it said; refusals too."""
+    """With counts and miss reason, as text and as JSON, without its text; rejected requests too."""
     with caplog.at_level(logging.INFO, "ramify.requests"):
         empty.server.service.listeners.append(log_request)
         text = "Nobody has logged this line before: the harbour of Genoa is deep. "
@@ -275,20 +281,20 @@ def test_a_request_has_one_line(empty: Live, caplog: pytest.LogCaptureFixture) -
         empty.server.service.listeners.remove(log_request)
         empty.ask(text, temperature="hot\nfake=line")
 
-    cold, warm, refused = caplog.records
+    cold, warm, rejected = caplog.records
     count = len(ids(text))
     assert f"prompt={count} hit=0 miss=cold" in cold.getMessage()
     assert f"prompt={count} hit={(count - 1) // 4 * 4} miss=" in warm.getMessage()
     assert "output=4 end=length ttft_ms=" in warm.getMessage()
-    assert "status=400 param=temperature" in refused.getMessage()
-    assert "fake" not in refused.getMessage()
-    told = json.loads(JsonFormatter().format(cold))
-    assert (told["prompt"], told["miss"], told["level"]) == (count, "cold", "info")
+    assert "status=400 param=temperature" in rejected.getMessage()
+    assert "fake" not in rejected.getMessage()
+    entry = json.loads(JsonFormatter().format(cold))
+    assert (entry["prompt"], entry["miss"], entry["level"]) == (count, "cold", "info")
     assert "Genoa" not in caplog.text
 
 
 def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> None:
-    """No text, no token ids unless asked for; equal prefixes have equal hashes."""
+    """No text; token ids only with `with_tokens`; equal prefixes have equal hashes."""
     path = tmp_path / "record.jsonl"
     plain, full = LineFile(path), LineFile(tmp_path / "full.jsonl")
     recorders = [
@@ -298,8 +304,8 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     empty.server.service.listeners.extend(recorders)
     empty.ask(ROME + "Who built it?")
     empty.ask(ROME + "Since when is it there?")
-    for one in recorders:
-        empty.server.service.listeners.remove(one)
+    for recorder in recorders:
+        empty.server.service.listeners.remove(recorder)
 
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert path.stat().st_mode & 0o077 == 0
@@ -310,14 +316,14 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     assert first["hash_ids"][:common] == second["hash_ids"][:common]
     assert first["hash_ids"][-1] != second["hash_ids"][-1]
     assert len(first["hash_ids"]) == first["input_length"] // 4
-    [told, _] = (json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines())
-    assert TOKENIZER.decode(told["token_ids"]) == ROME + "Who built it?"
-    for one_file in (plain, full):
-        one_file.close()
+    [entry, _] = (json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines())
+    assert TOKENIZER.decode(entry["token_ids"]) == ROME + "Who built it?"
+    for file in (plain, full):
+        file.close()
 
 
 def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    """Lines are lost and that is logged once; a file that cannot be opened is an error at once."""
+    """Lines are dropped, which is logged once; a file that cannot be opened is a ConfigError."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
     file = LineFile(Path("/dev/full"))
@@ -332,7 +338,7 @@ def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_tokens_that_come_together_are_evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five tokens, one and then four at once: four gaps, each a quarter of the time."""
+    """One token, then four in one event: four gaps, each a quarter of the time between the events."""
     clock = iter((1.0, 2.0))
     time = SimpleNamespace(monotonic=lambda: next(clock))
     monkeypatch.setattr("ramify.server.operations.metrics.time", time)
@@ -348,25 +354,27 @@ def test_tokens_that_come_together_are_evenly_spread(monkeypatch: pytest.MonkeyP
 
 
 def test_the_load_is_told_while_there_is_some(empty: Live) -> None:
-    """Rates and the share of the cache since the last line; silence when nothing happens."""
+    """A line with rates since the last line; none while the server is idle."""
     lines: list[str] = []
-    told = asyncio.Event()
+    is_written = asyncio.Event()
 
-    def tell(line: str) -> None:
+    def write_line(line: str) -> None:
         lines.append(line)
-        told.set()
+        is_written.set()
 
     metrics = Metrics("other")
-    watch = LoadMonitor(empty.server.service, metrics, write_line=tell, tick_s=0.001, line_s=0.05)
+    monitor = LoadMonitor(
+        empty.server.service, metrics, write_line=write_line, tick_s=0.001, line_s=0.05
+    )
 
     async def main() -> None:
-        running = asyncio.create_task(watch.run())
+        task = asyncio.create_task(monitor.run())
         await asyncio.sleep(0.12)
         assert lines == []
         metrics.num_prompt, metrics.num_output, metrics.num_saved = 1000, 50, 750
-        await asyncio.wait_for(told.wait(), 30)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await asyncio.wait_for(is_written.wait(), 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -377,7 +385,7 @@ def test_the_load_is_told_while_there_is_some(empty: Live) -> None:
 
 
 def test_the_line_has_rates(empty: Live) -> None:
-    """Tokens per second of the time that passed."""
+    """Tokens per second of the interval."""
     engine = empty.look(EngineCore.stats)
     line = LoadSnapshot(300, 70, 30, engine).line(LoadSnapshot(100, 50, 10, engine), 2.0)
     assert line is not None

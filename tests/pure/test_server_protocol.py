@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly, on real sockets in this process."""
+"""`TimeoutProtocol`: clients that send headers or read too slowly, on real sockets."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ class Impatient(TimeoutProtocol):
 
 
 class App:
-    """Answers with an endless stream on /endless, else with a short text."""
+    """An ASGI application: an endless stream on /endless, else a short body after 0.5 s."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -26,14 +26,14 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] != "/endless":
-            await asyncio.sleep(0.5)  # longer than the limits: they are not for the server
+            await asyncio.sleep(0.5)  # longer than both limits, which must not apply to the server
             await send({"type": "http.response.body", "body": b"done"})
             return
-        watching = asyncio.ensure_future(self.watch(receive))
+        watcher = asyncio.ensure_future(self.watch(receive))
         while not self.gone.is_set():
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
             self.num_sent += 1
-        await watching
+        await watcher
 
     async def watch(self, receive: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -57,7 +57,7 @@ async def served(app: App) -> AsyncIterator[int]:
 
 
 def test_a_client_that_does_not_read_is_dropped() -> None:
-    """The application is told that it went away; what waits for it is freed."""
+    """The application gets `http.disconnect`, and its pending send returns."""
 
     async def main() -> None:
         app = App()
@@ -71,7 +71,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
 
 
 def test_a_client_that_reads_slowly_but_reads_is_served() -> None:
-    """Some bytes within the limit are enough."""
+    """A read of any size within `stall_s` restarts the timer."""
 
     async def main() -> None:
         app = App()
@@ -89,21 +89,21 @@ def test_a_client_that_reads_slowly_but_reads_is_served() -> None:
 
 
 def test_headers_that_do_not_come_end_the_connection() -> None:
-    """Nothing at all, half of them, or half of a second request's; a slow answer is no reason."""
+    """No headers, half of them, or half of a second request's; a slow response does not end it."""
 
     async def main() -> None:
         async with served(App()) as port:
-            whole = b"GET /short HTTP/1.1\r\nhost: x\r\n\r\n"
-            for first, rest in ((b"", b""), (b"", whole[:9]), (whole, whole[:9])):
+            request = b"GET /short HTTP/1.1\r\nhost: x\r\n\r\n"
+            for first, partial in ((b"", b""), (b"", request[:9]), (request, request[:9])):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(first)
                 if first:
-                    told = await asyncio.wait_for(reader.readuntil(b"done"), 30)
-                    assert b"200 OK" in told
-                writer.write(rest)
-                left = reader.read()
+                    response = await asyncio.wait_for(reader.readuntil(b"done"), 30)
+                    assert b"200 OK" in response
+                writer.write(partial)
+                remainder = reader.read()
                 with suppress(ConnectionResetError):
-                    assert b"200 OK" not in await asyncio.wait_for(left, 30)
+                    assert b"200 OK" not in await asyncio.wait_for(remainder, 30)
                 writer.close()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Keys, tenants and quotas."""
+"""API keys, tenants and quotas."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def key_file(path: Path, *entries: dict[str, object]) -> Path:
 
 
 def test_a_key_names_its_tenant(tmp_path: Path) -> None:
-    """And the file has no key in it."""
+    """By the entry with the key's hash; the file holds no key in clear."""
     file = key_file(
         tmp_path,
         {"hash": hash_key("one"), "tenant": "ann", "quota": {"max_requests": 2}},
@@ -33,7 +33,7 @@ def test_a_key_names_its_tenant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [None, "", "three", "x" * 10_000, "\ud800"])
 def test_nobody_else_gets_in(key: str | None) -> None:
-    """Neither without a key nor with a wrong one."""
+    """401 without a key, and with an unknown key."""
     with pytest.raises(ApiError) as caught:
         ApiKeys.of("one").caller(key)
     assert caught.value.status == 401
@@ -54,23 +54,23 @@ def test_nobody_else_gets_in(key: str | None) -> None:
     ],
 )
 def test_a_wrong_file_is_told(tmp_path: Path, text: str) -> None:
-    """With its path, before anything is served."""
+    """As a ConfigError with the file's path."""
     file = tmp_path / "keys.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"keys\.json"):
         ApiKeys.load(file)
 
 
-def refusal(meter: QuotaMeter, who: Caller, num_tokens: int) -> ApiError:
+def refusal(meter: QuotaMeter, caller: Caller, num_tokens: int) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        meter.acquire(who, num_tokens)
+        meter.acquire(caller, num_tokens)
     assert caught.value.status == 429
     assert caught.value.headers["Retry-After"]
     return caught.value
 
 
 def test_quotas_are_each_tenants_own() -> None:
-    """What is refused is not counted, and what has ended is free again."""
+    """A rejected request is not counted; an ended one no longer is."""
     time = [0.0]
     meter = QuotaMeter(clock=lambda: time[0])
     ann = Caller("ann", quota=Quota(max_requests=2, max_waiting_tokens=100))
@@ -84,7 +84,7 @@ def test_quotas_are_each_tenants_own() -> None:
 
 
 def test_tokens_per_minute_come_back_with_time() -> None:
-    """A request may go beyond what is left; the next one waits for it."""
+    """A request may overdraw the allowance; the next is admitted once it has refilled."""
     time = [0.0]
     meter = QuotaMeter(clock=lambda: time[0])
     ann = Caller("ann", quota=Quota(tokens_per_minute=600))

@@ -1,4 +1,16 @@
-"""Attention over paged, shared K/V. Names resolve on first use: importing this loads no torch."""
+"""Attention over paged K/V whose prefixes are shared.
+
+Public names resolve on first use: importing this package loads no torch. `models`, `engine` and
+`server` may import it; it imports `kernels`, `kv` and `cache`. Read in this order:
+
+1. `sequence`, `planner`, `page_demand`: requests → pages, through the prefix cache (no torch).
+2. `batch`: the metadata of a step, `AttentionBatch` (no torch).
+3. `spec`, `backend`: a model's attention shape; the backend protocol, table and selection.
+4. `backends/`: an implementation per file; `gather` is what several of them share.
+5. `mla`, `sparse_index`: DeepSeek's latent attention and its index of keys, over any backend.
+6. `exactness` (are rows independent of the batch?), `staging_buffers`, `custom_op`.
+7. `blocks/`: building blocks for learning and prototypes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +45,7 @@ _HOMES = {
     "select_backend": "backend",
 }
 
-# Those that need no torch: a star import takes no more. The others are found by name.
+# A star import takes only the names that need no torch.
 __all__ = ["AttentionBatch", "Extend", "RadixAttentionPlanner", "RadixSequence"]
 
 

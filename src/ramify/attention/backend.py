@@ -1,4 +1,4 @@
-"""What an attention backend is, the table of all of them, and the choice with its reasons."""
+"""The attention backend protocol, the table of backends, and the selection with its reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ramify.attention.exactness import Exactness
 from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError, UnsupportedBackendError
 
-# name → module:class, imported on use
+# name → module:class, imported on first use
 BACKENDS: dict[str, str] = {
     "eager": "ramify.attention.backends.eager:EagerBackend",
     "cpu": "ramify.attention.backends.cpu:CpuBackend",
@@ -31,21 +31,21 @@ _OLD_NAMES = {"tree": "cpu"}
 
 
 class AttentionBackend(Protocol):
-    """Attends over pages. K/V of the step are in the planes before `run` is called."""
+    """Attention over paged K/V. The caller writes a layer's new K/V to its planes before `run`."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None: ...
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """None, or the reason why this backend cannot serve the model on that device."""
+        """None, or the reason why it cannot serve a model with this `spec` on `device`."""
         ...
 
     def exactness(self) -> list[Exactness]:
-        """How its arithmetic is kept from depending on the batch, and why so."""
+        """How its arithmetic is kept independent of the batch, and why that way."""
         ...
 
     def plan(self, batch: AttentionBatch) -> Any:
-        """Everything about a step that is the same for all layers; once per step."""
+        """Prepare a step: everything that is the same for all layers. Called once per step."""
         ...
 
     def run(
@@ -61,20 +61,20 @@ class AttentionBackend(Protocol):
 
         Args:
             plan: what `plan` returned for this step.
-            q: [tokens, num_heads, head_dim]; more rows than the batch has are padding, and
-                come back as zeros.
+            q: [tokens, num_heads, head_dim]; rows beyond the batch's are padding, their output
+                is zeros.
             planes: `k` and `v`, [pages, page_size, num_kv_heads, head_dim], or `latent` and `rope`,
                 [pages, page_size, width]; for int8 and float8 also a scale plane for each, float32,
                 `k_scale` [pages, page_size, num_kv_heads] and so on.
             selected: for sparse attention, [tokens, n] int32: the positions that each query sees,
-                ascending, -1 after the last. Causality and window hold besides.
+                ascending, then -1. The causal and window masks apply as well.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """A selected backend, why, and for every other one why not."""
+    """A selected backend, the reason, and why each other backend was not selected."""
 
     name: str
     backend: AttentionBackend
@@ -83,59 +83,60 @@ class BackendChoice:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class behind a name of the table.
+    """Import the class of a backend of the table.
 
     Raises:
         ConfigError: there is no such backend; the message lists them.
     """
-    name = _present_name(name)
+    name = _current_name(name)
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend={name!r} does not exist; choose auto, {', '.join(BACKENDS)}"
         )
     module, _, cls = BACKENDS[name].partition(":")
-    found: type[AttentionBackend] = getattr(import_module(module), cls)
-    return found
+    backend: type[AttentionBackend] = getattr(import_module(module), cls)
+    return backend
 
 
 def select_backend(backend_name: str, spec: AttentionSpec, device: torch.device) -> BackendChoice:
-    """The backend to use: the one asked for, or with "auto" the best that supports the model.
+    """Build the backend of that name, or for "auto" the first that supports the model on `device`.
 
     Raises:
-        UnsupportedBackendError: it cannot serve; the message gives every reason.
+        UnsupportedBackendError: no candidate supports it; the message gives every reason.
     """
-    backend_name = _present_name(backend_name)
+    backend_name = _current_name(backend_name)
     order = _auto_order(device) if backend_name == "auto" else (backend_name,)
     reasons: dict[str, str] = {}
     for name in order:
         cls = backend_class(name)
         reason = cls.supports(spec, device)
         if reason is None:
-            why = (
-                "asked for"
-                if backend_name != "auto"
-                else (f"the first of {', '.join(order)} that supports this model on {device.type}")
-            )
-            others = {
+            chosen_because = "asked for"
+            if backend_name == "auto":
+                chosen_because = (
+                    f"the first of {', '.join(order)} that supports this model on {device.type}"
+                )
+            rejected = {
                 other: backend_class(other).supports(spec, device) or "would do"
                 for other in BACKENDS
                 if other != name
             }
-            return BackendChoice(name, cls(spec, device), why, others)
+            return BackendChoice(name, cls(spec, device), chosen_because, rejected)
         reasons[name] = reason
     raise UnsupportedBackendError(backend_name, reasons)
 
 
-def _present_name(name: str) -> str:
+def _current_name(name: str) -> str:
+    """Replace a deprecated backend name, with a warning."""
     if name not in _OLD_NAMES:
         return name
-    present = _OLD_NAMES[name]
+    current = _OLD_NAMES[name]
     warnings.warn(
-        f"attention_backend={name!r} is deprecated; use {present!r}",
+        f"attention_backend={name!r} is deprecated; use {current!r}",
         DeprecationWarning,
         stacklevel=3,
     )
-    return present
+    return current
 
 
 def _auto_order(device: torch.device) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a step computes, as arrays: complete, frozen, built by one factory."""
+"""Attention metadata of a step as read-only arrays: `AttentionBatch`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ramify.kv.block_table import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """One request's share of a step: `num_new` tokens appended after `num_cached`."""
+    """A request's part of a step: `num_new` tokens after `num_cached` computed ones."""
 
     request_id: int
-    row: int  # of the block table, which owns the pages
+    row: int  # of the block table
     num_cached: int
     num_new: int
 
     @property
     def kv_len(self) -> int:
-        """Tokens visible to attention once this step has written its own."""
+        """Tokens whose K/V exists once this step has written its own."""
         return self.num_cached + self.num_new
 
 
@@ -33,26 +33,26 @@ class Extend:
 class AttentionBatch:
     """Attention metadata of one step over B requests with T new tokens in all.
 
-    Query row i of a request sits at position `kv_len - q_len + i`. An empty batch is legal.
+    Query row i of a request has position `kv_len - q_len + i`. B and T may be 0.
 
-    `shared_with[i]` is an earlier request of the batch in whose pages the first `shared_len[i]`
-    tokens of request i lie too, or -1: what a backend may read once for both. It comes from the
-    tree and decides nothing but who shares a read.
+    `shared_with[i]` is an earlier request of the batch, or -1: the first `shared_len[i]` tokens of
+    both are in the same pages, so that a backend may read them once for both. The radix tree
+    knows this; it never changes a result.
     """
 
     cu_seqlens_q: NDArray[np.int32]  # [B + 1] offsets of each request's query rows
-    seq_lens_kv: NDArray[np.int32]  # [B] tokens visible, those of this step included
-    num_cached: NDArray[np.int32]  # [B] tokens whose K/V was there before this step
+    seq_lens_kv: NDArray[np.int32]  # [B] tokens of each request, those of this step included
+    num_cached: NDArray[np.int32]  # [B] tokens whose K/V was computed before this step
     block_table: NDArray[np.int32]  # [B, P] pages in order, -1 beyond the last
     positions: NDArray[np.int32]  # [T]
-    slot_mapping: NDArray[np.int64]  # [T] where each new token's K/V goes
+    slot_mapping: NDArray[np.int64]  # [T] slot that each new token's K/V is written to
     shared_with: NDArray[np.int32]  # [B]
     shared_len: NDArray[np.int32]  # [B]
     page_size: int
     max_q_len: int
     max_kv_len: int
     total_kv: int  # sum of seq_lens_kv
-    has_cached: bool  # whether any request has K/V from before this step
+    has_cached: bool  # any num_cached > 0
 
     @property
     def num_seqs(self) -> int:
@@ -71,14 +71,15 @@ class AttentionBatch:
         table: BlockTable,
         sharing: Sequence[tuple[int, int]] = (),
     ) -> AttentionBatch:
-        """The metadata of a step, without a step per token.
+        """Build the metadata of a step from its requests.
 
         Args:
-            sharing: per request (an earlier one, tokens in common), as `PrefixCache.sharing`
-                tells; by default nothing is known to be shared.
+            sharing: per request (an earlier request or -1, tokens in common), as
+                `PrefixCache.sharing` returns it; by default nothing is shared.
         """
-        rows = np.array([one.row for one in extends], np.int64)
-        cached, new = [one.num_cached for one in extends], [one.num_new for one in extends]
+        rows = np.array([extend.row for extend in extends], np.int64)
+        cached = [extend.num_cached for extend in extends]
+        new = [extend.num_new for extend in extends]
         return cls.from_rows(rows, cached, new, table, sharing_arrays(sharing, len(extends)))
 
     @classmethod
@@ -90,13 +91,13 @@ class AttentionBatch:
         table: BlockTable,
         sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> AttentionBatch:
-        """The same from rows of the table, tokens cached and new of each request, B each.
+        """Build the metadata from block table rows and cached and new tokens, B of each.
 
-        Between two forward passes every numpy function finds its code gone from the caches: few
-        different ones are called, and no reductions.
+        Calls few different numpy functions and no reductions: the forward pass before has evicted
+        their code from the CPU's caches.
 
         Args:
-            sharing: as `sharing_arrays` makes it.
+            sharing: the result of `sharing_arrays`.
         """
         page_size, count = table.page_size, len(rows)
         lengths = list(map(add, cached, new))
@@ -129,7 +130,7 @@ class AttentionBatch:
         table: BlockTable,
         sharing: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> AttentionBatch:
-        """What `from_rows` makes of requests with a token each, in fewer steps."""
+        """Like `from_rows` for requests with one new token each, but faster."""
         page_size, count = table.page_size, len(rows)
         lengths = [at + 1 for at in cached]
         cu_q, positions = _iota(count), np.array(cached, np.int32)
@@ -156,22 +157,22 @@ class AttentionBatch:
         )
 
     def next_decode(self, rows: NDArray[np.int64], table: BlockTable) -> AttentionBatch:
-        """What `from_decodes` makes of the same requests in the next step, of a token each.
+        """Like `from_decodes` for the next token of the same requests, but faster.
 
-        Between the two nothing but the ends of their rows may have changed. Most requests go on in
-        the page that they were in.
+        Since this batch was built, pages may only have been appended to their rows. Most requests
+        stay in their page.
 
         Args:
-            rows: of the table.
+            rows: [B] of the table.
         """
         size, num_pages = self.page_size, self.block_table.shape[1]
         positions, slots, pages = self.seq_lens_kv, self.slot_mapping + 1, self.block_table
-        entered = [i for i, at in enumerate(positions.tolist()) if at % size == 0]
+        in_new_page = [i for i, at in enumerate(positions.tolist()) if at % size == 0]
         width = -(-(self.max_kv_len + 1) // size)
-        if entered:
+        if in_new_page:
             pages = np.full((len(rows), width), -1, np.int32)
             pages[:, :num_pages] = self.block_table
-            for i in entered:
+            for i in in_new_page:
                 last = int(positions[i]) // size
                 page = int(table.array[rows[i], last])
                 assert page >= 0, "a new token has no page"
@@ -196,29 +197,29 @@ class AttentionBatch:
         )
 
     def prefix_leaders(self, num_tokens: int) -> list[int]:
-        """For each request the first one in whose pages its first `num_tokens` tokens lie: [B].
+        """The first request that holds the same pages for the first `num_tokens` tokens: [B].
 
-        Requests with the same leader read the same keys up to there; one that shares with nobody
-        is its own.
+        Requests with the same leader read the same keys up to there. A request that shares with
+        none is its own leader.
         """
-        found: list[int] = []
+        leaders: list[int] = []
         for i, (other, common) in enumerate(
             zip(self.shared_with.tolist(), self.shared_len.tolist(), strict=True)
         ):
-            found.append(found[other] if common >= num_tokens and other >= 0 else i)
-        return found
+            leaders.append(leaders[other] if common >= num_tokens and other >= 0 else i)
+        return leaders
 
     def select(
         self, seqs: Sequence[int], num_rows: NDArray[np.int64] | None = None
     ) -> AttentionBatch:
-        """The batch of some of its requests; they share what they shared.
+        """The sub-batch of some requests, with what they share among themselves.
 
-        Also those that shared with one that is not among them, with each other.
+        Two requests that both shared with a request left out share with each other.
 
         Args:
-            seqs: places in this batch, ascending.
-            num_rows: [len(seqs)] the last so many query rows of each, at least 1; by default all of
-                them. K/V of those before is then there already.
+            seqs: indices of requests in this batch, ascending.
+            num_rows: [len(seqs)] how many of its last query rows each request keeps, at least 1;
+                by default all. The rows before count as cached.
         """
         assert list(seqs) == sorted(seqs)
         shared_with, shared_len = self._sharing_of(seqs)
@@ -253,26 +254,26 @@ class AttentionBatch:
     def _sharing_of(self, seqs: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """`shared_with` and `shared_len` of some requests among themselves."""
         others, lengths = self.shared_with.tolist(), self.shared_len.tolist()
-        places = {seq: place for place, seq in enumerate(seqs)}
-        # by who is not among them: places of those that shared with it, and how much
-        left: dict[int, list[tuple[int, int]]] = {}
-        found: list[tuple[int, int]] = []
-        for place, seq in enumerate(seqs):
+        indices = {seq: index for index, seq in enumerate(seqs)}
+        # by request left out: (index, tokens in common) of the requests that shared with it
+        sharers: dict[int, list[tuple[int, int]]] = {}
+        sharing: list[tuple[int, int]] = []
+        for index, seq in enumerate(seqs):
             other, length, best = others[seq], lengths[seq], (-1, 0)
             while other >= 0 and length > best[1]:
-                if other in places:
-                    best = places[other], length
+                if other in indices:
+                    best = indices[other], length
                     break
-                stand_ins = left.setdefault(other, [])
-                for at, common in stand_ins:
-                    best = max(best, (at, min(common, length)), key=itemgetter(1))
-                stand_ins.append((place, length))
+                siblings = sharers.setdefault(other, [])
+                for sibling, common in siblings:
+                    best = max(best, (sibling, min(common, length)), key=itemgetter(1))
+                siblings.append((index, length))
                 other, length = others[other], min(length, lengths[other])
-            found.append(best)
-        return sharing_arrays(found, len(seqs))
+            sharing.append(best)
+        return sharing_arrays(sharing, len(seqs))
 
     def kv_slots(self, seq: int) -> NDArray[np.int64]:
-        """Slots of all keys that request `seq` sees, in position order: [kv_len]."""
+        """Slots of all keys of request `seq`, in position order: [kv_len]."""
         kv_len = int(self.seq_lens_kv[seq])
         position = np.arange(kv_len)
         pages = self.block_table[seq].astype(np.int64)
@@ -284,9 +285,9 @@ class AttentionBatch:
 def sharing_arrays(
     sharing: Sequence[tuple[int, int]], num_seqs: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """What `PrefixCache.sharing` tells as `shared_with` and `shared_len`, [B] each, read-only.
+    """Convert the result of `PrefixCache.sharing` to `shared_with` and `shared_len`, [B] each.
 
-    If it tells nothing, nothing is known to be shared.
+    Both are read-only. An empty `sharing` means that nothing is shared.
     """
     if not any(length for _, length in sharing):
         return _unshared(num_seqs)
@@ -298,19 +299,20 @@ def sharing_arrays(
 def _pages(
     table: BlockTable, rows: NDArray[np.int64], lengths: Sequence[int], kv: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """The pages of so many tokens of each row, -1 beyond the last: [B, most pages]."""
+    """The pages of the first `lengths` tokens of each row, then -1: [B, most pages]."""
     size = table.page_size
     used = [-(-length // size) for length in lengths]
     width = max(used, default=0)
     pages = table.array[rows, :width]
-    if np.count_nonzero(pages >= 0) != sum(used):  # some to spare; `from_rows` sees if one lacks
+    # Blank pages beyond `lengths`. A missing page is the caller's to detect.
+    if np.count_nonzero(pages >= 0) != sum(used):
         pages[np.arange(width, dtype=np.int32) * size >= kv[:, None]] = -1
     return pages
 
 
 @lru_cache(maxsize=256)
 def _iota(count: int) -> NDArray[np.int32]:
-    """0 .. count, read-only."""
+    """0 .. count inclusive, read-only."""
     numbers = np.arange(count + 1, dtype=np.int32)
     numbers.flags.writeable = False
     return numbers

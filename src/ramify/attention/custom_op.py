@@ -1,4 +1,4 @@
-"""Attention as one operator that torch.compile does not look into."""
+"""Attention as a torch.library custom operator, opaque to torch.compile."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.batch import AttentionBatch
 
-_numbers = count()
-_alive: WeakValueDictionary[int, AttentionCustomOp] = WeakValueDictionary()
+_next_id = count()
+_instances: WeakValueDictionary[int, AttentionCustomOp] = WeakValueDictionary()
 
 
 class AttentionCustomOp:
-    """A backend and the plan of its current step, for use inside a compiled model.
+    """A backend with the plan of its current step, for use inside a compiled model.
 
-    `plan` outside of the compiled code, once per step; the instance is called once per layer inside
-    of it, with arguments whose kinds do not change from step to step, so that nothing is compiled
-    anew. The operator finds the instance by its number.
+    Call `plan` once per step outside the compiled code, and the instance once per layer inside.
+    The argument types are the same at every step, so nothing is recompiled. The operator gets the
+    instance as an integer id.
     """
 
     def __init__(self, backend: AttentionBackend, value_dim: int) -> None:
         self.backend, self.value_dim = backend, value_dim
-        self.number = next(_numbers)
-        self.step: Any = None  # nothing planned yet: `run` has no batch
-        _alive[self.number] = self
+        self.instance_id = next(_next_id)
+        self.step: Any = None  # the backend's plan; None before the first `plan`
+        _instances[self.instance_id] = self
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Attend over this batch from now on."""
+        """Plan the next step; later calls attend over this batch."""
         self.step = self.backend.plan(batch)
 
     def __call__(
@@ -40,16 +40,16 @@ class AttentionCustomOp:
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         names = list(planes)
-        mixed: Tensor = torch.ops.ramify.attend(
+        out: Tensor = torch.ops.ramify.attend(
             q,
             [planes[name] for name in names],
             ",".join(names),
             selected,
             layer,
-            self.number,
+            self.instance_id,
             self.value_dim,
         )
-        return mixed
+        return out
 
 
 @torch.library.custom_op("ramify::attend", mutates_args=())
@@ -59,17 +59,17 @@ def attend(
     names: str,
     selected: Tensor | None,
     layer: int,
-    number: int,
+    instance_id: int,
     value_dim: int,
 ) -> Tensor:
-    """Attention output, [tokens, num_heads, value_dim]; the planes by their names' order."""
-    found = _alive[number]
-    named = dict(zip(names.split(","), planes, strict=True))
-    mixed = found.backend.run(found.step, layer, q, named, selected=selected)
-    assert mixed.shape[-1] == value_dim
-    return mixed
+    """Attention output [tokens, num_heads, value_dim]; `names` are the planes', comma-separated."""
+    instance = _instances[instance_id]
+    by_name = dict(zip(names.split(","), planes, strict=True))
+    out = instance.backend.run(instance.step, layer, q, by_name, selected=selected)
+    assert out.shape[-1] == value_dim
+    return out
 
 
 @attend.register_fake
-def _(q: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(*q.shape[:-1], rest[-1])
+def _(q: Tensor, *args: Any) -> Tensor:
+    return q.new_empty(*q.shape[:-1], args[-1])

@@ -1,9 +1,9 @@
-"""Does an operation treat a row the same whatever rows stand beside it? Asked, not assumed.
+"""Probe whether an operation is batch-invariant on this machine, and remember the verdicts.
 
-A cache hit may not change an answer, so the bits of a row may depend neither on how many rows are
-in the call nor on the place of the row among them. Libraries promise nothing of the kind. Here an
-operation is tried at many row counts, and the verdict is kept per machine, library version, thread
-count, shape and dtype.
+A cache hit must not change an answer, so the bits of a row may depend neither on the number of
+rows in a call nor on its index among them. Libraries do not promise that. The probe runs an
+operation at many row counts; its verdict is stored per machine, library version, thread count,
+shape and dtype.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# 1..16 because kernels switch there (float32 F.linear differs at 1-3, 5-7 and 9-11 rows with AVX2
-# and AVX-512 alike); the others sit beside the sizes at which work is split between threads.
+# 1..16 because libraries switch kernels there: float32 F.linear differs at 1-3, 5-7 and 9-11 rows
+# with AVX2 and AVX-512. The others are near sizes at which work is split among threads.
 PROBE_ROW_COUNTS = (*range(1, 17), 24, 31, 32, 33, 64, 100, 127, 128, 257, 512)
-FP32_ROW_MULTIPLE = (
-    8  # float32 products: rows agree among multiples of 8 (measured, AVX2 and AVX-512)
-)
-EXTRA_ROWS = 9  # beyond the largest count, so that it has more than one place to stand at
+# Rows of a float32 matmul have the same bits at all multiples of 8 rows (measured: AVX2, AVX-512).
+FP32_ROW_MULTIPLE = 8
+EXTRA_ROWS = 9  # beyond the largest count, so that it too is tried at two offsets
 
 RowOperation = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """Which way of computing one operation was chosen, and why."""
+    """The strategy chosen for an operation, and why."""
 
     operation: str
     shape: tuple[int, ...]  # without the rows
@@ -50,32 +49,31 @@ class Exactness:
 def batch_variant_row_counts(
     op: RowOperation, rows: Tensor, counts: Sequence[int] = PROBE_ROW_COUNTS
 ) -> tuple[int, ...]:
-    """The row counts at which some row gets other bits than among all rows.
+    """The row counts at which a row's bits differ from those in a call of all rows.
 
     Args:
         op: [n, ...] -> [n, ...]; output row i belongs to input row i.
-        rows: [total, ...]; values without structure, else differences can hide.
-        counts: each at least 1 and at most `total`.
+        rows: [total, ...], random: structured values can hide differences.
+        counts: each from 1 to `total`.
 
-    Each count is tried at the first rows and at one odd place further on.
+    Each count is tried at offset 0 and at an odd offset further on.
     """
     total = rows.shape[0]
     reference = _bits(op(rows))
     differing = []
     for count in counts:
-        places = {0, (5 * count + 3) % (total - count + 1)}
-        for start in sorted(places):
-            found = _bits(op(rows[start : start + count]))
-            if not torch.equal(found, reference[start : start + count]):
+        for start in sorted({0, (5 * count + 3) % (total - count + 1)}):
+            bits = _bits(op(rows[start : start + count]))
+            if not torch.equal(bits, reference[start : start + count]):
                 differing.append(count)
                 break
     return tuple(differing)
 
 
 def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`op` one row at a time: slow, and row-independent by construction.
+    """Wrap `op` to run one row per call: slow, and batch-invariant by construction.
 
-    Every argument is a tensor [rows, ...]; so is the result.
+    All arguments and the result are tensors [rows, ...].
     """
 
     def by_row(*args: Tensor) -> Tensor:
@@ -88,13 +86,13 @@ def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The same bytes as integers, so that NaN equals itself and 0 differs from -0."""
+    """The bytes as integers: NaN equals NaN, and 0 differs from -0."""
     sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.contiguous().view(sizes[values.element_size()])
 
 
 def machine_key() -> str:
-    """Everything but shape and dtype that decides which kernels run, as one line."""
+    """All that selects a library's kernels, except shape and dtype, as one line."""
     parts = [
         platform.machine(),
         _cpu_name(),
@@ -124,14 +122,14 @@ def _cpu_name() -> str:
 
 
 class ProbeStore:
-    """Verdicts of earlier probes, in memory and in one JSON file.
+    """Verdicts of earlier probes, in memory and in a JSON file.
 
-    The file is a convenience: if it is corrupt, unreadable or cannot be written, probes run again.
-    Writes replace the file in one move, so that two processes can share it.
+    If the file is corrupt, unreadable or cannot be written, probes run again. Writes replace the
+    file atomically, so that several processes can share it.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Verdicts live in `path`; None keeps them in memory only."""
+        """Read the verdicts of `path`; None keeps verdicts in memory only."""
         self._path = path
         self._verdicts: dict[str, Exactness] = {}
         for key, verdict in self._read().items():
@@ -139,11 +137,11 @@ class ProbeStore:
 
     @classmethod
     def default(cls) -> ProbeStore:
-        """The store of this user: `ramify/exactness.json` below the XDG cache directory."""
+        """The user's store: `ramify/exactness.json` in the XDG cache directory."""
         base = os.environ.get("XDG_CACHE_HOME")
         try:
             home = Path(base) if base else Path.home() / ".cache"
-        except RuntimeError:  # no home directory can be found
+        except RuntimeError:  # there is no home directory
             return cls(None)
         return cls(home / "ramify" / "exactness.json")
 
@@ -156,19 +154,18 @@ class ProbeStore:
         *,
         strategies: Sequence[str],
     ) -> Exactness:
-        """The remembered verdict, or that of `probe`, which is then remembered.
+        """Look up the verdict; if there is none, run `probe` and store its verdict.
 
         Args:
-            probe: runs the trial and returns (strategy, reason).
-            strategies: those that can be used here, in the order of preference; with others, or in
-                another order, it is another question.
+            probe: returns (strategy, reason).
+            strategies: the usable strategies in order of preference; part of the key.
         """
         dtype_name = str(dtype).removeprefix("torch.")
         key = f"{machine_key()} | {operation} {'x'.join(map(str, shape))} {dtype_name}"
         key += f" of {' '.join(strategies)}"
-        known = self._verdicts.get(key)
-        if known is not None and known.strategy in strategies:
-            return known
+        stored = self._verdicts.get(key)
+        if stored is not None and stored.strategy in strategies:
+            return stored
         strategy, reason = probe()
         verdict = Exactness(operation, tuple(shape), dtype_name, strategy, reason)
         self._verdicts[key] = verdict
@@ -206,10 +203,10 @@ class ProbeStore:
 
 
 def _parse(entry: dict[str, Any]) -> Exactness:
-    """One entry of the file; whatever is not exactly such an entry raises."""
+    """Parse an entry of the file; raises for anything malformed."""
     shape = tuple(int(size) for size in entry["shape"])
     texts = [entry[name] for name in ("operation", "dtype", "strategy", "reason")]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("an entry holds something else than text")
+        raise ValueError("an entry must hold strings")
     operation, dtype, strategy, reason = texts
     return Exactness(operation, shape, dtype, strategy, reason)

@@ -1,12 +1,14 @@
-"""Latent attention (DeepSeek-V2, 2024) over cached latents, by either of its two paths.
+"""Multi-head latent attention (MLA; DeepSeek-V2, 2024) over cached latents, absorbed or expanded.
 
-Absorbed: `kv_b` goes into the query and the output, and attention reads one latent per token for
-all heads: any backend can do it. Expanded: the latents of a request are read chunk by chunk, keys
-and values of every head computed from them, and the chunks' results merged by their log-sum-exp.
-Per query and key absorbed costs `2 * latent + rope` multiply-adds a head and expanded
-`nope + rope + value`, but expanded first pays for every key: long prefills gain. The bits differ,
-so `exact` is absorbed throughout; otherwise a request takes what is cheaper by a count of the
-multiply-adds of either path, at a speed of each that is measured once per model.
+- Absorbed: `kv_b` is multiplied into the query (W_UK) and the output (W_UV), and all heads attend
+  to one latent per token: `2 * latent + rope` multiply-adds per head, query and key. Any backend
+  can compute it.
+- Expanded: keys and values of every head are computed from the latents, chunk by chunk, and the
+  chunks' results merged by their log-sum-exp: `nope + rope + value` multiply-adds per head, query
+  and key, after the up projection of every key. Faster for long prefills.
+
+The bits differ, so `exact=True` is always absorbed. Otherwise each request takes the path that
+needs less time by its multiply-adds; the speed of each path is measured once per model.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 
-CHUNK_KEYS = 512  # at fixed positions; 128 heads of 128 + 128 are 67 MB of float32
+CHUNK_KEYS = 512  # 67 MB of float32 K and V at 128 heads of 128 + 128
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
 COST_ROWS, COST_KEYS, COST_TRIALS = 64, 256, 5
-MASKED_MAX = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
+MASKED_MAX = -1e30  # row max if all keys are masked; finite, so that differences stay finite
 
 MlaPath = Literal["auto", "absorbed", "expanded"]
 
 
 @dataclass(frozen=True, slots=True)
 class UpProjection:
-    """`kv_b` of one layer by head, and how it is applied to queries and outputs."""
+    """`kv_b` of a layer, split by head, and its application to queries and outputs."""
 
     w_uk: Tensor  # [num_heads, nope_dim, latent_dim]
     w_uv: Tensor  # [num_heads, latent_dim, value_dim]
@@ -49,7 +51,7 @@ class UpProjection:
     project_v: Callable[[Tensor], Tensor]  # [T, num_heads, latent_dim] -> [T, num_heads, value_dim]
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, latent_dim] float32 -> keys and values [num_heads, n, nope_dim or value_dim]."""
+        """[n, latent_dim] -> float32 K [num_heads, n, nope_dim], V [num_heads, n, value_dim]."""
         latents = latents.to(self.w_uk.dtype)
         keys = torch.matmul(latents, self.w_uk.transpose(1, 2))
         return keys.float(), torch.matmul(latents, self.w_uv).float()
@@ -57,7 +59,7 @@ class UpProjection:
 
 @dataclass(frozen=True, slots=True)
 class MlaQuery:
-    """What a layer asks of latent attention; rows beyond the batch are padding."""
+    """Queries of a layer; rows beyond the batch are padding."""
 
     q_nope: Tensor  # [rows, num_heads, nope_dim]
     q_rope: Tensor  # [rows, num_heads, rope_dim]
@@ -67,44 +69,44 @@ class MlaQuery:
 
 @dataclass(frozen=True, slots=True)
 class MlaCostModel:
-    """Seconds of either path per unit of what it is proportional to."""
+    """Seconds of each path per query row, per key, and per (query row, key) pair."""
 
     absorbed_row: float
-    absorbed_pair: float  # of a query row and a key
+    absorbed_pair: float
     expanded_key: float
     expanded_pair: float
 
     def expanded_is_cheaper(self, q_len: int, kv_len: int) -> bool:
-        """For one request in one layer."""
+        """Compare both paths for a request, per layer."""
         absorbed = q_len * (self.absorbed_row + kv_len * self.absorbed_pair)
         return kv_len * (self.expanded_key + q_len * self.expanded_pair) < absorbed
 
 
 @dataclass(frozen=True, slots=True)
 class MlaPlan:
-    """One step: what the backend does, and the requests that are expanded."""
+    """A step: the backend's plan for absorbed requests, and the requests to expand."""
 
     absorbed: Any  # the backend's own plan
-    absorbed_rows: Tensor | None  # rows of the queries that it is for, None: all
+    absorbed_rows: Tensor | None  # query rows of `absorbed`; None: all
     expanded: list[RequestSlice]
     index: IndexPlan | None
 
 
 class MlaAttention:
-    """Attention over `latent` and `rope` planes, with the interface of a backend but `MlaQuery`.
+    """MLA over `latent` and `rope` planes: the interface of a backend, with `MlaQuery` as query.
 
     Args:
-        backend: computes the absorbed path; made with the same `spec`.
+        backend: computes the absorbed path; built with the same `spec`.
         spec: `kind="mla"`.
-        nope_dim, value_dim: of a head; they need not be equal.
-        index: chooses the keys of each query, for `spec.sparse`.
+        nope_dim, value_dim: per head.
+        index: selects the keys of each query; required if `spec.sparse`.
         path: `absorbed` and `expanded` are for tests and benchmarks.
-        chunk_keys: keys that are expanded at a time.
-        costs: of either path; None measures them when they are first asked for.
+        chunk_keys: keys expanded at a time.
+        costs: None measures them on first use.
 
     Raises:
-        ConfigError: `path` cannot serve `spec`: expanded attention is not exact, reads every key
-            and knows no window or soft cap; or `spec` is of another kind of model.
+        ConfigError: `path="expanded"` cannot serve `spec` (see `reason_not_expanded`), or `spec`
+            and `index` do not fit MLA.
     """
 
     def __init__(
@@ -136,37 +138,37 @@ class MlaAttention:
 
     @property
     def costs(self) -> MlaCostModel:
-        """Measured on first use: a few calls of either path on random values."""
+        """Seconds per unit of work of both paths, measured on first use with random values."""
         if self._costs is None:
             self._costs = self._measure()
         return self._costs
 
     def exactness(self) -> list[Exactness]:
-        """How the backend's products and the index compute, and why."""
+        """The strategies of the backend and of the index, and why."""
         index = self.index.exactness() if self.index is not None else []
         return [*self.backend.exactness(), *index]
 
     def plan(self, batch: AttentionBatch) -> MlaPlan:
-        """Which request takes which path, and the backend's plan; once per step."""
+        """Choose the path of every request and plan the backend's part. Called once per step."""
         index = None if self.index is None else self.index.plan(batch)
         device = torch.device("cpu") if self.index is None else self.index.device
-        chosen = [seq for seq in range(batch.num_seqs) if self._expands(batch, seq)]
-        if not chosen:
+        expanded = [seq for seq in range(batch.num_seqs) if self._expands(batch, seq)]
+        if not expanded:
             return MlaPlan(self.backend.plan(batch), None, [], index)
-        spans = request_slices(batch, device)
-        others = [seq for seq in range(batch.num_seqs) if seq not in set(chosen)]
-        rows = [np.arange(spans[seq].start, spans[seq].stop) for seq in others]
+        requests = request_slices(batch, device)
+        absorbed = [seq for seq in range(batch.num_seqs) if seq not in set(expanded)]
+        rows = [np.arange(requests[seq].start, requests[seq].stop) for seq in absorbed]
         return MlaPlan(
-            self.backend.plan(batch.select(others)),
+            self.backend.plan(batch.select(absorbed)),
             torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])),
-            [spans[seq] for seq in chosen],
+            [requests[seq] for seq in expanded],
             index,
         )
 
     def run(
         self, plan: MlaPlan, layer: int, query: MlaQuery, planes: Mapping[str, Tensor]
     ) -> Tensor:
-        """Attention output of one layer, [rows, num_heads, value_dim]; zeros for padding rows."""
+        """Attention output of a layer, [rows, num_heads, value_dim]; zeros for padding rows."""
         selected = None
         if self.index is not None and plan.index is not None:
             assert query.index is not None
@@ -176,17 +178,18 @@ class MlaAttention:
             return self._absorbed(plan, layer, query, planes, selected)
         out = query.q_nope.new_zeros(*query.q_nope.shape[:2], self._value_dim)
         if len(rows):
-            part = replace(query, q_nope=query.q_nope[rows], q_rope=query.q_rope[rows])
-            out[rows] = self._absorbed(plan, layer, part, planes, selected)
-        for span in plan.expanded:
-            out[span.start : span.stop] = self._expanded(span, query, planes).to(out.dtype)
+            absorbed = replace(query, q_nope=query.q_nope[rows], q_rope=query.q_rope[rows])
+            out[rows] = self._absorbed(plan, layer, absorbed, planes, selected)
+        for request in plan.expanded:
+            expanded = self._expanded(request, query, planes)
+            out[request.start : request.stop] = expanded.to(out.dtype)
         return out
 
     def _expands(self, batch: AttentionBatch, seq: int) -> bool:
         if self._path != "auto":
             return self._path == "expanded"
         q_len = int(batch.cu_seqlens_q[seq + 1] - batch.cu_seqlens_q[seq])
-        # decoding is absorbed: expanding every key for one row is what the latent is there to avoid
+        # Decodes are absorbed: expanding every key for one query row is what MLA avoids.
         return q_len > 1 and self.costs.expanded_is_cheaper(q_len, int(batch.seq_lens_kv[seq]))
 
     def _absorbed(
@@ -205,7 +208,7 @@ class MlaAttention:
     def _expanded(
         self, request: RequestSlice, query: MlaQuery, planes: Mapping[str, Tensor]
     ) -> Tensor:
-        """[q_len, num_heads, value_dim] float32, chunk by chunk from position 0."""
+        """Attention of a request, chunk by chunk: [q_len, num_heads, value_dim] float32."""
         q = torch.cat((query.q_nope, query.q_rope), -1)[request.start : request.stop].float()
         q = q.mul_(self.spec.scale).transpose(0, 1).contiguous()
         num_heads, q_len = q.shape[:2]
@@ -219,17 +222,18 @@ class MlaAttention:
             shared = gather_plane_f32(planes, "rope", slots).expand(num_heads, -1, -1)
             keys = torch.cat((keys, shared), -1).transpose(1, 2)
             step = max(1, MAX_SCORES // (num_heads * len(slots)))
-            for start in range(max(0, begin - first), q_len, step):  # earlier rows see nothing
+            for start in range(max(0, begin - first), q_len, step):  # rows before see no key
                 rows = slice(start, start + step)
                 scores = q[:, rows] @ keys
                 if end - 1 > first + start:
-                    unseen = request.key_positions[begin:end] > request.query_positions[rows, None]
-                    scores.masked_fill_(unseen, -torch.inf)
-                found, its_lse = block_attention_lse(scores, values)
-                out[:, rows], lse[:, rows] = merge_state(out[:, rows], lse[:, rows], found, its_lse)
+                    masked = request.key_positions[begin:end] > request.query_positions[rows, None]
+                    scores.masked_fill_(masked, -torch.inf)
+                chunk = block_attention_lse(scores, values)
+                out[:, rows], lse[:, rows] = merge_state(out[:, rows], lse[:, rows], *chunk)
         return out.transpose(0, 1)
 
     def _measure(self) -> MlaCostModel:
+        """Time both paths once and divide by their multiply-adds."""
         spec, keys = self.spec, COST_KEYS
         latent = spec.v_head_dim
         draw = torch.Generator().manual_seed(0)
@@ -237,14 +241,14 @@ class MlaAttention:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw).to(spec.dtype)
 
-        # wild scores would make weights denormal, and denormals are slow
-        up_keys = random(spec.num_heads, self._nope_dim, latent) * latent**-0.5
-        up_values = random(spec.num_heads, latent, self._value_dim) * latent**-0.5
+        # scaled, since large scores would make softmax weights denormal, which are slow
+        w_uk = random(spec.num_heads, self._nope_dim, latent) * latent**-0.5
+        w_uv = random(spec.num_heads, latent, self._value_dim) * latent**-0.5
         up = UpProjection(
-            up_keys,
-            up_values,
-            lambda x: torch.matmul(x.transpose(0, 1), up_keys).transpose(0, 1),
-            lambda x: torch.matmul(x.transpose(0, 1), up_values).transpose(0, 1),
+            w_uk,
+            w_uv,
+            lambda x: torch.matmul(x.transpose(0, 1), w_uk).transpose(0, 1),
+            lambda x: torch.matmul(x.transpose(0, 1), w_uv).transpose(0, 1),
         )
         num_pages = -(-keys // spec.page_size)
         planes = {
@@ -254,7 +258,7 @@ class MlaAttention:
         table = PagedBlockTable.of([list(range(num_pages))], spec.page_size)
         rows = COST_ROWS
         batch = AttentionBatch.build([Extend(0, 0, keys - rows, rows)], table)
-        [span] = request_slices(batch, torch.device("cpu"))
+        [request] = request_slices(batch, torch.device("cpu"))
         query = MlaQuery(
             random(rows, spec.num_heads, self._nope_dim),
             random(rows, spec.num_heads, spec.head_dim - latent),
@@ -263,9 +267,9 @@ class MlaAttention:
         plan = MlaPlan(self.backend.plan(batch), None, [], None)
         absorbed, expanded = _best_seconds(
             partial(self._absorbed, plan, 0, query, planes, None),
-            partial(self._expanded, span, query, planes),
+            partial(self._expanded, request, query, planes),
         )
-        # multiply-adds: of one row or one key in the up projection, of one pair in attention
+        # multiply-adds of a row or key in the up projection, and of a pair in attention
         up_count = spec.num_heads * latent * (self._nope_dim + self._value_dim)
         latent_pair = spec.num_heads * (spec.head_dim + latent)
         head_pair = spec.num_heads * (self._nope_dim + spec.head_dim - latent + self._value_dim)
@@ -280,7 +284,7 @@ class MlaAttention:
 
 
 def reason_not_expanded(spec: AttentionSpec) -> str | None:
-    """None, or why a model is served by the absorbed path alone."""
+    """None, or why a model can only use the absorbed path."""
     if spec.exact:
         return "exact=True: its bits differ from those of the absorbed path"
     if spec.sparse:
@@ -293,39 +297,39 @@ def reason_not_expanded(spec: AttentionSpec) -> str | None:
 
 
 def block_attention_lse(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted values over one block of keys and the log of its sum of exponentials.
+    """Attention over a block of keys, with its log-sum-exp (LSE).
 
     Args:
-        scores: [heads, rows, keys] float32, -inf where a row does not look.
+        scores: [heads, rows, keys] float32, -inf where masked.
         values: [heads, keys, value_dim].
 
     Returns:
-        [heads, rows, value_dim] and [heads, rows, 1]; zeros and -inf for a row that sees nothing.
+        output [heads, rows, value_dim] and LSE [heads, rows, 1]; 0 and -inf if all is masked.
     """
-    peak = scores.amax(-1, keepdim=True).clamp_min(MASKED_MAX)
-    weights = torch.exp(scores - peak)
-    total = weights.sum(-1, keepdim=True)
-    return (weights @ values) / total.clamp_min(1e-30), peak + total.log()
+    row_max = scores.amax(-1, keepdim=True).clamp_min(MASKED_MAX)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(-1, keepdim=True)
+    return (weights @ values) / row_sum.clamp_min(1e-30), row_max + row_sum.log()
 
 
 def merge_state(
     out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Two results over disjoint keys as one over all of them, with its log-sum-exp.
+    """Merge the attention outputs and LSEs of two disjoint sets of keys.
 
-    Rows that saw nothing (-inf) count for nothing; at least one of the two must have seen a key.
+    An LSE of -inf (no key) has weight 0; not both may be -inf.
     """
-    joint = torch.logaddexp(lse, other_lse)
-    return out * torch.exp(lse - joint) + other * torch.exp(other_lse - joint), joint
+    merged = torch.logaddexp(lse, other_lse)
+    return out * torch.exp(lse - merged) + other * torch.exp(other_lse - merged), merged
 
 
 def _best_seconds(*calls: Callable[[], object]) -> list[float]:
-    """The shortest of `COST_TRIALS` of each, in turns, after one that does not count."""
+    """The shortest time of each call in `COST_TRIALS` rounds, after a warm-up round."""
     best = [math.inf] * len(calls)
     for trial in range(COST_TRIALS + 1):
-        for number, call in enumerate(calls):
+        for index, call in enumerate(calls):
             start = time.perf_counter()
             call()
             if trial:
-                best[number] = min(best[number], time.perf_counter() - start)
+                best[index] = min(best[index], time.perf_counter() - start)
     return best

@@ -1,8 +1,9 @@
-"""What a plan needs and will take, known before anything is changed."""
+"""Validate a plan and count the pages it will reserve, before anything changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ramify.attention.sequence import RadixSequence
 from ramify.cache.key import CacheKey
@@ -11,102 +12,108 @@ from ramify.errors import CacheError
 from ramify.kv.block_table import PagedBlockTable
 
 
+class PlanEntry(NamedTuple):
+    """A sequence of a plan that is not a plain decode: fresh, a prefill chunk or drafts."""
+
+    sequence: RadixSequence
+    limit: int  # most tokens to compute
+    key: CacheKey | None  # None: it neither attaches to cached pages nor announces its own
+
+
 def validate_plannable(
-    sequences: Sequence[RadixSequence], limits: Sequence[int], table: PagedBlockTable
+    sequences: Sequence[tuple[RadixSequence, int]], table: PagedBlockTable
 ) -> None:
-    """Raise CacheError, before anything is changed, if one of them cannot be planned."""
-    rows = 0
-    for one, limit in zip(sequences, limits, strict=True):
-        if one.released:
+    """Raise CacheError if a sequence cannot be planned, or they need too many rows.
+
+    Args:
+        sequences: each with the most tokens it may compute.
+    """
+    num_rows = 0
+    for sequence, limit in sequences:
+        if sequence.released:
             raise CacheError("the sequence was released; make a new one to go on")
-        if getattr(one.tokens, "typecode", None) != "i":
+        if getattr(sequence.tokens, "typecode", None) != "i":
             raise CacheError(
-                f"the tokens are {type(one.tokens).__name__} but must be 32-bit integers; "
+                f"the tokens are {type(sequence.tokens).__name__} but must be 32-bit integers; "
                 'use array("i", tokens)'
             )
-        if one.num_planned:
+        if sequence.num_planned:
             raise CacheError("the sequence is in a plan that was not committed or abandoned")
-        if one.num_uncomputed < 1 or limit < 1:
+        if sequence.num_uncomputed < 1 or limit < 1:
             raise CacheError(
-                f"the sequence has {one.num_uncomputed} uncomputed tokens and may compute "
+                f"the sequence has {sequence.num_uncomputed} uncomputed tokens and may compute "
                 f"{limit}; both must be at least 1, append a token first"
             )
-        if len(one.tokens) > table.max_tokens:
+        if len(sequence.tokens) > table.max_tokens:
             raise CacheError(
-                f"the sequence has {len(one.tokens)} tokens but a row of the block table "
+                f"the sequence has {len(sequence.tokens)} tokens but a row of the block table "
                 f"holds {table.max_tokens}; build the table with more pages"
             )
-        rows += one.row is None
-    if rows > table.num_free_rows:
+        num_rows += sequence.row is None
+    if num_rows > table.num_free_rows:
         raise CacheError(
-            f"{rows} new sequences but {table.num_free_rows} free rows in the block "
+            f"{num_rows} new sequences but {table.num_free_rows} free rows in the block "
             "table; release some, or build it with more rows"
         )
 
 
 def split_decodes(
     sequences: Sequence[RadixSequence], limits: Sequence[int], *, page_size: int, max_tokens: int
-) -> tuple[list[RadixSequence], list[RadixSequence], list[RadixSequence], list[int]]:
-    """Live sequences that compute one token: all of them, and those that need a page for it.
+) -> tuple[list[RadixSequence], list[RadixSequence], list[tuple[RadixSequence, int]]]:
+    """Split off plain decodes: live sequences that compute one token.
 
-    They announce nothing and attach to nothing, so that there is little to do for them. Then
-    all others with their limits.
+    They attach to nothing and announce nothing, so that planning them is cheap.
+
+    Returns:
+        the decodes; those of them that need a page; the other sequences with their limits.
     """
     decodes: list[RadixSequence] = []
-    growing: list[RadixSequence] = []
-    others: list[RadixSequence] = []
-    rest: list[int] = []
-    for one, limit in zip(sequences, limits, strict=True):
-        lease, done, tokens = one.lease, one.num_computed, one.tokens
+    needing_page: list[RadixSequence] = []
+    others: list[tuple[RadixSequence, int]] = []
+    for sequence, limit in zip(sequences, limits, strict=True):
+        lease, done, tokens = sequence.lease, sequence.num_computed, sequence.tokens
         if (
             lease is None
             or limit != 1
-            or one.num_planned
-            or one.num_draft
-            or one.media
+            or sequence.num_planned
+            or sequence.num_draft
+            or sequence.media
             or not done < len(tokens) <= max_tokens
             or tokens[done] < 0
         ):
-            others.append(one)
-            rest.append(limit)
+            others.append((sequence, limit))
             continue
-        decodes.append(one)
-        if done >= lease.num_tokens + len(one.private) * page_size:
-            growing.append(one)
-    return decodes, growing, others, rest
+        decodes.append(sequence)
+        if done >= lease.num_tokens + len(sequence.private) * page_size:
+            needing_page.append(sequence)
+    return decodes, needing_page, others
 
 
-def pages_needed(
-    sequences: Sequence[RadixSequence],
-    limits: Sequence[int],
-    keys: Sequence[CacheKey | None],
-    *,
-    page_size: int,
-    share: bool,
-) -> int:
-    """Pages that live or attached sequences will reserve, sharing inside the batch included."""
+def pages_needed(entries: Sequence[PlanEntry], *, page_size: int, share: bool) -> int:
+    """Pages that live or attached sequences will reserve, given what they share in the batch."""
     page_bytes = page_size * ATOM_BYTES
+    # by namespace and atoms up to the first page that is not cached: what leaders will announce
     leaders: dict[tuple[bytes, bytes], list[bytes]] = {}
     total = 0
-    for one, limit, key in zip(sequences, limits, keys, strict=True):
-        assert one.lease is not None
-        begin, first = one.num_computed, len(one.lease.pages)
-        held = first + len(one.private)
-        follows = one.row is None and share and one.reuse
+    for sequence, limit, key in entries:
+        assert sequence.lease is not None
+        begin, num_leased = sequence.num_computed, len(sequence.lease.pages)
+        held = num_leased + len(sequence.private)
+        follows = sequence.row is None and share and sequence.reuse
         if key is not None:
             atoms = key.atoms
-            start = first * page_bytes
-            group = leaders.setdefault((one.namespace, atoms[: start + page_bytes]), [])
+            start = num_leased * page_bytes
+            group = leaders.setdefault((sequence.namespace, atoms[: start + page_bytes]), [])
             if follows and group:
-                usable = atoms[: (len(one.tokens) - 1) // page_size * page_bytes]
-                shared = max(common_pages(usable, each, page_bytes, start) for each in group)
+                usable = atoms[: (len(sequence.tokens) - 1) // page_size * page_bytes]
+                shared = max(common_pages(usable, other, page_bytes, start) for other in group)
                 held, begin = held + shared, begin + shared * page_size
-            end = min(len(one.tokens), begin + limit)
-            known = one.shareable(end)
-            announced = atoms[: known // page_size * page_bytes]
+            end = min(len(sequence.tokens), begin + limit)
+            shareable = sequence.shareable(end)
+            announced = atoms[: shareable // page_size * page_bytes]
             # not announced: single tokens, and what another announces below the same node
-            if known - begin > 1 and len(announced) > start and (follows or not group):
+            if shareable - begin > 1 and len(announced) > start and (follows or not group):
                 group.append(announced)
-        end = min(len(one.tokens), begin + limit)
+        end = min(len(sequence.tokens), begin + limit)
         total += max(0, -(-end // page_size) - held)
     return total

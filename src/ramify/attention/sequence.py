@@ -1,4 +1,4 @@
-"""One request as the planner sees it."""
+"""The state of a request in the planner: tokens, pages, and how far its K/V is computed."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from ramify.cache.leases import Lease
 
 @dataclass(slots=True, eq=False)
 class RadixSequence:
-    """One request as the planner sees it.
+    """A request in the planner: its tokens, pages, and how far its K/V is computed.
 
-    The caller owns `tokens` and may append to it between steps, and `num_draft` until `commit`;
-    `namespace`, `reuse`, `media`, `salts` and `max_shared` are fixed. `reuse=False` reads nothing
-    from the cache but publishes what it computes. The tokens of a segment of `media` are known by
-    its content, whatever ids stand there. A salt may begin where no token is yet. The rest is the
-    planner's to write and everyone's to read.
+    The caller writes `tokens`, by appending between steps, and `num_draft` until `commit`.
+    `namespace`, `reuse`, `media`, `salts` and `max_shared` are fixed. Only the planner writes the
+    other fields; everyone may read them.
+
+    `reuse=False` reads nothing from the cache but publishes its own pages. Tokens of a `media`
+    segment are identified by its content, not by their ids. A salt may start beyond the last token.
     """
 
     tokens: array[int]
     namespace: bytes = b""
     reuse: bool = True
-    num_computed: int = 0  # committed length: K/V is there for so many tokens
-    num_planned: int = 0  # of them new in the plan that is not committed yet
-    num_read: int = 0  # tokens found computed when first planned
-    num_shared: int = 0  # tokens attached to while another sequence computed them
+    num_computed: int = 0  # committed tokens: their K/V is in the pages
+    num_planned: int = 0  # tokens computed by the plan that is not committed yet
+    num_read: int = 0  # cache-hit tokens: computed before the first plan
+    num_shared: int = 0  # tokens attached in flight: another sequence computes them
     row: int | None = None
     lease: Lease | None = None
     private: list[int] = field(default_factory=list)  # pages after the lease's
     released: bool = False
-    order: int = 0  # when it was planned; a leader comes before its followers
+    order: int = 0  # sequence number of the last plan; a leader's is below its followers'
     media: Sequence[Media] = field(default=(), kw_only=True)
     salts: Sequence[Salt] = field(default=(), kw_only=True)
-    num_draft: int = 0  # of `tokens`, at the end: guesses, which nobody else may attach to
-    max_shared: int | None = field(default=None, kw_only=True)  # tokens that others may attach to
+    num_draft: int = 0  # drafts at the end of `tokens`, never shared
+    max_shared: int | None = field(default=None, kw_only=True)  # tokens that others may reuse
 
     def __post_init__(self) -> None:
-        given: object = self.tokens
-        if isinstance(given, Iterable) and not isinstance(given, array):
-            self.tokens = array("i", given)
+        tokens: object = self.tokens
+        if isinstance(tokens, Iterable) and not isinstance(tokens, array):
+            self.tokens = array("i", tokens)
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose K/V is still to be computed (before the first plan: all of them)."""
+        """Tokens whose K/V is still to be computed; before the first plan all tokens."""
         return len(self.tokens) - self.num_computed
 
     def clone_unplanned(self) -> RadixSequence:
-        """The same tokens for another life of their own; nothing is planned of them."""
+        """A fresh sequence with a copy of the tokens; nothing of it is planned or computed."""
         return RadixSequence(
             self.tokens[:],
             self.namespace,
@@ -61,9 +62,9 @@ class RadixSequence:
         )
 
     def shareable(self, num_tokens: int) -> int:
-        """Of the first `num_tokens` tokens, those whose K/V others may use."""
-        known = min(num_tokens, len(self.tokens) - self.num_draft)
-        return known if self.max_shared is None else min(known, self.max_shared)
+        """How many of the first `num_tokens` tokens others may reuse: drafts never."""
+        limit = min(num_tokens, len(self.tokens) - self.num_draft)
+        return limit if self.max_shared is None else min(limit, self.max_shared)
 
     def key(self, num_tokens: int) -> CacheKey:
         """The cache key of the first `num_tokens` tokens; they may end inside a media segment."""

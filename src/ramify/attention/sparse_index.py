@@ -1,9 +1,8 @@
-"""Which keys a query reads: scores of a small index over all its keys, cached ones included.
+"""Top-k key selection for sparse attention: the lightning indexer of DeepSeek-V3.2 (2025).
 
-The lightning indexer of DeepSeek-V3.2 (2025). A query scores every key that it may see, from
-position 0 up to its own, whatever part of them was cached, and keeps the best. The unit of
-arithmetic is one query row against one tile of `KEY_TILE` keys at a fixed absolute position, so
-that what a query keeps does not depend on chunking, batch mates or pages.
+Each query scores all keys from position 0 to its own, cached or new, and selects the best
+`top_k`. Scores are computed per query row and tile of `KEY_TILE` keys at a fixed absolute position,
+so that the selection does not depend on chunking, batch or pages.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from ramify.attention.gather import gather_plane_f32
 from ramify.errors import ConfigError
 
 KEY_TILE = 256
-ROW_TILE = 64  # queries that are scored together: 64 heads x 256 keys of them are 4 MB
+ROW_TILE = 64  # queries scored at a time: 4 MB at 64 heads and 256 keys
 BATCHED, ROW_BY_ROW = "batched", "row_by_row"
 
 
 def causal_key_ranges(batch: AttentionBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The keys that each query may see, [T] begins and [T] ends, the ends exclusive.
+    """The causally visible keys [begin, end) of each query: two arrays [T].
 
-    They count along the keys of all requests one after the other (`seq_lens_kv`): cached tokens
-    have their place in it, and later tokens of the same step are beyond the end.
+    Indices into the concatenated keys of all requests (`seq_lens_kv` each), cached ones included.
     """
     kv_starts = np.cumsum(batch.seq_lens_kv, dtype=np.int64) - batch.seq_lens_kv
     begins = np.repeat(kv_starts, np.diff(batch.cu_seqlens_q)).astype(np.int64)
@@ -44,39 +42,39 @@ def causal_key_ranges(batch: AttentionBatch) -> tuple[NDArray[np.int64], NDArray
 
 @dataclass(frozen=True, slots=True)
 class IndexQuery:
-    """What the index asks of one layer's step."""
+    """Index queries of a layer; rows beyond the batch are padding."""
 
-    q: Tensor  # [rows, num_heads, head_dim]; rows beyond the batch are padding
+    q: Tensor  # [rows, num_heads, head_dim]
     weights: Tensor  # [rows, num_heads] float32, of the heads' scores
 
 
 @dataclass(frozen=True, slots=True)
 class IndexTile:
-    """Up to `ROW_TILE` queries of one request and the slots of all keys they may see."""
+    """Up to `ROW_TILE` queries [start, stop) of a request, and the slots of their visible keys."""
 
     start: int
     stop: int
-    num_keys: int  # of the last query, which sees the most
-    slots: Tensor  # [tiles * KEY_TILE] int64; any slot beyond the keys
+    num_keys: int  # visible to the last query
+    slots: Tensor  # [tiles * KEY_TILE] int64; any valid slot beyond the keys
     num_visible: Tensor  # [stop - start] int64
 
 
 @dataclass(frozen=True, slots=True)
 class IndexPlan:
-    """One step's queries, and how many keys the one that sees most may keep."""
+    """The query tiles of a step, and the most keys that any query selects."""
 
     tiles: list[IndexTile]
     width: int
 
 
 class SparseIndex:
-    """Scores and selects; the same for every layer.
+    """Scores keys and selects the `top_k` best of each query; the same object for every layer.
 
     Args:
-        top_k: keys that a query keeps at most.
+        top_k: most keys per query.
         num_heads, head_dim: of the index.
-        exact: a query's choice must not depend on the other rows.
-        store: verdicts of earlier probes; None uses the file of this user.
+        exact: make a query's selection independent of the other rows.
+        store: verdicts of earlier probes; None: `ProbeStore.default()`.
     """
 
     def __init__(
@@ -108,22 +106,22 @@ class SparseIndex:
         )
 
     def exactness(self) -> list[Exactness]:
-        """How scores are computed, and why."""
+        """The strategy of the scores, and why."""
         return [self._verdict]
 
     def plan(self, batch: AttentionBatch) -> IndexPlan:
-        """Queries with their windows; once per step."""
+        """Split the queries into tiles. Called once per step."""
         begins, ends = causal_key_ranges(batch)
         lens = ends - begins
         tiles = []
         for seq in range(batch.num_seqs):
-            own = batch.kv_slots(seq)
+            kv_slots = batch.kv_slots(seq)
             first, last = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
             for start in range(first, last, ROW_TILE):
                 stop = min(start + ROW_TILE, last)
                 num_keys = int(lens[stop - 1])
                 slots = np.zeros(-(-num_keys // KEY_TILE) * KEY_TILE, np.int64)
-                slots[:num_keys] = own[:num_keys]
+                slots[:num_keys] = kv_slots[:num_keys]
                 tiles.append(
                     IndexTile(
                         start,
@@ -136,54 +134,58 @@ class SparseIndex:
         return IndexPlan(tiles, min(self.top_k, int(lens.max(initial=0))))
 
     def select(self, plan: IndexPlan, query: IndexQuery, planes: Mapping[str, Tensor]) -> Tensor:
-        """The positions that each query reads.
+        """The positions that each query attends to.
 
         Args:
-            planes: with `index_key`, [pages, page_size, head_dim], this step's already written.
+            planes: has `index_key`, [pages, page_size, head_dim], with this step's keys written.
 
         Returns:
-            [rows, min(top_k, most keys)] int32: the best `top_k` of each query's window, the lowest
-            positions among equals, in ascending order, then -1; all -1 for padding rows.
+            [rows, min(top_k, most keys)] int32: the `top_k` best visible positions of each query
+            in ascending order, then -1. Ties go to lower positions; padding rows are all -1.
         """
-        chosen = torch.full(
+        selected = torch.full(
             (len(query.q), plan.width), -1, dtype=torch.int32, device=query.q.device
         )
         for tile in plan.tiles:
             rows = slice(tile.start, tile.stop)
-            places = torch.arange(tile.num_keys, device=self.device)
-            seen = places < tile.num_visible[:, None]
-            if tile.num_keys > self.top_k:  # otherwise every query keeps all it sees
+            positions = torch.arange(tile.num_keys, device=self.device)
+            mask = positions < tile.num_visible[:, None]
+            if tile.num_keys > self.top_k:  # otherwise every query selects all visible keys
                 keys = gather_plane_f32(planes, "index_key", tile.slots)
                 scores = self._scores(query.q[rows], query.weights[rows], keys)
-                seen = topk_mask(scores[:, : tile.num_keys], seen, self.top_k)
-            rank = torch.where(seen, seen.cumsum(1) - 1, plan.width)
-            wide = chosen.new_full((tile.stop - tile.start, plan.width + 1), -1)
-            wide.scatter_(1, rank, places.int().expand_as(rank))
-            chosen[rows] = wide[:, :-1]
-        return chosen
+                mask = topk_mask(scores[:, : tile.num_keys], mask, self.top_k)
+            # the extra column takes the keys that are not selected and is cut off
+            column = torch.where(mask, mask.cumsum(1) - 1, plan.width)
+            packed = selected.new_full((tile.stop - tile.start, plan.width + 1), -1)
+            packed.scatter_(1, column, positions.int().expand_as(column))
+            selected[rows] = packed[:, :-1]
+        return selected
 
     def _scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         """[n, keys] float32 from q [n, heads, dim], weights [n, heads], keys [keys, dim]."""
         if self._verdict.strategy == BATCHED:
             return self._batched_scores(q, weights, keys)
-        pairs = zip(q.split(1), weights.split(1), strict=True)
-        return torch.cat([self._batched_scores(one, weight, keys) for one, weight in pairs])
+        rows = zip(q.split(1), weights.split(1), strict=True)
+        return torch.cat([self._batched_scores(row, weight, keys) for row, weight in rows])
 
     def _batched_scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """sum over heads of weight[head] * relu(q[head] · key), for all rows in one matmul."""
         num_rows, num_heads, dim = q.shape
         padded = -(-num_rows // FP32_ROW_MULTIPLE) * FP32_ROW_MULTIPLE
         rows = q.new_zeros(padded, num_heads, dim, dtype=torch.float32)
         rows[:num_rows] = q
         rows = rows.flatten(0, 1)
-        shares = weights.unbind(1)  # the published scales are positive and change no order
+        head_weights = weights.unbind(
+            1
+        )  # without DeepSeek's scales: positive, they change no order
         scores = rows.new_empty(num_rows, len(keys))
-        for at in range(0, len(keys), KEY_TILE):
-            tile = keys[at : at + KEY_TILE].T
-            found = torch.mm(rows, tile).relu_().unflatten(0, (padded, num_heads))[:num_rows]
-            total = found[:, 0] * shares[0][:, None]
+        for begin in range(0, len(keys), KEY_TILE):
+            tile = keys[begin : begin + KEY_TILE].T
+            by_head = torch.mm(rows, tile).relu_().unflatten(0, (padded, num_heads))[:num_rows]
+            total = by_head[:, 0] * head_weights[0][:, None]
             for head in range(1, num_heads):  # a fixed order of additions
-                total += found[:, head] * shares[head][:, None]
-            scores[:, at : at + KEY_TILE] = total
+                total += by_head[:, head] * head_weights[head][:, None]
+            scores[:, begin : begin + KEY_TILE] = total
         return scores
 
     def _probe(self, num_heads: int, head_dim: int) -> tuple[str, str]:
@@ -194,8 +196,8 @@ class SparseIndex:
         weights = torch.randn(num_rows, num_heads, generator=draw)
         keys = torch.randn(2 * KEY_TILE, head_dim, generator=draw)
 
-        def run(places: Tensor) -> Tensor:
-            rows = slice(int(places[0]), int(places[-1]) + 1)
+        def run(indices: Tensor) -> Tensor:
+            rows = slice(int(indices[0]), int(indices[-1]) + 1)
             return self._batched_scores(q[rows], weights[rows], keys)
 
         differing = batch_variant_row_counts(run, torch.arange(num_rows), counts)
@@ -205,17 +207,17 @@ class SparseIndex:
 
 
 def topk_mask(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    """[n, keys] bool: the `count` largest scores of each row among what it sees, or all of that.
+    """True at the `count` largest visible scores of each row, or at all visible: [n, keys] bool.
+
+    Ties go to lower indices. Not a sort: the count-th largest score is the threshold.
 
     Args:
-        scores: [n, keys] float32; what is not seen may be NaN.
+        scores: [n, keys] float32; may be NaN where not visible.
         visible: [n, keys] bool.
-
-    Among equals the lowest place wins. Without a sort: the count-th largest value is a threshold.
     """
     scores = scores.masked_fill(~visible, -torch.inf)
-    least = scores.topk(min(count, scores.shape[1]), -1).values[:, -1:]
-    above = scores > least
-    level = (scores == least) & visible
-    room = count - above.sum(-1, keepdim=True)
-    return above | (level & (level.cumsum(-1) <= room))
+    threshold = scores.topk(min(count, scores.shape[1]), -1).values[:, -1:]
+    above = scores > threshold
+    tied = (scores == threshold) & visible
+    num_tied = count - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.cumsum(-1) <= num_tied))

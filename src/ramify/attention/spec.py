@@ -1,4 +1,4 @@
-"""The attention shape of a model: heads, widths, dtypes, windows, and what a backend may ask of it."""
+"""The attention shape of a model: heads, widths, dtypes, windows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from ramify.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What a model asks of attention, the same for every step.
+    """Attention of a model: the same for every step.
 
-    `windows[layer]` is how many of the last tokens a query sees, itself included, or None for
-    all. `soft_cap` squashes scores as `cap * tanh(score / cap)`.
+    `windows[layer]` is the number of last tokens that a query sees, itself included; None: all.
+    `soft_cap` squashes scores: `cap * tanh(score / cap)`.
 
-    With `kind="mla"` attention is absorbed: one K/V head whose key is a token's latent followed by
-    its rotary part (`head_dim` in all) and whose value is the latent (`value_dim`); the planes are
-    `latent` and `rope` instead of `k` and `v`.
+    `kind="mla"` is absorbed attention over the planes `latent` and `rope` instead of `k` and `v`:
+    one K/V head with key `[latent, rope]` (`head_dim` wide) and value `latent` (`value_dim` wide).
     """
 
     num_heads: int
@@ -32,11 +31,11 @@ class AttentionSpec:
     scale: float
     soft_cap: float | None = None
     exact: bool = True
-    value_dim: int | None = None  # of a value, where it is not that of a key
-    kv_dtype: torch.dtype | None = None  # of the planes, None: `dtype`; int8 and float8 have scales
+    value_dim: int | None = None  # width of a value; None: `head_dim`
+    kv_dtype: torch.dtype | None = None  # of the planes; None: `dtype`; int8 and float8 have scales
     kind: Literal["mha", "mla"] = "mha"
     layout: Literal["nhd", "vectorised"] = "nhd"
-    sparse: bool = False  # `run` is told for every query which positions it sees
+    sparse: bool = False  # `run` gets the visible positions of every query as `selected`
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -46,7 +45,7 @@ class AttentionSpec:
 
     @property
     def plane_dtype(self) -> torch.dtype:
-        """What K/V is stored in."""
+        """The dtype that K/V is stored in."""
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
@@ -61,7 +60,7 @@ class AttentionSpec:
 
 
 def reason_not_plain_mha(spec: AttentionSpec) -> str | None:
-    """None for keys and values of one width as floats, page after page, all of them read."""
+    """None for plain MHA: `k` and `v` planes of one width, floats, in NHD pages, all keys read."""
     if spec.kind != "mha":
         return f"kind={spec.kind}: no K and V planes"
     if spec.sparse:
@@ -69,14 +68,14 @@ def reason_not_plain_mha(spec: AttentionSpec) -> str | None:
     if spec.layout != "nhd":
         return f"layout={spec.layout}"
     if not spec.plane_dtype.is_floating_point or spec.plane_dtype.itemsize < 2:
-        return f"kv_dtype={spec.plane_dtype}: it knows no scales"
+        return f"kv_dtype={spec.plane_dtype}: it reads no scales"
     if spec.v_head_dim != spec.head_dim:
         return f"value_dim={spec.v_head_dim} beside head_dim={spec.head_dim}"
     return None
 
 
 def unprobed_exactness(spec: AttentionSpec, strategy: str, reason: str) -> list[Exactness]:
-    """What a backend without probes says of its exactness."""
+    """The exactness report of a backend that probes nothing."""
     shape = (spec.num_kv_heads, spec.head_dim)
     dtype = str(spec.plane_dtype).removeprefix("torch.")
     return [Exactness("attention", shape, dtype, strategy, reason)]

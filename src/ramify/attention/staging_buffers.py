@@ -1,4 +1,4 @@
-"""Small arrays of a step on a device: one upload, and addresses that stay."""
+"""Upload the small metadata arrays of a step to a device: one copy, stable addresses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-NUM_STAGES = 2  # one is written while the other may still be on its way to the device
+NUM_STAGES = 2  # double buffering: the host writes one while the other is being copied
 
 
 def next_power_of_two(count: int) -> int:
-    """`count` rounded up to a power of two: capacities grow seldom."""
+    """`count` rounded up to a power of two; 1 for 0."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 class StagingBuffers:
     """Named int32 arrays in one device buffer that is updated in place.
 
-    An array's address changes only when one of them outgrows its capacity; `generation` counts that,
-    and a CUDA graph captured in an earlier generation must not be replayed. The host side is
-    pinned, and staged twice with an event each: a copy still on its way is never overwritten.
-    Nothing is read back from the device.
+    Addresses change only when an array outgrows its capacity. `generation` counts these changes; a
+    CUDA graph captured in an earlier generation must not be replayed. The host side is pinned and
+    double-buffered with an event each, so that a copy in progress is never overwritten. Nothing is
+    read back from the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,17 +34,17 @@ class StagingBuffers:
         self._step = 0
 
     def upload(self, arrays: Mapping[str, NDArray[np.int32]]) -> dict[str, Tensor]:
-        """The arrays on the device, each [capacity, width] of at least its own shape.
+        """Copy the arrays to the device; returns each as [capacity, width], at least its own shape.
 
-        Rows beyond an array's own are zeros, but for the last one's, where nobody looks.
+        Rows beyond an array's own are zeros; in the last array they are undefined.
 
         Args:
             arrays: [n] or [n, width]; the same names in the same order at every step.
         """
-        tables = {name: a if a.ndim == 2 else a[:, None] for name, a in arrays.items()}
+        tables = {name: x if x.ndim == 2 else x[:, None] for name, x in arrays.items()}
         needed = {
-            name: (next_power_of_two(len(t)), next_power_of_two(t.shape[1]))
-            for name, t in tables.items()
+            name: (next_power_of_two(len(table)), next_power_of_two(table.shape[1]))
+            for name, table in tables.items()
         }
         before = {name: self._capacity.get(name, (0, 0)) for name in needed}
         grown = {
@@ -80,7 +80,7 @@ class StagingBuffers:
         total = 0
         for name, (rows, width) in grown.items():
             self._offsets[name] = total
-            total += -(-rows * width // 32) * 32  # 128 bytes: whole cache lines
+            total += -(-rows * width // 32) * 32  # 128-byte alignment
         on_gpu = self.device.type == "cuda"
         self._buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
         self._staged = [

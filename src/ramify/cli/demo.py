@@ -270,7 +270,8 @@ def demo(
 def _progress(total: int) -> Iterator[Any]:
     """Show a progress bar on stderr, or one line per round where stderr is not a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ramify.engine.offline import rich_bar
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -283,10 +284,8 @@ def _progress(total: int) -> Iterator[Any]:
 
         yield announce
         return
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=total)
-        yield lambda name: bar.update(task, advance=1, description=name)
+    with rich_bar(console, total, f"{'loading':>10}", transient=True) as advance:
+        yield lambda name: advance(description=f"{name:>10}")
 
 
 def _print_demo(result: DemoResult) -> None:

@@ -88,7 +88,7 @@ class EngineCore:
             clock=clock,
         )
         rng = random.Random()  # noqa: S311  # only samples requests and audits
-        # Not a method: `recovery` would then refer back to the core, and a dropped engine would live
+        # Not a method: `recovery` would refer back to the core, and a dropped engine would live on
         # until the garbage collector runs.
         self._chance: Callable[[float], bool] = lambda share: rng.random() < share
         self.recovery = FailureRecovery(self.context, self.lifecycle, self._chance)

@@ -1,8 +1,9 @@
-"""Does the cache change an answer? Asked of a model in every way that a request can be computed.
+"""`ramify verify`: compares cold, warm, chunked, batched and preempted answers bit by bit.
 
-Each prompt is computed alone, cold, in one chunk and without a cache; then warm, in small chunks,
-in one batch with all others, preempted and resumed, and as an earlier turn of a longer prompt. The
-logits of every token that was drawn and all K/V left in the cache are compared bit by bit.
+The reference of each prompt is computed alone, cold, in one chunk and without a cache. The other
+scenarios compute it warm, as an earlier turn of a longer prompt, in small chunks, in one batch with
+all others, and preempted and resumed. Compared are the logits of every drawn token and all K/V that
+is left in the cache.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ from ramify.errors import ConfigError
 from ramify.kv.pool import KVPool
 from ramify.params import SamplingParams
 
-CHUNK = 37  # tokens: ends chunks inside pages and key blocks
-LONGEST = 600  # tokens of a made-up prompt: more than two key blocks
+CHUNK = 37  # tokens; chunks end inside pages and key blocks
+LONGEST = 600  # tokens of a random prompt: more than two key blocks
 TokenIds = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """What distinguishes one engine from another over the same model."""
+    """Options of an engine; all engines run the same model."""
 
-    num_tokens: int  # of K/V
+    num_tokens: int  # of the K/V pool
     max_batch_tokens: int
     max_num_seqs: int
     prefix_cache: bool = True
-    whole_steps: bool = False  # the last layer leaves nothing out; else, whatever it can
+    whole_steps: bool = False  # compute all rows of the last layer; else prune all it can
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that differs for one prompt: K/V by layer, then position; or logits alone."""
+    """The first difference of one prompt: in K/V, by layer then position; else in logits."""
 
-    way: str
+    way: str  # name of the scenario
     prompt: int
-    position: int  # of the token: of its K/V, or drawn from the logits
-    layer: int | None  # None: the K/V before it agrees
+    position: int  # of the token whose K/V differs, or that was drawn from the logits
+    layer: int | None  # None: only the logits differ
     plane: str | None
 
     def __str__(self) -> str:
@@ -62,13 +63,13 @@ class Difference:
 
 @dataclass(slots=True)
 class Scenario:
-    """What one way of computing showed."""
+    """One way of computing the prompts, and what its comparison has found."""
 
     name: str
     num_answers: int = 0
     num_logits: int = 0  # rows compared
     num_kv: int = 0  # tokens whose K/V was compared
-    read_tokens: int = 0  # from the cache or from a batch mate
+    read_tokens: int = 0  # from the cache or from another request of the batch
     preemptions: int = 0
     differences: list[Difference] = field(default_factory=list)
 
@@ -76,26 +77,27 @@ class Scenario:
 @dataclass(slots=True)
 class _Answer:
     tokens: TokenIds
-    logits: dict[int, bytes]  # position → digest of the row
+    logits: dict[int, bytes]  # position → digest of its logits
 
 
 class _DigestingRunner(ModelRunner):
-    """The model and attention of another runner over a pool of its own; keeps digests of logits."""
+    """The model and attention of another runner over its own pool; keeps digests of logits."""
 
     def __init__(self, runner: ModelRunner, pool: KVPool, *, whole_steps: bool) -> None:
         super().__init__(runner.model, pool, runner.backend, row_multiple=runner.row_multiple)
         self.min_pruned_rows = sys.maxsize if whole_steps else 1
-        self.digests: list[bytes] = []  # of the rows that the last step drew from
+        self.digests: list[bytes] = []  # of the logits of the last call
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        found = super().logits(hidden, rows)
-        rows_of = found.numpy()
-        self.digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows_of]
-        return found
+        logits = super().logits(hidden, rows)
+        self.digests = [
+            hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in logits.numpy()
+        ]
+        return logits
 
 
 class _DigestingExecutor(LocalExecutor):
-    """Keeps, for every request, the digests of the logits that its tokens were drawn from."""
+    """Keeps the digests of the logits of all drawn tokens, by request id and position."""
 
     def __init__(self, runner: _DigestingRunner) -> None:
         super().__init__(runner)
@@ -105,17 +107,17 @@ class _DigestingExecutor(LocalExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
         if plan.samples:
-            for draw, digest in zip(plan.samples, self._digesting_runner.digests, strict=True):
-                self.digests.setdefault(draw.request_id, {})[draw.position] = digest
+            for spec, digest in zip(plan.samples, self._digesting_runner.digests, strict=True):
+                self.digests.setdefault(spec.request_id, {})[spec.position] = digest
         return result
 
 
 class _Instance:
-    """An engine of some sizes over the model of another, its logits recorded."""
+    """An engine with its own pool and cache over the model of `llm`; records logits."""
 
     def __init__(self, llm: LLM, sizes: EngineSizes) -> None:
-        given = llm.engine.runner
-        asked = EngineConfig.of(
+        runner = llm.engine.runner
+        requested = EngineConfig.of(
             page_size=llm.config.page_size,
             kv_cache_tokens=sizes.num_tokens,
             max_batch_tokens=sizes.max_batch_tokens,
@@ -123,15 +125,15 @@ class _Instance:
             prefix_cache=sizes.prefix_cache,
         )
         config = resolve(
-            asked,
+            requested,
             model_max_len=llm.config.max_model_len,
             token_bytes=llm.config.token_bytes,
             free_memory=0,
         )
-        pool = given.pool
+        pool = runner.pool
         self.pool = KVPool(pool.layout, config.num_pages, config.page_size, dtype=pool.dtype)
         self.executor = _DigestingExecutor(
-            _DigestingRunner(given, self.pool, whole_steps=sizes.whole_steps)
+            _DigestingRunner(runner, self.pool, whole_steps=sizes.whole_steps)
         )
         vocab_size = llm.engine.model_config.vocab_size
         self.core = EngineCore(
@@ -139,9 +141,9 @@ class _Instance:
         )
 
     def answer(self, prompts: Sequence[TokenIds], num_new: int) -> list[_Answer]:
-        """Answer all in one continuous batch, greedily."""
+        """Greedy answers of `num_new` tokens, in one continuous batch."""
         params = SamplingParams(max_tokens=num_new, ignore_eos=True)
-        ids = [self.core.add_request(prompt, params) for prompt in prompts]
+        request_ids = [self.core.add_request(prompt, params) for prompt in prompts]
         outputs = {}
         while self.core.has_unfinished:
             for event in self.core.step():
@@ -149,10 +151,14 @@ class _Instance:
                     if event.output.error is not None:
                         raise event.output.error
                     outputs[event.request_id] = event.output
-        return [_Answer(outputs[one].token_ids, self.executor.digests.pop(one)) for one in ids]
+        digests = self.executor.digests
+        return [
+            _Answer(outputs[request_id].token_ids, digests.pop(request_id))
+            for request_id in request_ids
+        ]
 
     def cached(self, tokens: TokenIds) -> Iterator[tuple[int, str, Tensor]]:
-        """(layer, plane, bits [tokens, bytes]) of the K/V of what is cached of some tokens."""
+        """(layer, plane, bits [T, bytes]) of the K/V of the cached prefix of `tokens`, T long."""
         cache, pool = self.core.cache, self.pool
         lease = cache.acquire(self.core.namespaces.key(array("i", tokens)))
         try:
@@ -168,23 +174,22 @@ class _Instance:
 
 
 def random_prompts(num: int, vocab_size: int, max_len: int, seed: int = 0) -> list[TokenIds]:
-    """Random tokens: stems of several lengths that some prompts share, and tails of their own."""
-    draw = random.Random(seed)  # noqa: S311  # no secret
+    """`num` random prompts: stems of three lengths that prompts share, and a tail of their own."""
+    draw = random.Random(seed)  # noqa: S311 - not a secret
     longest = min(LONGEST, max_len // 2)
     stems = [tuple(draw.choices(range(vocab_size), k=longest // n)) for n in (1, 2, 5)]
-    found = []
+    prompts = []
     for i in range(num):
         tail = draw.choices(range(vocab_size), k=1 + draw.randrange(max(1, longest // 12)))
-        found.append((*stems[i % len(stems)], *tail))
-    return found
+        prompts.append((*stems[i % len(stems)], *tail))
+    return prompts
 
 
 class ExactnessCheck:
-    """Computes prompts in every way and compares bits with those of each prompt alone.
+    """Computes prompts in every scenario, and compares the bits with each prompt computed alone.
 
     Args:
-        llm: whose model, attention, page size and K/V dtype are in question; its own cache is
-            not touched.
+        llm: gives model, attention, page size and K/V dtype; its own cache is not touched.
         prompts: token ids, at least 1 each.
         num_new: tokens to decode for each.
     """
@@ -197,13 +202,13 @@ class ExactnessCheck:
         longest, limit = max(map(len, self.prompts)) + 2 * num_new + 3, llm.config.max_model_len
         if longest > limit:
             raise ConfigError(
-                f"a prompt of {max(map(len, self.prompts))} tokens and what is asked behind it need "
-                f"{longest} positions, the limit is {limit}; use shorter prompts"
+                f"a prompt of {max(map(len, self.prompts))} tokens and those after it need {longest} "
+                f"positions, the limit is {limit}; use shorter prompts"
             )
         self._alone: dict[tuple[TokenIds, int], tuple[_Answer, list[tuple[int, str, Tensor]]]] = {}
 
     def scenarios(self) -> Iterator[Scenario]:
-        """What each way of computing showed, one after the other."""
+        """Run each scenario, one after the other, and yield it with its counts and differences."""
         longest = max(map(len, self.prompts)) + 2 * self.num_new + self._page_size
         total = sum(map(len, self.prompts)) + len(self.prompts) * (
             longest - max(map(len, self.prompts))
@@ -216,7 +221,7 @@ class ExactnessCheck:
         yield self._preempted()
 
     def _preempted(self) -> Scenario:
-        """Beginnings that all fit, and answers that do not: some wait, and go on where they were."""
+        """Prompts that fit into the pool together, with answers that do not: some are preempted."""
         size = self._page_size
         prompts = list(dict.fromkeys(prompt[: 2 * size] for prompt in self.prompts))
         prompts += [(*prompt[1:], prompt[0]) for prompt in prompts if len(set(prompt)) > 1]
@@ -224,31 +229,31 @@ class ExactnessCheck:
         pages = sum(-(-len(prompt) // size) for prompt in prompts) + 1
         alone = -(-(2 * size + num_new) // size)
         sizes = EngineSizes(max(pages, alone) * size, 1 << 20, len(prompts))
-        way, bench = Scenario("preempted and resumed"), _Instance(self._llm, sizes)
-        self._compare(way, bench, prompts, num_new)
-        return self._ended(way, bench)
+        scenario, instance = Scenario("preempted and resumed"), _Instance(self._llm, sizes)
+        self._compare(scenario, instance, prompts, num_new)
+        return self._finish(scenario, instance)
 
     def _warm(self, sizes: EngineSizes) -> Scenario:
-        """Asked again, and asked again with the answer and more behind the prompt."""
-        way, bench = Scenario("warm"), _Instance(self._llm, sizes)
+        """Each prompt again, and again followed by its answer and more tokens."""
+        scenario, instance = Scenario("warm"), _Instance(self._llm, sizes)
         for prompt in self.prompts:
-            bench.answer([prompt], self.num_new)
+            instance.answer([prompt], self.num_new)
         for prompt in self.prompts:
-            self._compare(way, bench, [prompt])
+            self._compare(scenario, instance, [prompt])
             self._compare(
-                way,
-                bench,
+                scenario,
+                instance,
                 [prompt + self._reference(prompt, self.num_new)[0].tokens[:-1] + prompt[:3]],
             )
-        return self._ended(way, bench)
+        return self._finish(scenario, instance)
 
     def _scenario(self, name: str, sizes: EngineSizes) -> Scenario:
-        way, bench = Scenario(name), _Instance(self._llm, sizes)
-        self._compare(way, bench, self.prompts)
-        return self._ended(way, bench)
+        scenario, instance = Scenario(name), _Instance(self._llm, sizes)
+        self._compare(scenario, instance, self.prompts)
+        return self._finish(scenario, instance)
 
     @staticmethod
-    def _ended(scenario: Scenario, instance: _Instance) -> Scenario:
+    def _finish(scenario: Scenario, instance: _Instance) -> Scenario:
         scenario.preemptions = instance.core.scheduler.num_preemptions
         stats = instance.core.cache.stats()
         scenario.read_tokens = stats.hit_tokens
@@ -260,13 +265,13 @@ class ExactnessCheck:
     ) -> tuple[_Answer, list[tuple[int, str, Tensor]]]:
         """A prompt's answer alone, and the K/V of prompt and answer computed in one chunk."""
         if (prompt, num_new) not in self._alone:
-            room = len(prompt) + num_new + 2 * self._page_size
-            sizes = EngineSizes(room, 1 << 20, 1, prefix_cache=False, whole_steps=True)
+            num_tokens = len(prompt) + num_new + 2 * self._page_size
+            sizes = EngineSizes(num_tokens, 1 << 20, 1, prefix_cache=False, whole_steps=True)
             [answer] = _Instance(self._llm, sizes).answer([prompt], num_new)
-            bench = _Instance(self._llm, replace(sizes, prefix_cache=True))
+            instance = _Instance(self._llm, replace(sizes, prefix_cache=True))
             whole = prompt + answer.tokens
-            bench.answer([whole], 1)
-            kv = [(layer, name, bits.clone()) for layer, name, bits in bench.cached((*whole, 0))]
+            instance.answer([whole], 1)
+            kv = [(layer, name, bits.clone()) for layer, name, bits in instance.cached((*whole, 0))]
             self._alone[prompt, num_new] = answer, kv
         return self._alone[prompt, num_new]
 
@@ -283,13 +288,17 @@ class ExactnessCheck:
             alone, kv = self._reference(prompt, num_new)
             scenario.num_answers += 1
             scenario.num_logits += len(alone.logits)
-            wrong = [at for at in sorted(alone.logits) if answer.logits.get(at) != alone.logits[at]]
+            wrong = [
+                position
+                for position in sorted(alone.logits)
+                if answer.logits.get(position) != alone.logits[position]
+            ]
             number = self.prompts.index(prompt) if prompt in self.prompts else -1
-            # from the first wrong logits on the tokens may be others, and their K/V with them
+            # After the first wrong logits the tokens may differ, and their K/V with them.
             limit = min(wrong, default=len(prompt) + num_new)
-            found = self._first_kv(instance, prompt + answer.tokens, kv, limit, scenario)
-            if found is not None:
-                layer, name, position = found
+            difference = self._first_kv(instance, prompt + answer.tokens, kv, limit, scenario)
+            if difference is not None:
+                layer, name, position = difference
                 scenario.differences.append(
                     Difference(scenario.name, number, position, layer, name)
                 )
@@ -304,33 +313,33 @@ class ExactnessCheck:
         limit: int,
         scenario: Scenario,
     ) -> tuple[int, str, int] | None:
-        """The first layer, plane and position whose K/V has other bits."""
-        compared, found = 0, None
+        """The first (layer, plane, position) whose K/V differs from `expected`; None if none does."""
+        compared, first = 0, None
         for (layer, name, bits), (_, _, right) in zip(
             instance.cached(tokens), expected, strict=True
         ):
             num = min(len(bits), len(right), limit)
             compared = max(compared, num)
             same = (bits[:num] == right[:num]).all(-1)
-            if found is None and not bool(same.all()):
-                found = layer, name, int(same.int().argmin())
+            if first is None and not bool(same.all()):
+                first = layer, name, int(same.int().argmin())
         scenario.num_kv += compared
-        return found
+        return first
 
 
 def read_prompt_lines(llm: LLM, path: Path) -> list[TokenIds]:
-    """The prompts of a text file, one on each line; empty lines are left out.
+    """Token ids of the prompts in a text file, one per line; blank lines are skipped.
 
     Raises:
         ConfigError: the model has no tokenizer, or the file cannot be read or has no prompt.
     """
     if llm.tokenizer is None:
-        raise ConfigError(f"{path}: the model has no tokenizer; leave --prompts out")
+        raise ConfigError(f"{path}: the model has no tokenizer; leave out --prompts")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts: {error}") from None
-    found = [tuple(llm.tokenizer.encode(line)) for line in text.split("\n") if line.strip()]
-    if not found:
+    prompts = [tuple(llm.tokenizer.encode(line)) for line in text.split("\n") if line.strip()]
+    if not prompts:
         raise ConfigError(f"{path} has no prompt; write one on each line")
-    return found
+    return prompts

@@ -174,7 +174,7 @@ class LLM:
         swap_weights(self.core, swap)
 
     def stats(self) -> EngineStats:
-        """Requests that run and wait, work done so far, and `PrefixCache.stats()`."""
+        """Running and waiting requests, work done so far, and `PrefixCache.stats()`."""
         return self.core.stats()
 
     def run(self, call: Callable[[EngineCore], T]) -> T:

@@ -1,16 +1,13 @@
-"""HTTP server: OpenAI's and Anthropic's APIs over one engine.
+"""The HTTP server: OpenAI's and Anthropic's APIs over one engine. Only `cli` imports it.
 
-A request's way: `app` -> `routes` -> `endpoints` of its API -> `*_request` (typed body to
-`GenerationRequest`) -> `service` -> engine -> `generation` (events, cache usage) -> `*_response`
-(events to JSON). `context` holds what belongs to one HTTP request.
+A request goes through `app` (keys, errors, disconnects) → `routes` (the table of endpoints) →
+`openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `GenerationRequest`) →
+`service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
+events and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 
-- `http`: bodies, JSON, server-sent events, uvicorn. Knows nothing of the modules below.
-- `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`, `tenants`, `errors`: what both APIs
-  share; they import neither of them.
-- `generation`, `service`: one request in flight; the engine with quotas, pins and history.
-- `openai`, `anthropic`: one package for each API. `anthropic.protocol` takes scalar types from
-  `openai.protocol`; nothing else crosses.
-- `operations`: health, metrics, logs, cache administration.
-
-Only `cli` imports this package. Read `app`, `service`, `generation`, then `openai.chat_request`.
+- `context`: `RequestContext`, which every endpoint gets.
+- `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`: shared by both APIs.
+- `tenants`, `errors`: keys and quotas; error responses.
+- `http`: wire format and uvicorn. `operations`: cache administration, metrics, health, logs.
+- `run`: all of it put together for `ramify serve`.
 """

@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be served, on every path in one form."""
+"""`ApiError`: an error response, and the HTTP status of each exception of the engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ramify.errors import (
     UnknownRequestError,
 )
 
-# HTTP status → the words of the two APIs for it.
-OPENAI_KINDS = {
+# HTTP status → `error.type` of the two APIs.
+OPENAI_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -30,28 +30,28 @@ OPENAI_KINDS = {
     500: "server_error",
     503: "overloaded_error",
 }
-ANTHROPIC_KINDS = OPENAI_KINDS | {
+ANTHROPIC_ERROR_TYPES = OPENAI_ERROR_TYPES | {
     413: "request_too_large",
     500: "api_error",
     503: "overloaded_error",
 }
 
 
-def _shown(text: str, limit: int) -> str:
-    """Text that quotes a client, made so that it can be sent back: UTF-8, and not too long."""
+def _sendable(text: str, limit: int) -> str:
+    """Cut text that quotes a client to `limit` characters, and replace lone surrogates."""
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
     return text.encode("utf-8", "replace").decode()
 
 
 class ApiError(RamifyError):
-    """An answer that is not 200.
+    """An error response: HTTP status and body in the form of either API.
 
     Args:
         status: of HTTP.
         message: for the client; never holds anything of another tenant or of this machine.
-        param: the field that is at fault, as a path: `messages[2].content`.
-        code: a word that programs look for.
-        retry_after_s: when to try again, for 429 and 503.
+        param: path of the wrong field: `messages[2].content`.
+        code: machine-readable reason: `context_length_exceeded`.
+        retry_after_s: the `Retry-After` header, for 429 and 503.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class ApiError(RamifyError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        self.status, self.message, self.code = status, _shown(message, 1000), code
-        self.param = None if param is None else _shown(param, 200)
+        self.status, self.message, self.code = status, _sendable(message, 1000), code
+        self.param = None if param is None else _sendable(param, 200)
         super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to this answer."""
+        """`Retry-After` and `WWW-Authenticate`, where they apply."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -78,11 +78,10 @@ class ApiError(RamifyError):
 
     def openai(self) -> dict[str, Any]:
         """The body in OpenAI's form."""
-        kind = OPENAI_KINDS.get(self.status, "server_error")
         return {
             "error": {
                 "message": self.message,
-                "type": kind,
+                "type": OPENAI_ERROR_TYPES.get(self.status, "server_error"),
                 "param": self.param,
                 "code": self.code,
             }
@@ -90,20 +89,24 @@ class ApiError(RamifyError):
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
         """The body in Anthropic's form."""
-        kind = ANTHROPIC_KINDS.get(self.status, "api_error")
-        where = f"{self.param}: " if self.param else ""
-        error = {"type": kind, "message": where + self.message}
+        error_type = ANTHROPIC_ERROR_TYPES.get(self.status, "api_error")
+        prefix = f"{self.param}: " if self.param else ""
+        error = {"type": error_type, "message": prefix + self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any failure as an answer: the client's fault is 4xx, ours says nothing of the inside."""
+    """The error response for any exception: 4xx for the client's, 500 and 503 for the server's.
+
+    A 500 does not quote the exception.
+    """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, OverloadedError | DrainingError):  # before RequestError, which they are
-        wait = max(1, round(error.retry_after_s))
+    # Subclasses of RequestError: before it.
+    if isinstance(error, OverloadedError | DrainingError):
+        wait_s = max(1, round(error.retry_after_s))
         code = "overloaded" if isinstance(error, OverloadedError) else "draining"
-        return ApiError(503, str(error), code=code, retry_after_s=wait)
+        return ApiError(503, str(error), code=code, retry_after_s=wait_s)
     if isinstance(error, EngineStoppedError):
         return ApiError(
             503,

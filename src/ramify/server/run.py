@@ -1,4 +1,4 @@
-"""`ramify serve`: everything put together, from options to a listening socket."""
+"""`ramify serve`: build engine, service and server from options, and serve until a signal."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ MAX_HEADER_BYTES = 16 << 10
 KEEP_ALIVE_S = 75
 BACKLOG = 1024
 WARM_UP_TOKENS = 8
-# A thread that sends on a socket lets go of the interpreter, and gets it back when the other one, the
-# engine, has had it for this long. Measured with 500 streams on two busy cores: with Python's 5 ms the
-# event loop was within 50 ms in 86 % of the cases, with this in 92 %.
+# Interval after which the engine's thread must hand the interpreter lock to the event loop, which
+# gives it up at every send. 500 streams on two busy cores: the event loop's delay was below 50 ms in
+# 92 % of the samples, with Python's default of 5 ms in 86 %.
 SWITCH_S = 0.0005
-LAST_S = 2  # for connections, when everything that was live has been answered
+# For uvicorn to close connections after the drain.
+CLOSE_S = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What `ramify serve` was asked for."""
+    """The options of `ramify serve`."""
 
     model: str = "ramify-tiny"
-    engine: Mapping[str, Any] = field(default_factory=dict)  # options of `AsyncLLM`
+    engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `AsyncLLM`
     host: str = "127.0.0.1"
     port: int = 8000
-    served_names: tuple[str, ...] = ()  # the first is the model's own
+    served_names: tuple[str, ...] = ()  # the first is the model's name, the others aliases
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -56,10 +57,10 @@ class ServeOptions:
     drain_s: float = 30.0
 
     def keys(self) -> ApiKeys | None:
-        """Who may call; None is everybody.
+        """The keys that may call; None: no key is needed.
 
         Raises:
-            ConfigError: keys are given twice, or everybody from elsewhere could call.
+            ConfigError: there are keys and a key file, or a public host without keys.
         """
         if self.key_file is not None:
             if self.api_keys or self.admin_key:
@@ -78,7 +79,7 @@ class ServeOptions:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach a host."""
+    """True if only this machine can reach a listening address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -86,10 +87,10 @@ def is_local(host: str) -> bool:
 
 
 def serve(options: ServeOptions) -> int:
-    """Serve until a signal ends it; returns the exit code.
+    """Serve until a signal; returns the exit code.
 
     Raises:
-        ConfigError, ModelError: nothing was started.
+        ConfigError, ModelError: wrong options, or a model that cannot be loaded.
     """
     keys = options.keys()
     _log_to_stderr(options.log_json)
@@ -113,9 +114,9 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
     )
     service.listeners.append(log_request)
     if options.record is not None:
-        record = LineFile(options.record).write
+        write = LineFile(options.record).write
         service.listeners.append(
-            TraceWriter(record, page_size=service.page_size, with_tokens=options.record_tokens)
+            TraceWriter(write, page_size=service.page_size, with_tokens=options.record_tokens)
         )
     server = Server(service, keys, local_admin=is_local(options.host))
 
@@ -130,7 +131,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         date_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=LAST_S,
+        timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         http=TimeoutProtocol,
         ws="none",
@@ -145,11 +146,11 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
     try:
         await _compile_kernels(llm)
         if options.public is not None:
-            shared = await llm.cache.share(options.public)
-            logger.info("public: %s", shared)
+            public = await llm.cache.share(options.public)
+            logger.info("public: %s", public)
         if options.warm is not None:
-            told = await llm.cache.warm(options.warm)
-            logger.info("warmed: %s", told)
+            warmed = await llm.cache.warm(options.warm)
+            logger.info("warmed: %s", warmed)
         await listener.serve()
     finally:
         await llm.aclose()
@@ -159,7 +160,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
 
 
 async def _compile_kernels(llm: AsyncLLM) -> None:
-    """The first steps compile kernels; nobody is to wait for that who was told that we are ready."""
+    """Run a prefill and a decode step, which compile kernels, before the server is ready."""
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     output = await llm.generate([0] * WARM_UP_TOKENS, params)
     if output.error is not None:
@@ -168,17 +169,17 @@ async def _compile_kernels(llm: AsyncLLM) -> None:
 
 
 def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | None) -> str:
-    """What is served, how large, and how to call it."""
+    """Model, sizes, URL and a `curl` command, as shown when the server listens."""
     config = llm.config
-    longest = config.max_model_len
+    max_len = config.max_model_len
     rows = {
         "model": f"{service.model} ({str(llm.engine.decoder.dtype).removeprefix('torch.')})",
         "attention": f"{llm.engine.backend_choice.name}, "
         + ("exact" if config.requested.attention.exact else "not exact"),
         "K/V cache": f"{config.num_pages:,} pages x {config.page_size} = "
         f"{config.kv_cache_tokens:,} tokens, {config.kv_cache_bytes / 2**20:,.0f} MiB",
-        "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / longest:.1f} of "
-        f"{longest:,} tokens",
+        "at once": f"{config.max_num_seqs} requests; {config.kv_cache_tokens / max_len:.1f} of "
+        f"{max_len:,} tokens",
         "prefix cache": config.requested.cache.policy if service.prefix_cache else "off",
         "keys": "none" if keys is None else "needed",
         "URL": url,
@@ -192,8 +193,8 @@ def startup_banner(url: str, service: Service, llm: AsyncLLM, keys: ApiKeys | No
 
 def _log_to_stderr(as_json: bool) -> None:
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if as_json else text)
+    text_formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if as_json else text_formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Who calls: keys, tenants, and what each of them may take."""
+"""API keys, the tenants that they belong to, and their quotas."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ MAX_KEY_CHARS = 512
 
 
 def hash_key(key: str) -> str:
-    """What a key file holds in place of a key. Keys are random, so that no salt is needed."""
+    """`sha256:…` of a key, as key files hold it. Unsalted: keys are random."""
     return HASH_PREFIX + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may use at once and per minute; None is without limit."""
+    """Limits of one tenant; None is no limit."""
 
     max_requests: int | None = None  # live at once
-    max_waiting_tokens: int | None = None  # of prompts that live requests have
-    tokens_per_minute: int | None = None  # prompt and output, uncached
-    max_cached_share: float | None = 0.5  # of the pages: beyond it, its own are evicted first
+    max_waiting_tokens: int | None = None  # prompt tokens of all live requests
+    tokens_per_minute: int | None = None  # computed tokens: prompt without cache hits, and output
+    # Share of the pool's pages; above it, the tenant's own pages are evicted first.
+    max_cached_share: float | None = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """The tenant that sent a request, and its rights."""
 
     tenant: str
     is_admin: bool = False
@@ -43,26 +44,28 @@ class Caller:
 
 
 class ApiKeys:
-    """The keys of a server.
+    """The API keys of a server, by hash.
 
-    The file is JSON: `{"keys": [{"hash": "sha256:…", "tenant": "ann", "admin": false, "quota":
-    {…}}]}`. Without `tenant` each key is a tenant of its own. `ramify keys` makes entries.
-
-    Raises:
-        ConfigError: the file cannot be read, or an entry is wrong.
+    A key file is JSON: `{"keys": [{"hash": "sha256:…", "tenant": "ann", "admin": false, "quota":
+    {…}}]}`. A key without `tenant` is a tenant of its own. `ramify keys` adds entries.
     """
 
     def __init__(self, entries: Mapping[str, Caller]) -> None:
-        self._callers = {
-            bytes.fromhex(name.removeprefix(HASH_PREFIX)): who for name, who in entries.items()
-        }
+        self._callers = {_digest(key_hash): caller for key_hash, caller in entries.items()}
 
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
-        """The keys of a file."""
+        """Read a key file.
+
+        Raises:
+            ConfigError: the file cannot be read, has no keys, or an entry is wrong.
+        """
         try:
-            found = json.loads(path.read_text("utf-8"))
-            entries = [_entry(one, f"{path}: keys[{at}]") for at, one in enumerate(found["keys"])]
+            document = json.loads(path.read_text("utf-8"))
+            entries = [
+                _parse_entry(entry, f"{path}: keys[{index}]")
+                for index, entry in enumerate(document["keys"])
+            ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -73,66 +76,74 @@ class ApiKeys:
 
     @classmethod
     def of(cls, *keys: str, admin: str | None = None) -> ApiKeys:
-        """Keys as they are: each a tenant of its own."""
+        """Plain keys, each a tenant of its own; `admin` is the operator's."""
         entries = {hash_key(key): Caller(_tenant_of(hash_key(key))) for key in keys}
         if admin is not None:
             entries[hash_key(admin)] = Caller("admin", is_admin=True)
         return cls(entries)
 
     def caller(self, key: str | None) -> Caller:
-        """Whose key this is; all keys are compared, each in constant time.
+        """The caller that a key belongs to; compares with every key in constant time.
 
         Raises:
-            ApiError: 401, no key or an unknown one.
+            ApiError: 401, no key or an unknown key.
         """
         if not key or len(key) > MAX_KEY_CHARS:
             raise ApiError(
                 401, "an API key is needed: send Authorization: Bearer KEY", code="invalid_api_key"
             )
-        digest = bytes.fromhex(hash_key(key).removeprefix(HASH_PREFIX))
-        found = None
-        for known, who in self._callers.items():
-            if hmac.compare_digest(known, digest):
-                found = who
-        if found is None:
+        digest = _digest(hash_key(key))
+        match = None
+        for known_digest, caller in self._callers.items():
+            if hmac.compare_digest(known_digest, digest):
+                match = caller
+        if match is None:
             raise ApiError(401, "this API key is not known", code="invalid_api_key")
-        return found
+        return match
 
 
-def _entry(one: Mapping[str, Any], where: str) -> tuple[str, Caller]:
-    unknown = one.keys() - {"hash", "tenant", "admin", "quota"}
-    name = one.get("hash")
-    if unknown or not isinstance(name, str) or not name.startswith(HASH_PREFIX):
-        wrong = f"unknown fields {sorted(unknown)}" if unknown else f"hash={name!r}"
-        raise ConfigError(f"{where} has {wrong}; it needs a hash that begins with {HASH_PREFIX}")
+def _digest(key_hash: str) -> bytes:
+    return bytes.fromhex(key_hash.removeprefix(HASH_PREFIX))
+
+
+def _parse_entry(entry: Mapping[str, Any], where: str) -> tuple[str, Caller]:
+    """The hash and the caller of a key file's entry; `where` begins error messages."""
+    unknown = entry.keys() - {"hash", "tenant", "admin", "quota"}
+    key_hash = entry.get("hash")
+    if unknown or not isinstance(key_hash, str) or not key_hash.startswith(HASH_PREFIX):
+        problem = f"unknown fields {sorted(unknown)}" if unknown else f"hash={key_hash!r}"
+        raise ConfigError(f"{where} has {problem}; it needs a hash that begins with {HASH_PREFIX}")
     try:
-        if len(bytes.fromhex(name.removeprefix(HASH_PREFIX))) != hashlib.sha256().digest_size:
-            raise ValueError("too short or too long")
-        quota = Quota(**one.get("quota", {}))
+        if len(_digest(key_hash)) != hashlib.sha256().digest_size:
+            raise ValueError("the hash is too short or too long")
+        quota = Quota(**entry.get("quota", {}))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where} is wrong: {error}") from error
-    tenant = str(one.get("tenant") or _tenant_of(name))
-    return name, Caller(tenant, is_admin=one.get("admin") is True, quota=quota)
+    tenant = str(entry.get("tenant") or _tenant_of(key_hash))
+    return key_hash, Caller(tenant, is_admin=entry.get("admin") is True, quota=quota)
 
 
-def _tenant_of(name: str) -> str:
-    """A tenant's name that says nothing of its key."""
-    return "key-" + hashlib.sha256(name.encode()).hexdigest()[:12]
+def _tenant_of(key_hash: str) -> str:
+    """A tenant name for a key without one; a hash of the hash, so that it can be logged."""
+    return "key-" + hashlib.sha256(key_hash.encode()).hexdigest()[:12]
 
 
 @dataclass(slots=True)
 class _TenantUsage:
     live: int = 0
     waiting_tokens: int = 0
-    allowance: float = 0.0  # tokens left of this minute's
-    since_s: float = 0.0
+    allowance: float = 0.0  # tokens that may still be computed; negative after an overdraft
+    refilled_s: float = 0.0
 
 
 class QuotaMeter:
-    """Counts what tenants use, and refuses what is beyond their quotas.
+    """Counts the use of each tenant and rejects requests above its quota.
+
+    `tokens_per_minute` is a token bucket: it refills with time up to one minute's tokens, and a
+    request is admitted while it is not empty, whatever the request then takes.
 
     Args:
-        clock: seconds, never going back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -140,57 +151,60 @@ class QuotaMeter:
         self._usage: dict[str, _TenantUsage] = {}
 
     def acquire(self, caller: Caller, num_tokens: int) -> None:
-        """A request with a prompt of so many tokens begins; `release` must follow.
+        """Count a request whose prompt has `num_tokens`; `release` must follow.
 
         Raises:
-            ApiError: 429, the quota is used up; nothing was counted.
+            ApiError: 429, the quota is used up; the request is not counted.
         """
-        quota, use = caller.quota, self._usage_of(caller)
-        if quota.max_requests is not None and use.live >= quota.max_requests:
+        quota, usage = caller.quota, self._usage_of(caller)
+        if quota.max_requests is not None and usage.live >= quota.max_requests:
             raise ApiError(
                 429,
-                f"{use.live} of your requests are live, the limit is {quota.max_requests}; "
+                f"{usage.live} of your requests are live, the limit is {quota.max_requests}; "
                 "wait for one to end",
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
-        most = quota.max_waiting_tokens
-        if most is not None and use.live and use.waiting_tokens + num_tokens > most:
+        limit = quota.max_waiting_tokens
+        if limit is not None and usage.live and usage.waiting_tokens + num_tokens > limit:
             raise ApiError(
                 429,
-                f"your live requests have {use.waiting_tokens} prompt tokens, with this one "
-                f"{use.waiting_tokens + num_tokens}; the limit is {most}",
+                f"your live requests have {usage.waiting_tokens} prompt tokens, with this one "
+                f"{usage.waiting_tokens + num_tokens}; the limit is {limit}",
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
         rate = quota.tokens_per_minute
-        if rate is not None and use.allowance <= 0:
-            wait = max(1, round(-use.allowance / rate * 60) + 1)
+        if rate is not None and usage.allowance <= 0:
+            wait_s = max(1, round(-usage.allowance / rate * 60) + 1)
             raise ApiError(
                 429,
-                f"your {rate} tokens per minute are used up; try again in {wait} s",
+                f"your {rate} tokens per minute are used up; try again in {wait_s} s",
                 code="rate_limit_exceeded",
-                retry_after_s=wait,
+                retry_after_s=wait_s,
             )
-        use.live += 1
-        use.waiting_tokens += num_tokens
+        usage.live += 1
+        usage.waiting_tokens += num_tokens
 
     def release(self, caller: Caller, num_tokens: int, num_computed: int) -> None:
-        """It has ended and took so many computed tokens."""
-        use = self._usage_of(caller)
-        use.live -= 1
-        use.waiting_tokens -= num_tokens
-        use.allowance -= num_computed
-        if not use.live and caller.quota.tokens_per_minute is None:
+        """Count the end of a request: `num_tokens` as for `acquire`, `num_computed` tokens computed."""
+        usage = self._usage_of(caller)
+        usage.live -= 1
+        usage.waiting_tokens -= num_tokens
+        usage.allowance -= num_computed
+        if not usage.live and caller.quota.tokens_per_minute is None:
             del self._usage[caller.tenant]
 
     def _usage_of(self, caller: Caller) -> _TenantUsage:
+        """The usage of the caller's tenant, with its token bucket refilled up to now."""
         rate = caller.quota.tokens_per_minute
-        now = self._clock()
-        use = self._usage.get(caller.tenant)
-        if use is None:
-            use = self._usage[caller.tenant] = _TenantUsage(allowance=float(rate or 0), since_s=now)
+        now_s = self._clock()
+        usage = self._usage.get(caller.tenant)
+        if usage is None:
+            usage = _TenantUsage(allowance=float(rate or 0), refilled_s=now_s)
+            self._usage[caller.tenant] = usage
         if rate is not None:
-            use.allowance = min(float(rate), use.allowance + (now - use.since_s) / 60 * rate)
-            use.since_s = now
-        return use
+            refill = (now_s - usage.refilled_s) / 60 * rate
+            usage.allowance = min(float(rate), usage.allowance + refill)
+            usage.refilled_s = now_s
+        return usage

@@ -1,15 +1,14 @@
-"""Exact attention on CPU with torch alone: query rows against key blocks at fixed absolute positions.
+"""Exact attention on CPU with torch matmuls over key blocks at fixed absolute positions.
 
-The unit of arithmetic is one query row against one block of `BLOCK_KEYS` keys that starts at a
-multiple of `BLOCK_KEYS`: a maximum, a sum of exponentials and a weighted sum of values, all in
-float32. A row folds the results of its blocks strictly left to right (the online softmax of
-Milakov and Gimelshein, 2018). What a row gets therefore depends on its own keys and on nothing
-else: not on chunking, batch mates, pages, or on how much of its prefix was cached. The last block
-is masked, never shortened; masked keys contribute nothing, whatever their bytes; a block that a
-row does not see at all leaves it as it was, bit for bit, so that it may be skipped.
+The unit of arithmetic is a query row against a block of `BLOCK_KEYS` keys that starts at a multiple
+of `BLOCK_KEYS`: row max, sum of exponentials and weighted sum of values, in float32. A row merges
+its blocks strictly left to right (online softmax; Milakov and Gimelshein, 2018). Its result
+therefore depends on its own keys only: not on chunking, batch, pages or cached prefix. The last
+block is masked, never shortened. Masked keys contribute nothing, whatever their bytes; merging a
+fully masked block changes no bit, so that such blocks are skipped.
 
-The products' rows are independent of each other in multiples of `FP32_ROW_MULTIPLE` rows;
-`blocked_matmul` probes that on this machine and has a slower way for one where they are not.
+Rows of the matmuls must be independent in multiples of `FP32_ROW_MULTIPLE`: `blocked_matmul` probes
+that on this machine, and has a slower matmul for machines where it is not so.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
 from ramify.attention.spec import AttentionSpec, reason_not_plain_mha
 
 BLOCK_KEYS = 256  # large enough that a block's matmul hides the calls around it
-MASKED_MAX = -1e30  # a maximum over nothing: finite, so that differences of maxima stay finite
-MAX_SCORES = 1 << 20  # float32 scores in flight, 4 MB: beyond it blocks are taken fewer at a time
+MASKED_MAX = -1e30  # row max if all keys are masked; finite, so that differences stay finite
+MAX_SCORES = 1 << 20  # float32 scores in flight (4 MB); limits the blocks of one matmul
 
 
 @dataclass(frozen=True, slots=True)
 class QueryLenGroup:
-    """Requests of a step with the same number of query rows, most key blocks first."""
+    """The n requests of a step that have `q_len` query rows, most key blocks first."""
 
-    num_rows: int  # q_len * group, rounded up to a multiple of FP32_ROW_MULTIPLE
+    num_rows: int  # q_len * GQA group size, rounded up to a multiple of FP32_ROW_MULTIPLE
     q_len: int
-    query_index: Tensor  # [lanes, q_len] int64, rows of q
-    positions: Tensor  # [lanes, num_rows] int64, of each query row; padding rows see block 0
-    num_blocks: list[int]  # per lane, descending
-    slots: Tensor  # [lanes, max blocks * BLOCK_KEYS] int64; any valid slot beyond the keys
-    kv_lens: Tensor  # [lanes] int64
+    query_index: Tensor  # [n, q_len] int64, rows of q
+    positions: Tensor  # [n, num_rows] int64, of each query row; 0 for padding rows
+    num_blocks: list[int]  # per request, descending
+    slots: Tensor  # [n, max blocks * BLOCK_KEYS] int64; any valid slot beyond the keys
+    kv_lens: Tensor  # [n] int64
     first_position: int  # the smallest position of a query row
-    last_block_starts: int  # every block before this position is wholly within every lane
+    last_block_starts: int  # the first position that is not in a full block of every request
     masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
 
 
 class BlockedBackend:
-    """Matmul over key blocks, ungrouped."""
+    """Batched matmuls over blocks of gathered K/V; requests with equal `q_len` go together."""
 
     row_multiple = FP32_ROW_MULTIPLE
 
@@ -62,7 +61,7 @@ class BlockedBackend:
         self._scratch: dict[str, Tensor] = {}
 
     def exactness(self) -> list[Exactness]:
-        """How the products are computed, and why."""
+        """The strategy of the matmuls, and why."""
         return [self._verdict]
 
     @classmethod
@@ -75,7 +74,7 @@ class BlockedBackend:
     # -- once per step -----------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> list[QueryLenGroup]:
-        """Requests grouped by their number of query rows, with gather indices and positions."""
+        """Group requests by their number of query rows. Called once per step."""
         groups: dict[int, list[int]] = defaultdict(list)
         lens = np.diff(batch.cu_seqlens_q)
         for seq, q_len in enumerate(lens.tolist()):
@@ -83,17 +82,18 @@ class BlockedBackend:
         return [self._query_len_group(batch, q_len, seqs) for q_len, seqs in sorted(groups.items())]
 
     def _query_len_group(self, batch: AttentionBatch, q_len: int, seqs: list[int]) -> QueryLenGroup:
-        group = self.spec.gqa_group_size
+        """Gather indices, positions and slots of the requests `seqs`."""
+        gqa = self.spec.gqa_group_size
         seqs = sorted(seqs, key=lambda seq: -int(batch.seq_lens_kv[seq]))
         kv_lens = batch.seq_lens_kv[seqs].astype(np.int64)
         ends = [self.padded_kv_len(int(length)) for length in kv_lens]
         slots = np.zeros((len(seqs), max(ends)), np.int64)
-        for lane, seq in enumerate(seqs):
-            slots[lane, : kv_lens[lane]] = batch.kv_slots(seq)
-        rows = -(-q_len * group // self.row_multiple) * self.row_multiple
+        for index, seq in enumerate(seqs):
+            slots[index, : kv_lens[index]] = batch.kv_slots(seq)
+        rows = -(-q_len * gqa // self.row_multiple) * self.row_multiple
         start = kv_lens - q_len
         positions = np.zeros((len(seqs), rows), np.int64)
-        positions[:, : q_len * group] = start[:, None] + np.repeat(np.arange(q_len), group)
+        positions[:, : q_len * gqa] = start[:, None] + np.repeat(np.arange(q_len), gqa)
         return QueryLenGroup(
             num_rows=rows,
             q_len=q_len,
@@ -109,7 +109,7 @@ class BlockedBackend:
         )
 
     def padded_kv_len(self, kv_len: int) -> int:
-        """Where the keys of a request end, in whole blocks."""
+        """`kv_len` rounded up to whole blocks."""
         return -(-kv_len // BLOCK_KEYS) * BLOCK_KEYS
 
     # -- once per layer ----------------------------------------------------------------------
@@ -127,191 +127,185 @@ class BlockedBackend:
         assert selected is None
         out = torch.zeros_like(q)
         keys, values = planes["k"].flatten(0, 1), planes["v"].flatten(0, 1)
-        for lanes in plan:
-            mixed = self._attend(lanes, self.spec.windows[layer], q, keys, values)
-            out[lanes.query_index.flatten()] = mixed.to(q.dtype)
+        for group in plan:
+            attended = self._attend(group, self.spec.windows[layer], q, keys, values)
+            out[group.query_index.flatten()] = attended.to(q.dtype)
         return out
 
     def _attend(
-        self, lanes: QueryLenGroup, window: int | None, q: Tensor, keys: Tensor, values: Tensor
+        self, group: QueryLenGroup, window: int | None, q: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """[lanes * q_len, num_heads, head_dim] float32."""
+        """Attention of a group: [n * q_len, num_heads, head_dim] float32."""
         spec = self.spec
-        heads, group, dim = spec.num_kv_heads, spec.gqa_group_size, spec.head_dim
-        num_lanes = len(lanes.num_blocks)
-        rows = q[lanes.query_index].float() * spec.scale  # [lanes, q_len, num_heads, dim]
-        folded = rows.new_zeros(num_lanes, heads, lanes.num_rows, dim)
-        folded[:, :, : lanes.q_len * group] = (
-            rows.view(num_lanes, lanes.q_len, heads, group, dim)
+        heads, gqa, dim = spec.num_kv_heads, spec.gqa_group_size, spec.head_dim
+        n, q_len = group.query_index.shape
+        rows = q[group.query_index].float() * spec.scale  # [n, q_len, num_heads, dim]
+        q_rows = rows.new_zeros(n, heads, group.num_rows, dim)
+        q_rows[:, :, : q_len * gqa] = (
+            rows.view(n, q_len, heads, gqa, dim)
             .permute(0, 2, 1, 3, 4)
-            .reshape(num_lanes, heads, lanes.q_len * group, dim)
+            .reshape(n, heads, q_len * gqa, dim)
         )
-        state = OnlineSoftmaxState.empty(num_lanes, heads, lanes.num_rows, dim)
-        block, last = 0, lanes.num_blocks[0]
+        state = OnlineSoftmaxState.empty(n, heads, group.num_rows, dim)
+        block, last = 0, group.num_blocks[0]
         while block < last:
-            active = sum(blocks > block for blocks in lanes.num_blocks)
-            # lanes drop out at their own last block; a run of blocks ends where one does
-            stop = min(blocks for blocks in lanes.num_blocks[:active])
-            skip = self._rows_before(lanes, block)
-            width = active * heads * (lanes.num_rows - skip) * BLOCK_KEYS
-            stop = min(stop, block + max(1, MAX_SCORES // width), self._run_end(lanes, block))
-            self._attend_blocks(
-                lanes, window, folded, keys, values, state, (block, stop, active, skip)
-            )
+            active = sum(num_blocks > block for num_blocks in group.num_blocks)
+            # the next blocks in one matmul: as long as the same requests and rows take part
+            stop = min(group.num_blocks[:active])
+            first_row = self._first_row(group, block)
+            width = active * heads * (group.num_rows - first_row) * BLOCK_KEYS
+            stop = min(stop, block + max(1, MAX_SCORES // width), self._run_end(group, block))
+            run = block, stop, active, first_row
+            self._attend_blocks(group, window, q_rows, keys, values, state, run)
             block = stop
-        weighted = state.acc / state.row_sum
+        out = state.acc / state.row_sum
         return (
-            weighted[:, :, : lanes.q_len * group]
-            .view(num_lanes, heads, lanes.q_len, group, dim)
+            out[:, :, : q_len * gqa]
+            .view(n, heads, q_len, gqa, dim)
             .permute(0, 2, 1, 3, 4)
-            .reshape(num_lanes * lanes.q_len, heads * group, dim)
+            .reshape(n * q_len, heads * gqa, dim)
         )
 
-    def _rows_before(self, lanes: QueryLenGroup, block: int) -> int:
-        """Rows, in whole multiples, that see nothing of `block` or of any later one."""
-        ahead = max(0, block * BLOCK_KEYS - lanes.first_position)
-        if len(lanes.num_blocks) > 1:
+    def _first_row(self, group: QueryLenGroup, block: int) -> int:
+        """The first row to compute, a multiple of `row_multiple`: rows before see no key of it."""
+        tokens_before = max(0, block * BLOCK_KEYS - group.first_position)
+        if len(group.num_blocks) > 1:
             return 0
-        return (
-            min(ahead, lanes.q_len - 1)
-            * self.spec.gqa_group_size
-            // self.row_multiple
-            * self.row_multiple
-        )
+        rows = min(tokens_before, group.q_len - 1) * self.spec.gqa_group_size
+        return rows // self.row_multiple * self.row_multiple
 
-    def _run_end(self, lanes: QueryLenGroup, block: int) -> int:
-        """A run of blocks shares its rows: it ends before the next block that drops rows."""
-        if (block + 1) * BLOCK_KEYS > lanes.first_position:
+    def _run_end(self, group: QueryLenGroup, block: int) -> int:
+        """The next block at which fewer rows take part."""
+        if (block + 1) * BLOCK_KEYS > group.first_position:
             return block + 1
-        return max(block + 1, lanes.first_position // BLOCK_KEYS)
+        return max(block + 1, group.first_position // BLOCK_KEYS)
 
     def _attend_blocks(
         self,
-        lanes: QueryLenGroup,
+        group: QueryLenGroup,
         window: int | None,
-        folded: Tensor,
+        q_rows: Tensor,
         keys: Tensor,
         values: Tensor,
         state: OnlineSoftmaxState,
         run: tuple[int, int, int, int],
     ) -> None:
-        """Fold blocks [block, stop) of the first `active` lanes into rows `first_row` and on."""
-        block, stop, active, skip = run
+        """Merge blocks [block, stop) into `state` for `active` requests and rows from `first_row`."""
+        block, stop, active, first_row = run
         num, heads, dim = stop - block, self.spec.num_kv_heads, self.spec.head_dim
-        slots = lanes.slots[:active, block * BLOCK_KEYS : stop * BLOCK_KEYS].reshape(-1)
+        slots = group.slots[:active, block * BLOCK_KEYS : stop * BLOCK_KEYS].reshape(-1)
         shape = (active, num, BLOCK_KEYS, heads, dim)
-        # [active, heads, num, BLOCK_KEYS, dim], contiguous: one layout for every product
+        # [active, heads, num, BLOCK_KEYS, dim], contiguous: every matmul has the same layout
         k, v = (
             self._gather(name, plane, slots, shape) for name, plane in (("k", keys), ("v", values))
         )
-        hidden = self._mask(lanes, window, block, stop, active, skip)
-        if stop * BLOCK_KEYS > lanes.last_block_starts:
-            ends = (lanes.kv_lens[:active, None] - block * BLOCK_KEYS).view(active, 1, 1, 1)
-            place = torch.arange(num * BLOCK_KEYS).view(1, num, BLOCK_KEYS, 1)
-            v.masked_fill_((place >= ends)[:, None], 0.0)  # a recycled page may hold NaN
-        rows = folded[:active, :, None, skip:].expand(-1, -1, num, -1, -1).contiguous()
-        peak, weight, total = self._attend_block(rows, k, v, hidden)
+        mask = self._mask(group, window, block, stop, active, first_row)
+        if stop * BLOCK_KEYS > group.last_block_starts:
+            ends = (group.kv_lens[:active, None] - block * BLOCK_KEYS).view(active, 1, 1, 1)
+            key = torch.arange(num * BLOCK_KEYS).view(1, num, BLOCK_KEYS, 1)
+            v.masked_fill_((key >= ends)[:, None], 0.0)  # a recycled page may hold NaN
+        rows = q_rows[:active, :, None, first_row:].expand(-1, -1, num, -1, -1).contiguous()
+        partial = self._attend_block(rows, k, v, mask)
         for index in range(num):
-            state.merge_block(
-                peak[:, :, index], weight[:, :, index], total[:, :, index], block + index, skip
-            )
+            row_max, row_sum, acc = (result[:, :, index] for result in partial)
+            state.merge_block(row_max, row_sum, acc, block + index, first_row)
 
     def _attend_block(
         self, rows: Tensor, k: Tensor, v: Tensor, masked: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Maximum, sum of weights and weighted sum of every row over each block of keys.
+        """Row max, row sum and unnormalised output of every row over each block of keys.
 
         Args:
-            rows: [lanes, heads, blocks, rows, dim].
-            k, v: [lanes, heads, blocks, BLOCK_KEYS, dim].
-            masked: [lanes, blocks, rows, BLOCK_KEYS] or None.
+            rows: [n, heads, blocks, rows, dim].
+            k, v: [n, heads, blocks, BLOCK_KEYS, dim].
+            masked: [n, blocks, rows, BLOCK_KEYS] bool or None.
         """
         scores = self._matmul(rows, k.transpose(-1, -2))
         if self.spec.soft_cap is not None:
             scores = torch.tanh(scores / self.spec.soft_cap) * self.spec.soft_cap
         if masked is not None:
             scores.masked_fill_(masked[:, None], -torch.inf)
-        peak = scores.amax(-1, keepdim=True).clamp_min(MASKED_MAX)
-        weights = scores.sub_(peak).exp_()
-        total = self._matmul(weights, v)
-        # 0 times what a row does not see may be NaN: such a row over its own keys alone
-        for row in (~total.isfinite().all(-1).flatten(0, -2).all(0)).nonzero()[:, 0].tolist():
-            own = v.masked_fill((weights[..., row, :] == 0)[..., None], 0.0)
-            total[..., row, :] = self._matmul(weights, own)[..., row, :]
-        return peak, weights.sum(-1, keepdim=True), total
+        row_max = scores.amax(-1, keepdim=True).clamp_min(MASKED_MAX)
+        weights = scores.sub_(row_max).exp_()
+        acc = self._matmul(weights, v)
+        # 0 times a non-finite value that the row does not see is NaN: redo it without those values
+        for row in (~acc.isfinite().all(-1).flatten(0, -2).all(0)).nonzero()[:, 0].tolist():
+            visible = v.masked_fill((weights[..., row, :] == 0)[..., None], 0.0)
+            acc[..., row, :] = self._matmul(weights, visible)[..., row, :]
+        return row_max, weights.sum(-1, keepdim=True), acc
 
     def _gather(
         self, name: str, plane: Tensor, slots: Tensor, shape: tuple[int, int, int, int, int]
     ) -> Tensor:
-        """Keys or values of `slots` as float32 [lanes, heads, blocks, BLOCK_KEYS, dim].
+        """Keys or values of `slots` as float32 [n, heads, blocks, BLOCK_KEYS, dim].
 
-        Into buffers that are kept: a fresh allocation costs more than the copy.
+        Into reused buffers: an allocation costs more than the copy.
         """
         rows = self._buffer(f"{name} rows", (len(slots), *plane.shape[1:]), plane.dtype)
         torch.index_select(plane, 0, slots, out=rows)
-        lanes, blocks, keys, heads, dim = shape
-        dense = self._buffer(name, (lanes, heads, blocks, keys, dim), torch.float32)
+        n, blocks, keys, heads, dim = shape
+        dense = self._buffer(name, (n, heads, blocks, keys, dim), torch.float32)
         return dense.copy_(rows.view(shape).permute(0, 3, 1, 2, 4))
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = prod(shape)
-        kept = self._scratch.get(name)
-        if kept is None or kept.numel() < size or kept.dtype != dtype:
-            kept = self._scratch[name] = torch.empty(size, dtype=dtype)
-        return kept[:size].view(shape)
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = self._scratch[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
 
     def _mask(
         self,
-        lanes: QueryLenGroup,
+        group: QueryLenGroup,
         window: int | None,
         block: int,
         stop: int,
         active: int,
         first_row: int,
     ) -> Tensor | None:
-        """[active, blocks, rows, BLOCK_KEYS] bool, True where a row must not look; or None."""
+        """True where masked: [active, blocks, rows, BLOCK_KEYS] bool; None if nothing is."""
         begin, end = block * BLOCK_KEYS, stop * BLOCK_KEYS
-        if end - 1 <= lanes.first_position and window is None:
+        if end - 1 <= group.first_position and window is None:
             return None
-        place = (window, block, active)
-        if place not in lanes.masks:
-            at = torch.arange(begin, end).view(1, stop - block, 1, BLOCK_KEYS)
-            seen_from = lanes.positions[:active, None, first_row:, None]
-            hidden = at > seen_from
+        cache_key = (window, block, active)
+        if cache_key not in group.masks:
+            keys = torch.arange(begin, end).view(1, stop - block, 1, BLOCK_KEYS)
+            positions = group.positions[:active, None, first_row:, None]
+            mask = keys > positions
             if window is not None:
-                hidden |= at <= seen_from - window
-            lanes.masks[place] = hidden
-        return lanes.masks[place]
+                mask |= keys <= positions - window
+            group.masks[cache_key] = mask
+        return group.masks[cache_key]
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineSoftmaxState:
-    """Running maximum, sum of weights and weighted sum of every row, float32, updated in place."""
+    """Running row max, row sum and unnormalised output of every row, float32, in place."""
 
-    row_max: Tensor  # [lanes, heads, rows, 1]
-    row_sum: Tensor  # [lanes, heads, rows, 1]
-    acc: Tensor  # [lanes, heads, rows, dim]
+    row_max: Tensor  # [n, heads, rows, 1]
+    row_sum: Tensor  # [n, heads, rows, 1]
+    acc: Tensor  # [n, heads, rows, dim]
 
     @classmethod
-    def empty(cls, lanes: int, heads: int, rows: int, dim: int) -> OnlineSoftmaxState:
-        """Of rows that have seen no key."""
-        one = torch.full((lanes, heads, rows, 1), MASKED_MAX)
-        return cls(one, torch.zeros_like(one), torch.zeros(lanes, heads, rows, dim))
+    def empty(cls, n: int, heads: int, rows: int, dim: int) -> OnlineSoftmaxState:
+        """The state before the first block."""
+        row_max = torch.full((n, heads, rows, 1), MASKED_MAX)
+        return cls(row_max, torch.zeros_like(row_max), torch.zeros(n, heads, rows, dim))
 
     def merge_block(
         self, row_max: Tensor, row_sum: Tensor, acc: Tensor, block: int, first_row: int
     ) -> None:
-        """One block's results for the first lanes and for rows `first_row` and on."""
-        active = len(row_max)
-        mine = (self.row_max[:active, :, first_row:], self.row_sum[:active, :, first_row:])
-        sums = self.acc[:active, :, first_row:]
-        if block == 0:  # folding into nothing: the same bits, without the work
-            mine[0].copy_(row_max)
-            mine[1].copy_(row_sum)
-            sums.copy_(acc)
+        """Merge a block's results for the first `len(row_max)` requests, rows from `first_row`."""
+        own_max, own_sum, own_acc = (
+            state[: len(row_max), :, first_row:] for state in (self.row_max, self.row_sum, self.acc)
+        )
+        if block == 0:  # merging into the empty state gives the same bits, with more work
+            own_max.copy_(row_max)
+            own_sum.copy_(row_sum)
+            own_acc.copy_(acc)
             return
-        top = torch.maximum(mine[0], row_max)
-        old, new = (mine[0] - top).exp_(), (row_max - top).exp_()
-        mine[1].mul_(old).add_(row_sum * new)
-        sums.mul_(old).add_(acc * new)
-        mine[0].copy_(top)
+        merged_max = torch.maximum(own_max, row_max)
+        old, new = (own_max - merged_max).exp_(), (row_max - merged_max).exp_()
+        own_sum.mul_(old).add_(row_sum * new)
+        own_acc.mul_(old).add_(acc * new)
+        own_max.copy_(merged_max)

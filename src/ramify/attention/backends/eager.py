@@ -1,4 +1,4 @@
-"""The reference: plain float32 attention, one request at a time. Supports everything."""
+"""The reference: float32 attention, one request at a time. Supports every model and device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness
 from ramify.attention.gather import RequestSlice, attention_mask, gather_kv_f32, request_slices
 from ramify.attention.spec import AttentionSpec, unprobed_exactness
 
-KEY_STEP = 256
+KEY_STEP = 256  # keys of a query row are padded to a multiple of it
 
 
 class EagerBackend:
-    """Scores, softmax and weighted sum in float32 over a dense copy of each request's K/V.
+    """softmax(q kᵀ · scale) v in float32 over a dense copy of each request's K/V.
 
-    A query row reduces over as many keys as its own position asks for, rounded up to whole
-    `KEY_STEP`s and masked, and rows are padded to `FP32_ROW_MULTIPLE`s, so that its bits depend
-    neither on chunking nor on who shares the batch.
+    Keys of a query row end at the multiple of `KEY_STEP` after its own position and are masked;
+    rows are padded to a multiple of `FP32_ROW_MULTIPLE`. So its bits depend neither on chunking
+    nor on the batch.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
@@ -28,21 +28,21 @@ class EagerBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Everything, slowly."""
+        """None: it supports every model on every device."""
         return None
 
     def exactness(self) -> list[Exactness]:
-        """Not probed."""
+        """Exact by padding; nothing is probed."""
         return unprobed_exactness(
             self.spec, "padded", f"rows in multiples of {FP32_ROW_MULTIPLE}, keys of {KEY_STEP}"
         )
 
     def plan(self, batch: AttentionBatch) -> list[RequestSlice]:
-        """Runs of query rows that reduce over the same number of keys."""
+        """Split requests into query rows with the same padded number of keys."""
         return [
             part
-            for span in request_slices(batch, self.device)
-            for part in _split_by_padded_kv_len(span)
+            for request in request_slices(batch, self.device)
+            for part in _split_by_padded_kv_len(request)
         ]
 
     def run(
@@ -57,31 +57,31 @@ class EagerBackend:
         """See `AttentionBackend.run`."""
         spec = self.spec
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
-        for span in plan:
-            num_rows = span.stop - span.start
+        for request in plan:
+            num_rows = request.stop - request.start
             keys, values = (
                 dense.repeat_interleave(spec.gqa_group_size, 1)
-                for dense in gather_kv_f32(planes, span.slots)
+                for dense in gather_kv_f32(planes, request.slots)
             )
-            seen = attention_mask(span, spec.windows[layer], selected)
-            values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # may be NaN
+            mask = attention_mask(request, spec.windows[layer], selected)
+            values = values.masked_fill(~mask.any(0)[:, None, None], 0.0)  # may be NaN
             rows = q.new_zeros(
                 -(-num_rows // FP32_ROW_MULTIPLE) * FP32_ROW_MULTIPLE, *q.shape[1:]
             ).float()
-            rows[:num_rows] = q[span.start : span.stop]
+            rows[:num_rows] = q[request.start : request.stop]
             rows, keys, values = (x.transpose(0, 1).contiguous() for x in (rows, keys, values))
             scores = torch.matmul(rows, keys.transpose(1, 2)) * spec.scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            scores[:, :num_rows].masked_fill_(~seen, -torch.inf)
+            scores[:, :num_rows].masked_fill_(~mask, -torch.inf)
             scores[:, num_rows:] = 0.0
             weights = scores.softmax(-1)
-            mixed = torch.matmul(weights, values)[:, :num_rows]
-            # 0 times what a row does not see may be NaN: such a row over its own keys alone
-            for row in (~mixed.isfinite().all(-1).all(0)).nonzero()[:, 0].tolist():
-                own = values.masked_fill(~seen[row, :, None], 0.0)
-                mixed[:, row] = torch.matmul(weights, own)[:, row]
-            out[span.start : span.stop] = mixed.transpose(0, 1).to(q.dtype)
+            attended = torch.matmul(weights, values)[:, :num_rows]
+            # 0 times a non-finite value that the row does not see is NaN: redo it without those
+            for row in (~attended.isfinite().all(-1).all(0)).nonzero()[:, 0].tolist():
+                visible = values.masked_fill(~mask[row, :, None], 0.0)
+                attended[:, row] = torch.matmul(weights, visible)[:, row]
+            out[request.start : request.stop] = attended.transpose(0, 1).to(q.dtype)
         return out
 
 
@@ -93,15 +93,8 @@ def _split_by_padded_kv_len(request: RequestSlice) -> list[RequestSlice]:
         stop = start + int(count)
         slots = request.slots.new_zeros(int(end))
         slots[: len(request.slots)] = request.slots[: int(end)]
-        places = torch.arange(int(end), device=slots.device)
-        parts.append(
-            RequestSlice(
-                start,
-                stop,
-                slots,
-                request.query_positions[start - request.start : stop - request.start],
-                places,
-            )
-        )
+        positions = request.query_positions[start - request.start : stop - request.start]
+        keys = torch.arange(int(end), device=slots.device)
+        parts.append(RequestSlice(start, stop, slots, positions, keys))
         start = stop
     return parts

@@ -1,4 +1,4 @@
-"""FlashInfer's paged kernels: an optional extra, imported when a backend is made. Not exact."""
+"""FlashInfer's BatchPrefillWithPagedKVCacheWrapper on CUDA; imported when used. Not exact."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ramify.attention.exactness import Exactness
 from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
-HEAD_DIMS = (64, 128, 256)  # of the kernels that it compiles or downloads
+HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """A step that the wrappers, one for each window, have planned; the next one replaces it."""
+    """A step that the wrappers have planned; the next `plan` replaces it."""
 
     num_tokens: int
 
 
 class FlashInferBackend:
-    """One wrapper for each window over one workspace: decode rows are chunks of one token."""
+    """A wrapper per window over one workspace; a decode is a prefill of one token."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
@@ -40,7 +40,7 @@ class FlashInferBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """CUDA with the extra, half precision, plain K/V, no exactness."""
+        """`exact=False` on CUDA with flashinfer installed, half precision, plain MHA."""
         if device.type != "cuda":
             return f"device {device.type}: FlashInfer needs CUDA"
         if find_spec("flashinfer") is None:
@@ -52,15 +52,15 @@ class FlashInferBackend:
         if spec.dtype not in (torch.bfloat16, torch.float16) or spec.plane_dtype != spec.dtype:
             return f"dtype={spec.dtype} with K/V in {spec.plane_dtype}: both must be the same half"
         if spec.head_dim not in HEAD_DIMS:
-            return f"head_dim={spec.head_dim}: one of {', '.join(map(str, HEAD_DIMS))}"
+            return f"head_dim={spec.head_dim}: it must be one of {', '.join(map(str, HEAD_DIMS))}"
         return reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
-        """None."""
+        """None: `exact=False`."""
         return unprobed_exactness(self.spec, "batched", "exact=False")
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Hands each wrapper the pages of every request; host arrays, so nothing is read back."""
+        """Pass the pages of every request to each wrapper, as host arrays: no synchronisation."""
         if batch.num_tokens == 0:
             return FlashInferPlan(0)
         spec, page_size = self.spec, batch.page_size

@@ -1,4 +1,4 @@
-"""torch's flex_attention over gathered K/V: all requests in one call, told apart by the mask."""
+"""torch's flex_attention over gathered K/V: all requests in one call, separated by the mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ramify.attention.spec import AttentionSpec, unprobed_exactness
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """Slots of all keys of all requests, one after the other, and a mask for each window."""
+    """Concatenated key slots of all requests, and a block mask per window."""
 
     num_tokens: int
     slots: Tensor  # [total_kv] int64
@@ -27,7 +27,7 @@ class FlexPlan:
 
 
 class FlexBackend:
-    """Compiled on a GPU, on first use; plain on CPU, where it is slow."""
+    """flex_attention: compiled on first use on a GPU, eager and slow on CPU."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         from torch.nn.attention import flex_attention
@@ -39,7 +39,7 @@ class FlexBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """No exactness; any K/V that can be gathered."""
+        """`exact=False`, NHD, not sparse; any dtype, soft cap and MLA."""
         if spec.exact:
             return "exact=True: its bits depend on who shares the batch"
         if device.type not in {"cpu", "cuda"}:
@@ -53,18 +53,18 @@ class FlexBackend:
         return None
 
     def exactness(self) -> list[Exactness]:
-        """None."""
+        """None: `exact=False`."""
         return unprobed_exactness(self.spec, "batched", "exact=False")
 
     def plan(self, batch: AttentionBatch) -> FlexPlan:
-        """Slots, and block masks from the request and position of every row and key."""
+        """Build block masks from the request and position of every query row and key."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         lens = np.diff(batch.cu_seqlens_q)
         seqs = np.arange(batch.num_seqs)
         kv_lens = batch.seq_lens_kv.astype(np.int64)
         begin = np.repeat(np.cumsum(kv_lens) - kv_lens, kv_lens)
-        q_seq, q_at, k_seq, k_at = (
+        q_seq, q_pos, k_seq, k_pos = (
             torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
             for array in (
                 np.repeat(seqs, lens),
@@ -77,7 +77,7 @@ class FlexBackend:
         masks: dict[int | None, Any] = {}
         for window in set(self.spec.windows) if batch.num_tokens else ():
             masks[window] = create_block_mask(
-                _mask_mod(window, q_seq, q_at, k_seq, k_at),
+                _mask_mod(window, q_seq, q_pos, k_seq, k_pos),
                 None,
                 None,
                 batch.num_tokens,
@@ -108,10 +108,10 @@ class FlexBackend:
             dense.to(q.dtype).transpose(0, 1)[None] for dense in gather_kv_f32(planes, plan.slots)
         )
         with warnings.catch_warnings():
-            if self.device.type == "cpu":  # uncompiled, and meant to be
+            if self.device.type == "cpu":  # torch warns that flex_attention is not compiled
                 warnings.simplefilter("ignore", UserWarning)
-            mixed = self._attend(plan, layer, q, keys, values)
-        out[: plan.num_tokens] = mixed[0].transpose(0, 1)
+            attended = self._attend(plan, layer, q, keys, values)
+        out[: plan.num_tokens] = attended[0].transpose(0, 1)
         return out
 
     def _attend(
@@ -119,30 +119,32 @@ class FlexBackend:
     ) -> Tensor:
         """[1, num_heads, T, value_dim]."""
         spec = self.spec
-        mixed: Tensor = self._attention(
+        attended: Tensor = self._attention(
             q[: plan.num_tokens].transpose(0, 1)[None],
             keys,
             values,
-            score_mod=None if spec.soft_cap is None else _capped(spec.soft_cap),
+            score_mod=None if spec.soft_cap is None else _soft_cap(spec.soft_cap),
             block_mask=plan.masks[spec.windows[layer]],
             scale=spec.scale,
             enable_gqa=spec.gqa_group_size > 1,
         )
-        return mixed
+        return attended
 
 
 def _mask_mod(
-    window: int | None, q_seq: Tensor, q_at: Tensor, k_seq: Tensor, k_at: Tensor
+    window: int | None, q_seq: Tensor, q_pos: Tensor, k_seq: Tensor, k_pos: Tensor
 ) -> Callable[..., Tensor]:
-    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        behind = q_at[query] - k_at[key]
-        seen = (q_seq[query] == k_seq[key]) & (behind >= 0)
-        return seen if window is None else seen & (behind < window)
+    """Keys of the same request, causal, of the last `window` tokens."""
 
-    return visible
+    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = q_pos[query] - k_pos[key]
+        visible = (q_seq[query] == k_seq[key]) & (distance >= 0)
+        return visible if window is None else visible & (distance < window)
+
+    return mask_mod
 
 
-def _capped(cap: float) -> Callable[..., Tensor]:
+def _soft_cap(cap: float) -> Callable[..., Tensor]:
     def score_mod(
         score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
     ) -> Tensor:

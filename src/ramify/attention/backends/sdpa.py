@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, one call per request. Not exact."""
+"""torch's scaled_dot_product_attention (SDPA), one call per request. Not exact."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """Requests, and for each window the mask of each request, group folded into rows."""
+    """The requests of a step and their masks; the query heads of a GQA group are rows."""
 
     requests: list[RequestSlice]
-    masks: dict[int | None, list[Tensor | None]]  # [q_len * group, kv_len] bool
-    contiguous_start: list[int | None]  # the first slot, where a request's slots follow each other
+    masks: dict[int | None, list[Tensor | None]]  # by window: [q_len * group, kv_len] bool
+    contiguous_start: list[int | None]  # first slot of a request whose slots are contiguous
 
 
 class SdpaBackend:
-    """Gathers a request's K/V and folds the query heads of a group into query rows.
+    """Gathers a request's K/V and passes the query heads of a GQA group as query rows.
 
-    K/V go into buffers that are kept, a fresh result costs several times the copy; where the pages
-    follow each other they are read where they lie. The mask is explicit: SDPA's own causal mask is
-    aligned top-left, which is wrong when a prefix is cached. Bits depend on the key length, so that
-    decode differs from prefill.
+    K/V are gathered into reused buffers, since an allocation costs several times the copy;
+    contiguous pages are read in place. The mask is explicit: SDPA's own causal mask is aligned
+    top-left, which is wrong after a cached prefix. Bits depend on the key length, so decode
+    differs from prefill.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class SdpaBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """No exactness, no soft cap, plain K/V."""
+        """`exact=False`, no soft cap, plain MHA."""
         if spec.exact:
             return "exact=True: its bits depend on the key length"
         if spec.soft_cap is not None:
@@ -48,27 +48,27 @@ class SdpaBackend:
         return reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
-        """None."""
+        """None: `exact=False`."""
         return unprobed_exactness(self.spec, "batched", "exact=False")
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
-        """Slots, positions and masks per request."""
-        spans = request_slices(batch, self.device)
+        """Compute slots, positions and masks per request. Called once per step."""
+        requests = request_slices(batch, self.device)
         group = self.spec.gqa_group_size
         masks: dict[int | None, list[Tensor | None]] = {}
         for window in set(self.spec.windows):
             masks[window] = [
                 None
-                if len(span.query_positions) == 1 and window is None
-                else attention_mask(span, window).repeat_interleave(group, 0)
-                for span in spans
+                if len(request.query_positions) == 1 and window is None
+                else attention_mask(request, window).repeat_interleave(group, 0)
+                for request in requests
             ]
-        runs: list[int | None] = []
+        starts: list[int | None] = []
         for seq in range(batch.num_seqs):
             slots = batch.kv_slots(seq)
-            follow = len(slots) > 0 and bool((np.diff(slots) == 1).all())
-            runs.append(int(slots[0]) if follow else None)
-        return SdpaPlan(spans, masks, runs)
+            is_contiguous = len(slots) > 0 and bool((np.diff(slots) == 1).all())
+            starts.append(int(slots[0]) if is_contiguous else None)
+        return SdpaPlan(requests, masks, starts)
 
     def run(
         self,
@@ -84,28 +84,29 @@ class SdpaBackend:
         spec = self.spec
         out = torch.zeros_like(q)
         masks = plan.masks[spec.windows[layer]]
-        for span, mask, first in zip(plan.requests, masks, plan.contiguous_start, strict=True):
+        for request, mask, start in zip(plan.requests, masks, plan.contiguous_start, strict=True):
             keys, values = (
-                self._gather(name, planes[name].flatten(0, 1), span.slots, first)
+                self._gather(name, planes[name].flatten(0, 1), request.slots, start)
                 .to(q.dtype)
                 .transpose(0, 1)[None]
                 for name in ("k", "v")
             )
-            rows = q[span.start : span.stop].unflatten(1, (spec.num_kv_heads, spec.gqa_group_size))
-            folded = rows.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, q_len * group, d]
-            mixed = scaled_dot_product_attention(
-                folded, keys, values, attn_mask=mask, scale=spec.scale
+            rows = q[request.start : request.stop]
+            rows = rows.unflatten(1, (spec.num_kv_heads, spec.gqa_group_size))
+            rows = rows.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, q_len * group, d]
+            attended = scaled_dot_product_attention(
+                rows, keys, values, attn_mask=mask, scale=spec.scale
             )
-            out[span.start : span.stop] = (
-                mixed[0].unflatten(1, (-1, spec.gqa_group_size)).transpose(0, 1).flatten(1, 2)
+            out[request.start : request.stop] = (
+                attended[0].unflatten(1, (-1, spec.gqa_group_size)).transpose(0, 1).flatten(1, 2)
             )
         return out
 
-    def _gather(self, name: str, plane: Tensor, slots: Tensor, first: int | None) -> Tensor:
-        """[kv_len, kv_heads, dim]: a view, or a copy in the buffer of that name."""
-        if first is not None:
-            return plane[first : first + len(slots)]
-        kept = self._scratch.get(name)
-        if kept is None or len(kept) < len(slots) or kept.dtype != plane.dtype:
-            kept = self._scratch[name] = plane.new_empty(len(slots), *plane.shape[1:])
-        return torch.index_select(plane, 0, slots, out=kept[: len(slots)])
+    def _gather(self, name: str, plane: Tensor, slots: Tensor, start: int | None) -> Tensor:
+        """[kv_len, kv_heads, dim]: a view if contiguous, else a copy in the buffer of that name."""
+        if start is not None:
+            return plane[start : start + len(slots)]
+        buffer = self._scratch.get(name)
+        if buffer is None or len(buffer) < len(slots) or buffer.dtype != plane.dtype:
+            buffer = self._scratch[name] = plane.new_empty(len(slots), *plane.shape[1:])
+        return torch.index_select(plane, 0, slots, out=buffer[: len(slots)])

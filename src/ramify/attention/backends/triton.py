@@ -1,7 +1,7 @@
-"""Own Triton kernels: paged, split, grouped, latent and sparse attention on a GPU.
+"""Ramify's Triton kernels: paged attention with split-KV, GQA, MLA and sparse keys, on a GPU.
 
 With `exact=True` every launch uses tiles of one shape and no fused multiply-add, so that the bits
-of a row are those of `paged_attention`' unit of arithmetic, however rows share programs.
+of a row do not depend on which rows share its program: see `kernels.triton.paged_attention`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MAX_HEAD_DIM = 256
 MAX_LATENT = 512
 FLOAT8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 PLANE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, *FLOAT8)
-WAVES = 4  # programs per multiprocessor below which keys are split
+WAVES = 4  # with fewer programs per multiprocessor, keys are split
 
 
 @dataclass(frozen=True, slots=True)
 class TileShapes:
     """Shapes of the kernel's tiles: query rows × keys, and keys of a split.
 
-    The defaults come from register and shared memory arithmetic; nobody has measured them yet.
+    The defaults are computed from registers and shared memory; they have not been measured yet.
     """
 
-    decode_rows: int  # for decode and drafts
-    prefill_rows: int  # for chunks
+    decode_rows: int  # of decodes and drafts
+    prefill_rows: int
     block_keys: int
     split_keys: int
     decode_warps: int
@@ -45,7 +45,7 @@ class TileShapes:
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> TileShapes:
-        """One shape when exact: another would be another instruction, and other bits."""
+        """The default shapes. One for both kinds if exact: other instructions give other bits."""
         wide = max(spec.v_head_dim, spec.head_dim) > 128
         if spec.kind == "mla":
             return cls(16, 16 if spec.exact else 32, 32, 512, 8, 8)
@@ -58,13 +58,14 @@ class TileShapes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonPlan:
-    """A step on the device. The next `plan` of the same backend overwrites what it points to.
+    """A step on the device. The next `plan` of the same backend overwrites its buffers.
 
-    A CUDA graph of `run` serves every later step with the same `signature`: replay it after `plan`.
+    A CUDA graph of `run` is valid for every later step with the same `signature`; replay it after
+    `plan`.
     """
 
     arrays: dict[str, Tensor]
-    prefill_programs: int  # of each kind, rounded up: those without an item do nothing
+    prefill_programs: int  # programs are rounded up; those without an item do nothing
     decode_programs: int
     merge_programs: int
     partial_acc: Tensor
@@ -73,12 +74,12 @@ class TritonPlan:
 
 
 class TritonBackend:
-    """Cuts a step into items on the host, uploads them at once, launches at most three kernels.
+    """Partitions a step into items on the host, uploads them in one copy, launches ≤ 3 kernels.
 
     Args:
         spec, device: see `AttentionBackend`.
-        tiles: shapes to use instead of the defaults.
-        saturating_programs: fill the device; fewer and keys are split.
+        tiles: None: `TileShapes.of(spec)`.
+        saturating_programs: how many fill the device; with fewer, keys are split.
     """
 
     def __init__(
@@ -92,18 +93,18 @@ class TritonBackend:
         self.spec, self.device = spec, device
         self._interpreted = device.type == "cpu"
         self.tiles = tiles or TileShapes.of(spec)
-        short, long = self.tiles.decode_rows, self.tiles.prefill_rows
-        head_tiles = -(-spec.gqa_group_size // min(spec.gqa_group_size, short))
+        decode_rows, prefill_rows = self.tiles.decode_rows, self.tiles.prefill_rows
+        head_tiles = -(-spec.gqa_group_size // min(spec.gqa_group_size, decode_rows))
         if saturating_programs is None:
             on_gpu = device.type == "cuda"
             sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
             saturating_programs = WAVES * sms
-        short_tokens = max(1, short // spec.gqa_group_size)
+        decode_tokens = max(1, decode_rows // spec.gqa_group_size)
         self._partition_config = PartitionConfig(
             split=self.tiles.split_keys,
-            decode_tokens=short_tokens,
-            prefill_tokens=max(1, long // spec.gqa_group_size),
-            decode_limit=short_tokens if short == long else 4 * short_tokens,
+            decode_tokens=decode_tokens,
+            prefill_tokens=max(1, prefill_rows // spec.gqa_group_size),
+            decode_limit=decode_tokens if decode_rows == prefill_rows else 4 * decode_tokens,
             programs_per_item=spec.num_kv_heads * head_tiles,
             saturating_programs=saturating_programs,
             per_token=spec.sparse,
@@ -115,7 +116,7 @@ class TritonBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """CUDA with Triton, or anything with Triton's interpreter; K/V page after page."""
+        """CUDA with Triton, or CPU with Triton's interpreter; NHD."""
         interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "yes", "on"}
         if device.type != "cuda" and not (device.type == "cpu" and interpreted):
             return f"device {device.type}: Triton kernels need CUDA (or TRITON_INTERPRET=1 on CPU)"
@@ -125,7 +126,7 @@ class TritonBackend:
         if spec.kind == "mla":
             widest, limit = spec.v_head_dim, MAX_LATENT
         if max(widest, spec.v_head_dim) > limit:
-            return f"head_dim={widest}: more than {limit} do not fit a tile"
+            return f"head_dim={widest}: at most {limit} fit a tile"
         if spec.layout != "nhd":
             return f"layout={spec.layout}: it reads pages of [page_size, heads, dim]"
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -138,13 +139,13 @@ class TritonBackend:
             return "device cuda: this torch finds no CUDA device"
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 0):
-            return f"compute capability {capability}: at least (8, 0)"
+            return f"compute capability {capability}: it must be at least (8, 0)"
         if spec.plane_dtype == torch.float8_e4m3fn and capability < (8, 9):
             return f"kv_dtype={spec.plane_dtype} needs compute capability (8, 9), not {capability}"
         return None
 
     def exactness(self) -> list[Exactness]:
-        """By construction; the GPU tier of the tests compares bits."""
+        """Exact by construction; the GPU tests compare bits."""
         if not self.spec.exact:
             return unprobed_exactness(self.spec, "batched", "exact=False")
         tile = f"{self.tiles.prefill_rows} rows × {self.tiles.block_keys} keys"
@@ -155,37 +156,35 @@ class TritonBackend:
     # -- once per step -----------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
-        """Items and metadata on the device. See `TritonPlan` for how long they hold."""
-        found = partition_step(batch, self._partition_config)
+        """Partition a step and upload its metadata. `TritonPlan` says how long it is valid."""
+        part = partition_step(batch, self._partition_config)
         arrays = self._arrays.upload(
             {
-                "prefill_items": found.prefill_items,
-                "decode_items": found.decode_items,
-                "split_tokens": found.split_tokens + 1,  # 0 is none
-                "tokens": found.tokens,
+                "prefill_items": part.prefill_items,
+                "decode_items": part.decode_items,
+                "split_tokens": part.split_tokens + 1,  # 0: none
+                "tokens": part.tokens,
                 "positions": batch.positions,
-                "split_offsets": found.split_offsets,
+                "split_offsets": part.split_offsets,
                 "block_table": batch.block_table,
             }
         )
-        self._reserve(found)
-        kinds = (found.prefill_items, found.decode_items, found.split_tokens)
-        long, short, merge = (next_power_of_two(len(items)) if len(items) else 0 for items in kinds)
-        generations = (self._arrays.generation, self._scratch_generation)
+        self._reserve(part)
+        kinds = (part.prefill_items, part.decode_items, part.split_tokens)
+        prefill, decode, merge = (
+            next_power_of_two(len(items)) if len(items) else 0 for items in kinds
+        )
+        generations = self._arrays.generation, self._scratch_generation
+        signature = (prefill, decode, merge, *generations)
         return TritonPlan(
-            arrays,
-            long,
-            short,
-            merge,
-            self._partial_acc,
-            self._partial_ml,
-            (long, short, merge, *generations),
+            arrays, prefill, decode, merge, self._partial_acc, self._partial_ml, signature
         )
 
-    def _reserve(self, found: GpuPartition) -> None:
-        rows = found.num_partials * self.spec.num_heads
+    def _reserve(self, part: GpuPartition) -> None:
+        """Grow the buffers for partial results."""
+        rows = part.num_partials * self.spec.num_heads
         if rows > len(self._partial_ml):
-            rows = next_power_of_two(found.num_partials) * self.spec.num_heads
+            rows = next_power_of_two(part.num_partials) * self.spec.num_heads
             self._partial_acc = torch.empty(rows, self.spec.v_head_dim, device=self.device)
             self._partial_ml = torch.empty(rows, 2, device=self.device)
             self._scratch_generation += 1
@@ -201,25 +200,22 @@ class TritonBackend:
         *,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.run`. On the stream `plan` was called on."""
+        """See `AttentionBackend.run`. Call it on the stream that `plan` was called on."""
         from ramify.kernels.triton.paged_attention import merge_split_kv
 
         spec, window = self.spec, self.spec.windows[layer] or 0
         out = q.new_zeros(*q.shape[:-1], spec.v_head_dim)
-        # another shape of tile, or fused multiply-adds chosen anew in another kernel: other bits
+        # FMA contraction may differ between kernels, and with it the bits
         options: dict[str, Any] = {"enable_fp_fusion": not spec.exact}
         q = q.contiguous()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            inputs = (window, q, planes, selected, out)
             if plan.prefill_programs:
                 shape = (self.tiles.prefill_rows, self.tiles.prefill_warps)
-                self._attend(
-                    plan, "prefill_items", shape, (window, q, planes, selected, out), options
-                )
+                self._attend(plan, "prefill_items", shape, inputs, options)
             if plan.decode_programs:
                 shape = (self.tiles.decode_rows, self.tiles.decode_warps)
-                self._attend(
-                    plan, "decode_items", shape, (window, q, planes, selected, out), options
-                )
+                self._attend(plan, "decode_items", shape, inputs, options)
             if plan.merge_programs:
                 arrays = plan.arrays
                 merge_split_kv[plan.merge_programs, spec.num_heads](
@@ -233,11 +229,12 @@ class TritonBackend:
     def _attend(
         self,
         plan: TritonPlan,
-        which: str,
+        items: str,
         shape: tuple[int, int],
         inputs: tuple[int, Tensor, Mapping[str, Tensor], Tensor | None, Tensor],
         options: dict[str, Any],
     ) -> None:
+        """Launch the attention kernel on the prefill or decode items."""
         from ramify.kernels.triton.paged_attention import paged_attention
 
         rows, warps = shape
@@ -250,11 +247,11 @@ class TritonBackend:
         )
         assert all(plane.is_contiguous() for plane in (k, v, rope))
         assert spec.sparse == (selected is not None)
-        chosen = arrays["tokens"] if selected is None else selected.contiguous()
+        keys = arrays["tokens"] if selected is None else selected.contiguous()
         dim_k = spec.v_head_dim if latent else spec.head_dim
         dim_rope = spec.head_dim - spec.v_head_dim if latent else 0
         heads_tile = min(spec.gqa_group_size, rows)
-        programs = plan.prefill_programs if which == "prefill_items" else plan.decode_programs
+        programs = plan.prefill_programs if items == "prefill_items" else plan.decode_programs
         table = arrays["block_table"]
         paged_attention[programs, spec.num_kv_heads * -(-spec.gqa_group_size // heads_tile)](
             q, _as_uint8(k), _as_uint8(v), _as_uint8(rope),
@@ -262,8 +259,8 @@ class TritonBackend:
             q if v_scale is None else v_scale,
             q if rope_scale is None else rope_scale,
             out, plan.partial_acc, plan.partial_ml,
-            arrays[which], arrays["tokens"], arrays["positions"], arrays["split_offsets"],
-            table, chosen, table.shape[1], chosen.shape[-1], spec.scale,
+            arrays[items], arrays["tokens"], arrays["positions"], arrays["split_offsets"],
+            table, keys, table.shape[1], keys.shape[-1], spec.scale,
             GROUP=spec.gqa_group_size, KV_HEADS=spec.num_kv_heads, HEADS_TILE=heads_tile,
             DIM_K=dim_k, DIM_ROPE=dim_rope, DIM_V=spec.v_head_dim,
             BLOCK_DK=_padded_dim(dim_k), BLOCK_DROPE=_padded_dim(dim_rope), BLOCK_DV=_padded_dim(spec.v_head_dim),
@@ -281,19 +278,20 @@ class TritonBackend:
     def _dtypes(self) -> dict[str, Any]:
         from ramify.kernels.triton.paged_attention import TYPES
 
-        rounded = TYPES[str(_compute_dtype(self.spec)).removeprefix("torch.")]
-        return {"TYPE": rounded, "INTERPRETED": self._interpreted}
+        dtype = TYPES[str(_compute_dtype(self.spec)).removeprefix("torch.")]
+        return {"TYPE": dtype, "INTERPRETED": self._interpreted}
 
 
 def _compute_dtype(spec: AttentionSpec) -> torch.dtype:
-    """What products multiply: float32 where either side has it."""
+    """The dtype of the kernel's dot operands: float32 if K/V are float32."""
     return torch.float32 if spec.plane_dtype == torch.float32 else spec.dtype
 
 
 def _padded_dim(dim: int) -> int:
-    """Lanes for a dimension: a power of two, and at least what a matrix instruction takes."""
+    """`dim` rounded up to a power of two, at least 16 as tl.dot needs."""
     return max(16, next_power_of_two(dim))
 
 
 def _as_uint8(plane: Tensor) -> Tensor:
+    """View float8 planes as bytes, which the kernel converts itself."""
     return plane.view(torch.uint8) if plane.dtype in FLOAT8 else plane

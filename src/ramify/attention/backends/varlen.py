@@ -1,4 +1,4 @@
-"""torch's varlen_attn (flash attention over ragged sequences). Not exact."""
+"""torch's varlen_attn: flash attention over ragged sequences, on CUDA. Not exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Offsets and lengths on the device; a block table where the kernel pages, slots otherwise."""
+    """Offsets and lengths on the device, and the block table, or slots to gather without paging."""
 
     num_tokens: int
     max_q_len: int
@@ -30,11 +30,11 @@ class VarlenPlan:
 
 
 class VarlenBackend:
-    """Reads pages where the active implementation can, gathers K/V where it cannot.
+    """Reads pages if the active flash attention implementation can; otherwise gathers K/V.
 
-    Flash attention 2, which torch brings along, knows no pages; 3 takes pages of any length once
-    `torch.nn.attention.activate_flash_attention_impl("FA3")` was called, and 4 does on compute
-    capability 10. Both masks are aligned bottom-right, so that a cached prefix is seen.
+    FA2, which torch ships, cannot; FA3 can, after
+    `torch.nn.attention.activate_flash_attention_impl("FA3")`, and FA4 on compute capability 10.
+    Their causal masks are aligned bottom-right, which is right after a cached prefix.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class VarlenBackend:
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device) -> str | None:
-        """CUDA, half precision, plain K/V, no soft cap, no exactness."""
+        """`exact=False` on CUDA, half precision, no soft cap, plain MHA."""
         if device.type != "cuda":
             return f"device {device.type}: varlen_attn needs CUDA"
         if not torch.cuda.is_available():
@@ -55,36 +55,35 @@ class VarlenBackend:
         if spec.soft_cap is not None:
             return f"soft_cap={spec.soft_cap}: varlen_attn has no soft cap"
         if spec.head_dim > 256 or spec.head_dim % 8:
-            return f"head_dim={spec.head_dim}: multiples of 8 up to 256"
+            return f"head_dim={spec.head_dim}: it must be a multiple of 8 up to 256"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "flash attention needs compute capability (8, 0)"
         return reason_not_plain_mha(spec)
 
     def exactness(self) -> list[Exactness]:
-        """None."""
+        """None: `exact=False`."""
         return unprobed_exactness(self.spec, "batched", "exact=False")
 
     def plan(self, batch: AttentionBatch) -> VarlenPlan:
-        """Metadata on the device, uploaded without waiting."""
-        where: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+        """Upload the metadata of a step without synchronising."""
+        kv_metadata: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
         if _reads_pages(self.device):
-            where = (
-                None,
-                None,
+            kv_lens, table = (
                 self._upload(batch.seq_lens_kv),
                 self._upload(batch.block_table.clip(0)),
             )
+            kv_metadata = (None, None, kv_lens, table)
         else:
             slots = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
             flat = np.concatenate(slots) if slots else np.zeros(0, np.int64)
             cu_k = np.concatenate([[0], np.cumsum(batch.seq_lens_kv)]).astype(np.int32)
-            where = (self._upload(cu_k), self._upload(flat), None, None)
+            kv_metadata = (self._upload(cu_k), self._upload(flat), None, None)
         return VarlenPlan(
             batch.num_tokens,
             batch.max_q_len,
             batch.max_kv_len,
             self._upload(batch.cu_seqlens_q),
-            *where,
+            *kv_metadata,
         )
 
     def _upload(self, array: NDArray[np.integer]) -> Tensor:
@@ -111,7 +110,7 @@ class VarlenBackend:
         keys, values = planes["k"], planes["v"]
         if plan.slots is not None:
             keys, values = (self._gather(name, planes[name], plan.slots) for name in ("k", "v"))
-        mixed = varlen_attn(
+        attended = varlen_attn(
             q[: plan.num_tokens],
             keys,
             values,
@@ -125,20 +124,21 @@ class VarlenBackend:
             seqused_k=plan.kv_lens,
             block_table=plan.block_table,
         )
-        assert isinstance(mixed, Tensor)
-        out[: plan.num_tokens] = mixed
+        assert isinstance(attended, Tensor)
+        out[: plan.num_tokens] = attended
         return out
 
     def _gather(self, name: str, plane: Tensor, slots: Tensor) -> Tensor:
-        """[total_kv, kv_heads, head_dim] in a buffer that is kept."""
+        """[total_kv, kv_heads, head_dim] in a reused buffer."""
         rows = plane.flatten(0, 1)
-        kept = self._scratch.get(name)
-        if kept is None or len(kept) < len(slots):
-            kept = self._scratch[name] = rows.new_empty(len(slots), *rows.shape[1:])
-        return torch.index_select(rows, 0, slots, out=kept[: len(slots)])
+        buffer = self._scratch.get(name)
+        if buffer is None or len(buffer) < len(slots):
+            buffer = self._scratch[name] = rows.new_empty(len(slots), *rows.shape[1:])
+        return torch.index_select(rows, 0, slots, out=buffer[: len(slots)])
 
 
 def _reads_pages(device: torch.device) -> bool:
+    """Whether the active flash attention implementation takes a block table."""
     from torch.nn.attention import current_flash_attention_impl
 
     active = current_flash_attention_impl()

@@ -1,4 +1,4 @@
-"""One attention layer in plain torch: what the paged backends compute, without the pages."""
+"""A Llama attention layer in plain torch: what the paged backends compute, without pages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 class RadixAttentionBlock(nn.Module):
-    """Causal self-attention with rotary positions and K/V from before.
+    """Causal self-attention with rotary position embedding and past K/V.
 
-    Its four projections have the names and shapes of Hugging Face's Llama attention, so that the
-    weights of one load into the other. Computing in parts with `past_key_value` gives what one
-    call gives, up to rounding; the same bits are what the engine's backends are for.
+    Its four projections have the names and shapes of Hugging Face's Llama attention, so that
+    weights load from one into the other. Computing a prompt in parts with `past_key_value` equals
+    one call up to rounding; for equal bits use the engine's backends.
 
     Args:
-        hidden_size: width of what comes in and goes out.
-        num_heads: of the queries.
+        hidden_size: width of input and output.
+        num_heads: query heads.
         head_dim: width of a head, even.
-        max_position_embeddings: positions 0 .. max_position_embeddings - 1 exist.
+        max_position_embeddings: positions are below this.
         rope_theta: base of the rotary angles.
-        num_kv_heads: K/V heads, a divisor of `num_heads`; None: as many.
+        num_kv_heads: K/V heads, a divisor of `num_heads`; None: `num_heads`.
 
     Raises:
         ConfigError: a size is not positive, `head_dim` is odd, or heads do not divide.
@@ -74,25 +74,25 @@ class RadixAttentionBlock(nn.Module):
         output_attentions: bool = False,
         use_cache: bool = False,
     ) -> tuple[Tensor, Tensor | None, KeyValue | None]:
-        """Attention of each token over those before it and itself.
+        """Attention of each token over itself and the tokens before it.
 
         Args:
             hidden_states: [batch, tokens, hidden_size].
-            attention_mask: on top of causality. [batch, kv_tokens], zero or False where a key is
-                padding; or [batch or 1, heads or 1, tokens, kv_tokens], added to the scores if
-                float, else zero or False where a key is hidden. `kv_tokens` counts the past too.
+            attention_mask: combined with the causal mask. [batch, kv_tokens], zero or False at
+                padding keys; or [batch or 1, heads or 1, tokens, kv_tokens], added to the scores if
+                float, else zero or False at masked keys. `kv_tokens` includes the past.
             position_ids: [batch or 1, tokens]; None: the positions after the past.
-            past_key_value: keys and values of the tokens before, [batch, num_kv_heads, past,
+            past_key_value: keys and values of earlier tokens, [batch, num_kv_heads, past,
                 head_dim] each, the keys rotated: the third result of an earlier call.
-            output_attentions: return the weights.
+            output_attentions: return the softmax weights.
             use_cache: return the K/V of past and new tokens.
 
         Returns:
-            the output [batch, tokens, hidden_size]; the weights [batch, num_heads, tokens,
-            kv_tokens] or None; (keys, values) or None. A query that sees no key at all gets zeros.
+            output [batch, tokens, hidden_size]; weights [batch, num_heads, tokens, kv_tokens] or
+            None; (keys, values) or None. A query without a visible key attends to nothing: zeros.
 
         Raises:
-            ConfigError: shapes disagree, or a position is beyond `max_position_embeddings`.
+            ConfigError: shapes disagree, or a position is not below `max_position_embeddings`.
         """
         batch, tokens = self._sizes(hidden_states)
         past = self._past(past_key_value, batch)
@@ -102,23 +102,23 @@ class RadixAttentionBlock(nn.Module):
         if past_key_value is not None:
             k = torch.cat((past_key_value[0], k), 2)
             v = torch.cat((past_key_value[1], v), 2)
-        seen, bias = self._mask(attention_mask, batch, tokens, past, q.device)
+        visible, bias = self._mask(attention_mask, batch, tokens, past, q.device)
         group = self.num_heads // self.num_kv_heads
         scores = torch.matmul(q, k.repeat_interleave(group, 1).transpose(2, 3))
         scores = scores.float() * self.head_dim**-0.5
         if bias is not None:
             scores = scores + bias
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        weights = weights.masked_fill(~seen, 0.0).to(v.dtype)  # a row of -inf is NaN
-        mixed = torch.matmul(weights, v.repeat_interleave(group, 1))
-        output = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        weights = weights.masked_fill(~visible, 0.0).to(v.dtype)  # softmax of only -inf is NaN
+        attended = torch.matmul(weights, v.repeat_interleave(group, 1))
+        output = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output, weights if output_attentions else None, (k, v) if use_cache else None
 
     def project(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, the first two turned by their positions.
+        """Project to queries, keys and values, and apply rotary embedding to queries and keys.
 
-        For whoever keeps K/V in pages: write k and v to their slots, attend with a backend, and
-        pass its rows to `o_proj`.
+        For use with paged K/V: write k and v to their slots, attend with a backend, and pass its
+        output to `o_proj`.
 
         Args:
             hidden_states, position_ids: as in `forward`.
@@ -131,12 +131,13 @@ class RadixAttentionBlock(nn.Module):
         """
         self._sizes(hidden_states)
         q, k, v = (
-            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         return *apply_rotary_pos_emb(q, k, self.cos, self.sin, position_ids), v
 
     def _sizes(self, hidden_states: Tensor) -> tuple[int, int]:
+        """Batch size and tokens."""
         width = self.q_proj.in_features
         if hidden_states.dim() != 3 or hidden_states.shape[2] != width:
             raise ConfigError(
@@ -145,7 +146,7 @@ class RadixAttentionBlock(nn.Module):
         return hidden_states.shape[0], hidden_states.shape[1]
 
     def _past(self, past: KeyValue | None, batch: int) -> int:
-        """Tokens of the past."""
+        """The number of past tokens."""
         if past is None:
             return 0
         keys, values = past
@@ -159,26 +160,26 @@ class RadixAttentionBlock(nn.Module):
         return length
 
     def _mask(
-        self, given: Tensor | None, batch: int, tokens: int, past: int, device: torch.device
+        self, mask: Tensor | None, batch: int, tokens: int, past: int, device: torch.device
     ) -> tuple[Tensor, Tensor | None]:
-        """Which keys each query sees, and what is added to the scores."""
+        """The visible keys, and the bias to add to the scores."""
         kv_tokens = past + tokens
-        at = torch.arange(kv_tokens, device=device)
-        seen = (at <= at[past:, None])[None, None]
-        if given is None:
-            return seen, None
-        if given.dim() == 2 and given.shape == (batch, kv_tokens):
-            return seen & (given != 0)[:, None, None], None
+        positions = torch.arange(kv_tokens, device=device)
+        causal = (positions <= positions[past:, None])[None, None]
+        if mask is None:
+            return causal, None
+        if mask.dim() == 2 and mask.shape == (batch, kv_tokens):
+            return causal & (mask != 0)[:, None, None], None
         sizes = ({1, batch}, {1, self.num_heads}, {tokens}, {kv_tokens})
-        if given.dim() != 4 or any(
-            size not in known for size, known in zip(given.shape, sizes, strict=True)
+        if mask.dim() != 4 or any(
+            size not in allowed for size, allowed in zip(mask.shape, sizes, strict=True)
         ):
             raise ConfigError(
-                f"attention_mask {list(given.shape)} must be [{batch}, {kv_tokens}] or "
-                f"[{batch} or 1, {self.num_heads} or 1, {tokens}, {kv_tokens}]; the last counts "
-                f"{past} tokens of the past and {tokens} new ones"
+                f"attention_mask {list(mask.shape)} must be [{batch}, {kv_tokens}] or "
+                f"[{batch} or 1, {self.num_heads} or 1, {tokens}, {kv_tokens}]; the last dimension "
+                f"is {past} past tokens and {tokens} new tokens"
             )
-        if not given.is_floating_point():
-            return seen & (given != 0), None
-        # the least number of the dtype stands for -inf in many masks
-        return seen & (given > torch.finfo(given.dtype).min), given.float()
+        if not mask.is_floating_point():
+            return causal & (mask != 0), None
+        # many masks use the smallest number of the dtype for -inf
+        return causal & (mask > torch.finfo(mask.dtype).min), mask.float()

@@ -1,4 +1,4 @@
-"""K/V of several requests in pages: a pool, a ledger and a list of pages per request."""
+"""A paged K/V cache without sharing: a pool, a page ledger, and a page list per request."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ramify.kv.pool import KVLayout, KVPool
 
 
 class _RequestPages:
-    """What one request holds."""
+    """The pages of a request, and the tokens written in each layer."""
 
     __slots__ = ("blocks", "lengths")
 
     def __init__(self, num_layers: int) -> None:
         self.blocks = array("i")
-        self.lengths = [0] * num_layers  # tokens written, per layer
+        self.lengths = [0] * num_layers
 
 
 class RadixAttentionWithPagedKVCache:
-    """Append keys and values token by token, read them back in order, free them together.
+    """Appends a request's keys and values, reads them back in order, frees them with the request.
 
-    A block is a page of the pool: block i of a request addresses the same rows in every layer.
-    Nothing is shared here; `RadixAttentionPlanner` over a `PrefixCache` does that.
+    A block is a page of the pool: block i of a request has the same index in every layer. No block
+    is shared among requests; `RadixAttentionPlanner` over a `PrefixCache` does that.
 
     Args:
-        num_layers, num_heads, head_dim: `num_heads` of the keys and values; all at least 1.
+        num_layers, num_heads, head_dim: `num_heads` of keys and values; all at least 1.
         block_size: tokens per block.
-        max_blocks_per_request: what one request may hold.
-        num_blocks: what all of them may hold; the memory is taken at once.
+        max_blocks_per_request: most blocks that a request may hold.
+        num_blocks: blocks of the pool, allocated at once.
         dtype, device: of keys and values.
 
     Raises:
@@ -79,7 +79,7 @@ class RadixAttentionWithPagedKVCache:
         return self._of(request_id).blocks.tolist()
 
     def length(self, request_id: object, *, layer: int = 0) -> int:
-        """Tokens of a request that one layer has.
+        """Tokens of a request written in a layer.
 
         Raises:
             UnknownRequestError: a KeyError.
@@ -89,17 +89,17 @@ class RadixAttentionWithPagedKVCache:
         return self._of(request_id).lengths[layer]
 
     def allocate_blocks(self, request_id: object, num_blocks: int) -> list[int]:
-        """Give a request, new or known, so many blocks more; returns their ids.
+        """Append `num_blocks` blocks to a request, which may be new; returns their ids.
 
         Raises:
             ConfigError: `num_blocks` is negative.
             CacheError: it would hold more than `max_blocks_per_request`; nothing changed.
-            OutOfPagesError: too few are free; nothing changed.
+            OutOfPagesError: too few blocks are free; nothing changed.
         """
         if num_blocks < 0:
             raise ConfigError(f"num_blocks={num_blocks} but it must be 0 or more")
-        held = self._requests.get(request_id)
-        total = num_blocks + (len(held.blocks) if held else 0)
+        request = self._requests.get(request_id)
+        total = num_blocks + (len(request.blocks) if request else 0)
         if total > self.max_blocks_per_request:
             raise CacheError(
                 f"request {request_id!r} would hold {total} blocks of {self.block_size} tokens but "
@@ -107,23 +107,23 @@ class RadixAttentionWithPagedKVCache:
                 "cache with a larger maximum"
             )
         blocks = array("i", self.ledger.take(num_blocks))
-        if held is None:
-            held = self._requests[request_id] = _RequestPages(self.num_layers)
-        held.blocks.extend(blocks)
+        if request is None:
+            request = self._requests[request_id] = _RequestPages(self.num_layers)
+        request.blocks.extend(blocks)
         return blocks.tolist()
 
     def append_slot(
         self, key: Tensor, value: Tensor, request_id: object, *, layer: int = 0
     ) -> Tensor:
-        """Write the next tokens of a request in one layer, taking blocks as needed.
+        """Write the next tokens of a request in a layer, allocating blocks as needed.
 
         Args:
             key, value: [tokens, num_heads, head_dim] or [1, tokens, num_heads, head_dim], in the
                 cache's dtype.
-            request_id: one that is not known begins here.
+            request_id: an unknown id starts a request.
 
         Returns:
-            the slots that were written, [tokens] int64; slot = block * block_size + offset.
+            the written slots, [tokens] int64; slot = block * block_size + offset.
 
         Raises:
             ConfigError: a shape or dtype is wrong, or there is no such layer.
@@ -133,14 +133,14 @@ class RadixAttentionWithPagedKVCache:
         key, value = self._rows("key", key), self._rows("value", value)
         if len(key) != len(value):
             raise ConfigError(f"{len(key)} keys but {len(value)} values")
-        held = self._requests.get(request_id)
-        start, num_held = (held.lengths[layer], len(held.blocks)) if held else (0, 0)
+        request = self._requests.get(request_id)
+        start, num_blocks = (request.lengths[layer], len(request.blocks)) if request else (0, 0)
         end = start + len(key)
-        self.allocate_blocks(request_id, max(0, -(-end // self.block_size) - num_held))
-        held = self._requests[request_id]
-        slots = self._slots(held, start, end)
+        self.allocate_blocks(request_id, max(0, -(-end // self.block_size) - num_blocks))
+        request = self._requests[request_id]
+        slots = self._slots(request, start, end)
         self.pool.write_kv(layer, slots, k=key, v=value)
-        held.lengths[layer] = end
+        request.lengths[layer] = end
         return slots
 
     def get_kv_cache(
@@ -150,69 +150,68 @@ class RadixAttentionWithPagedKVCache:
         *,
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of requests one after the other: [1, sum of lengths, heads, head_dim].
+        """Concatenated keys and values of requests: [1, sum of lengths, heads, head_dim] each.
 
         Args:
-            lengths: the first so many tokens of each; None: all that the layer has.
+            lengths: how many first tokens to read of each request; None: all.
 
         Raises:
-            UnknownRequestError: a KeyError; no request's data is read for another.
-            CacheError: a length is more than the layer has.
-            ConfigError: as many lengths as requests are needed, or there is no such layer.
+            UnknownRequestError: a KeyError.
+            CacheError: a length exceeds the tokens of the layer.
+            ConfigError: not a length per request, or there is no such layer.
         """
         self._require_layer(layer)
-        requests = [self._of(each) for each in request_ids]
+        requests = [self._of(request_id) for request_id in request_ids]
         if lengths is None:
-            lengths = [held.lengths[layer] for held in requests]
+            lengths = [request.lengths[layer] for request in requests]
         if len(lengths) != len(requests):
             raise ConfigError(f"{len(requests)} requests but {len(lengths)} lengths")
-        for request_id, held, length in zip(request_ids, requests, lengths, strict=True):
-            if not 0 <= length <= held.lengths[layer]:
+        for request_id, request, length in zip(request_ids, requests, lengths, strict=True):
+            if not 0 <= length <= request.lengths[layer]:
                 raise CacheError(
                     f"{length} tokens of request {request_id!r} asked for, but layer {layer} has "
-                    f"{held.lengths[layer]}"
+                    f"{request.lengths[layer]}"
                 )
-        slots = [
-            self._slots(held, 0, length) for held, length in zip(requests, lengths, strict=True)
-        ]
-        none = torch.empty(0, dtype=torch.int64, device=self.pool.device)
-        dense = self.pool.gather_kv(layer, torch.cat([none, *slots]))
+        slots = [torch.empty(0, dtype=torch.int64, device=self.pool.device)]
+        slots += map(self._slots, requests, [0] * len(requests), lengths)
+        dense = self.pool.gather_kv(layer, torch.cat(slots))
         return dense["k"][None], dense["v"][None]
 
     def free_request(self, request_id: object) -> None:
-        """End a request: its blocks are free for others, last written first.
+        """End a request and free its blocks; the last written is reused first.
 
         Raises:
             UnknownRequestError: a KeyError.
         """
-        held = self._of(request_id)
-        self.ledger.give_back(held.blocks.tobytes())
+        self.ledger.give_back(self._of(request_id).blocks.tobytes())
         del self._requests[request_id]
 
     def _of(self, request_id: object) -> _RequestPages:
-        held = self._requests.get(request_id)
-        if held is None:
+        request = self._requests.get(request_id)
+        if request is None:
             raise UnknownRequestError(request_id)
-        return held
+        return request
 
     def _require_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise ConfigError(f"layer={layer} but layers are 0..{self.num_layers - 1}")
 
-    def _rows(self, name: str, given: Tensor) -> Tensor:
-        rows = given[0] if given.dim() == 4 and given.shape[0] == 1 else given
+    def _rows(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor` as [tokens, num_heads, head_dim]; raises ConfigError if it does not fit."""
+        rows = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
         fits = rows.dtype == self.pool.dtype and rows.device.type == self.pool.device.type
         if rows.dim() != 3 or rows.shape[1:] != self._shape or not fits:
             heads, width = self._shape
             raise ConfigError(
-                f"{name} {list(given.shape)} {given.dtype} on {given.device} must be [tokens, "
+                f"{name} {list(tensor.shape)} {tensor.dtype} on {tensor.device} must be [tokens, "
                 f"{heads}, {width}] or [1, tokens, {heads}, {width}] {self.pool.dtype} on "
                 f"{self.pool.device}"
             )
         return rows
 
-    def _slots(self, held: _RequestPages, start: int, end: int) -> Tensor:
-        at = torch.arange(start, end)
-        blocks = torch.tensor(held.blocks.tolist(), dtype=torch.int64)
-        slots = blocks[at // self.block_size] * self.block_size + at % self.block_size
+    def _slots(self, request: _RequestPages, start: int, end: int) -> Tensor:
+        """Slots of tokens [start, end)."""
+        tokens = torch.arange(start, end)
+        blocks = torch.tensor(request.blocks.tolist(), dtype=torch.int64)
+        slots = blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
         return slots.to(self.pool.device)

@@ -1,4 +1,4 @@
-"""Rotary position embedding over [batch, heads, tokens, head_dim], halves rotated."""
+"""Rotary position embedding (Su et al. 2021) over [batch, heads, tokens, head_dim]."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ramify.errors import ConfigError
 
 
 def rotary_tables(head_dim: int, num_positions: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, [num_positions, head_dim] float32 each.
+    """cos and sin of the angles of every position, [num_positions, head_dim] float32 each.
 
-    The pair of dimensions i and i + head_dim / 2 turns by theta ** (-2 i / head_dim) radians per
-    position (Su et al. 2021, with the halves paired as Hugging Face's models do).
+    Dimensions i and i + head_dim / 2 are rotated by theta ** (-2 i / head_dim) radians per
+    position, paired as in Hugging Face's models.
 
     Raises:
         ConfigError: `head_dim` is odd or not positive.
     """
     if head_dim < 2 or head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} but rotary needs an even one, 2 or more")
+        raise ConfigError(f"head_dim={head_dim} but rotary needs an even head_dim of at least 2")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] / theta**exponents
     angles = torch.cat((angles, angles), -1)
@@ -26,7 +26,7 @@ def rotary_tables(head_dim: int, num_positions: int, theta: float) -> tuple[Tens
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """The halves (a, b) of the last dimension as (-b, a); the same shape and dtype.
+    """Map the halves (a, b) of the last dimension to (-b, a); same shape and dtype.
 
     Raises:
         ConfigError: the last dimension is odd.
@@ -40,13 +40,13 @@ def rotate_half(x: Tensor) -> Tensor:
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by the angles of their positions; shapes and dtypes stay.
+    """Rotate queries and keys by the angles of their positions; same shapes and dtypes.
 
     Args:
         q, k: [batch, heads, tokens, head_dim]; they may differ in heads.
-        cos, sin: [positions, head_dim], one row per position.
-        position_ids: [batch or 1, tokens] integers, the row of each token; None: token i sits at
-            position i. With K/V from before, say where the new tokens are.
+        cos, sin: [positions, head_dim].
+        position_ids: [batch or 1, tokens] integers; None: token i has position i. Required if
+            there is past K/V.
 
     Raises:
         ConfigError: shapes disagree, or a position is outside the tables (on a GPU, the check
@@ -69,7 +69,7 @@ def apply_rotary_pos_emb(
             f"position_ids {list(position_ids.shape)} must be [{batch} or 1, {tokens}]"
         )
     if position_ids.numel():
-        least, most = (int(end) for end in torch.aminmax(position_ids))
+        least, most = (int(bound) for bound in torch.aminmax(position_ids))
         if least < 0 or most >= cos.shape[0]:
             wrong = least if least < 0 else most
             raise ConfigError(

@@ -76,10 +76,11 @@ class LlguidanceMatcher:
         """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
         if self._num_known == len(output_ids):
             return self._num_known > 0 and self._is_complete
-        known, self._num_known = self._num_known, None
-        if known is None or known > len(output_ids):  # a call was cut off, or the output is shorter
-            self._matcher, known = self._start.deep_copy(), 0
-        new = list(output_ids[known:])
+        num_known, self._num_known = self._num_known, None
+        # A call was cut off, or the output has become shorter: begin again.
+        if num_known is None or num_known > len(output_ids):
+            self._matcher, num_known = self._start.deep_copy(), 0
+        new = list(output_ids[num_known:])
         if new and not self._matcher.consume_tokens(new):
             raise DeadEndError(len(output_ids), self._reason("the format does not allow the last"))
         if not self._is_complete:
@@ -92,7 +93,7 @@ class LlguidanceMatcher:
     def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
         """See `ramify.engine.logits.logits_processors.GrammarMatcher`."""
         masks = [self._next_mask() if self.advance(output_ids) else self._mask]
-        known, self._num_known = self._num_known, None
+        num_known, self._num_known = self._num_known, None
         num_consumed = 0
         for token in draft:
             if not _has(masks[-1], token) or not self._matcher.consume_token(token):
@@ -107,7 +108,7 @@ class LlguidanceMatcher:
         if not self._matcher.is_error() and (
             not num_consumed or self._matcher.rollback(num_consumed)
         ):
-            self._num_known = known
+            self._num_known = num_known
         return masks
 
     @property

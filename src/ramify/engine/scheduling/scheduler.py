@@ -51,7 +51,7 @@ class Scheduler:
 
     **When pages run out**, give up in this order: drafts, this step's newest admissions, then one
     running request: of the tenant that runs most, the lowest priority, then the least computed
-    work. The request with the smallest `virtual_arrival` is never preempted, so one always finishes.
+    work. The request with the smallest `virtual_arrival` is never preempted, so one always ends.
 
     Args:
         planner: plans over the engine's cache and block table.

@@ -117,10 +117,10 @@ class SpecialTokenEscaper:
             position = end
         encoding = tokenizer.encode("".join(pieces), add_special_tokens=False)
         ids, token_spans = encoding.ids, encoding.offsets  # properties that make a list each time
-        kept = [index for index, token in enumerate(ids) if token != self._escape_id]
-        begins = [offsets[token_spans[index][0]] for index in kept]
-        ends = array("i", (offsets[token_spans[index][1]] for index in kept))
-        return [ids[index] for index in kept], begins, ends
+        indices = [index for index, token in enumerate(ids) if token != self._escape_id]
+        begins = [offsets[token_spans[index][0]] for index in indices]
+        ends = array("i", (offsets[token_spans[index][1]] for index in indices))
+        return [ids[index] for index in indices], begins, ends
 
     def _with_aliases(self) -> tokenizers.Tokenizer:
         """A copy that reads special tokens as text, and has their aliases as added tokens."""

@@ -1,1 +1,57 @@
-"""CPU kernels that Numba and LLVM compile."""
+"""CPU kernels, compiled by Numba and LLVM: packed GEMM, norm + rope, paged attention, fused layers.
+
+Callers: `attention.backends.cpu` and `models.ops.cpu_*`. Read first: `abi`, `op_list`, `packed_gemm`,
+`paged_attention`; then what they call. Files named `*_microkernels`, `simd`, `vector_math` and
+`elementwise` emit LLVM IR; the others are Python that Numba compiles.
+
+A step
+    engine.runner -> FusedLayers -> run_fused_layers, one parallel region for all layers. Per layer:
+        packed_gemm       RMS norm -> q, k, v
+        norm_rope         qk-norm, rotary embedding; K/V write
+        paged_attention   its phases: shared prefixes, then the rest of each request
+        packed_gemm       o_proj, + residual
+        packed_gemm       RMS norm -> gate, up -> silu(gate) * up
+        packed_gemm       down_proj, + residual
+    Larger steps call run_ops and paged_attention layer by layer. Bits do not depend on the choice.
+    Workers share the tasks of an op (`task_queue`) and meet at a barrier behind it.
+
+Buffers (NR = 2 SIMD vectors of columns; TILE_N likewise; a word is 32 bits)
+    weight, float32      panel[n // NR, k, n % NR] = W[n, k]
+    weight, bf16         word[n // NR, k, j] = (W[n, k], W[n + LANES, k]), j = n % NR < LANES
+    weight, bf16 VNNI    word[n // NR, k // 2, n % NR] = (W[n, k], W[n, k + 1])
+    gated MLP            panels of gate and up alternate
+    packed rows          A[k, r] per tile of MR rows; VNNI: word[k // 2, r]
+    packed keys          [key // TILE_N, d, key % TILE_N]; VNNI: word of (d, d + 1)
+    packed values        [d // TILE_N, key, d % TILE_N]; VNNI: word of (key, key + 1)
+    state                [head * state_head_stride + token] = (sum of w * v [value_stride], max, sum of w)
+    op                   int64[OP_FIELDS]: GemmArgs + (block_rows, tile, num_n_splits), or the fields
+                         of `norm_rope.norm_rope`; field OP_KIND tells which
+    task                 int64[10]: table row; first token, count; K/V heads from, to; heads of a
+                         group from, to; blocks from, to; split or -1
+    split                int64[5]: blocks from, to; first state row; number of tasks; 1 if its rows
+                         have merged no block before
+
+Rules that keep the bits (the same for a row in whatever batch)
+    - Every sum is one chain of operations, fixed in the IR: LLVM reorders nothing. Move bodies, do not
+      rewrite them: bias first, then one sum per KC strip; reductions by lane, then across lanes.
+    - Sums of tiles end in + 0.0: -0 and trailing zero products vanish. `maximum` is compare + select,
+      which fixes the result for NaN. A first block is copied into `state`, not merged.
+    - norm, rope and epilogues round to the model's dtype after each product (`round_to`). Softmax
+      weights are exactly 0 below a score of max - 87. Only VNNI flushes subnormals.
+    - Scores are scaled in q (float32) or after the dot product (VNNI).
+
+Rules of Numba
+    - Constants are module-level ints and floats, imported by name; `abi.NAME` is not one in a kernel.
+      `prefer_literal` intrinsics take a literal or such a constant, never a local or an IntEnum.
+    - Compile time grows with entry points (`compile_cached`) times kinds of K/V planes: add none.
+    - Array types (dtype, order, read-only) are part of a signature: a new one compiles for minutes.
+    - No helper with array arguments in an inner loop: reference counts are atomic. Pass addresses.
+
+Debugging: NUMBA_NUM_THREADS=1 runs all workers on one thread, one after the other; the `eager` backend
+is the oracle of attention; `ramify verify` compares batched with single requests, bit by bit.
+
+Sources: Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008, and BLIS
+(MR, NR, KC, MC); oneDNN (VNNI packing, prologues, epilogues); Milakov and Gimelshein, Online normalizer
+calculation for softmax, 2018; FlashAttention (Dao et al. 2022) and flash-decoding (split-KV, 2023);
+ggml (an op list with a barrier after each op).
+"""

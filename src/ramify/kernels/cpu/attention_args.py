@@ -1,4 +1,8 @@
-"""What the kernels of `paged_attention` are told: planes, blocks, rows and shapes, as addresses."""
+"""Argument structs of the attention kernel: addresses, strides in bytes, counts.
+
+Numba counts references to an array, atomically, at every call that takes one; hence addresses.
+Numba compares structs by class name: each must be unique among all kernels.
+"""
 
 from __future__ import annotations
 
@@ -15,47 +19,47 @@ _int, _float = types.int64, types.float32
 
 
 class KVPlane(NamedTuple):
-    """One plane as a kernel sees it: addresses and strides in bytes."""
+    """A K/V plane [slots, heads, width] of one layer; its subclass is its storage kind."""
 
     address: int
-    width: int  # elements per token and head; 0: there is no such plane
+    width: int  # elements per token and head; 0: no such plane
     token_stride: int  # from one slot to the next
     head_stride: int  # from one head to the next
-    scales: int  # address of float32 factors [slots, heads], or 0
+    scales: int  # address of float32 [slots, heads], or 0
 
 
 class F32Plane(KVPlane):
-    """A plane of float32: kernels are compiled for the kinds that are used."""
+    """Float32."""
 
     kind, vnni = F32, False
 
 
 class BF16Plane(KVPlane):
-    """A plane of bfloat16."""
+    """Bfloat16, widened to float32 for arithmetic."""
 
     kind, vnni = BF16, False
 
 
 class BF16VnniPlane(KVPlane):
-    """A plane of bfloat16 that is computed with in pairs, as are the others, queries and weights."""
+    """Bfloat16 for bf16 dot products: all planes, queries and softmax weights are VNNI then."""
 
     kind, vnni = BF16, True
 
 
 class F16Plane(KVPlane):
-    """A plane of float16."""
+    """Float16."""
 
     kind, vnni = F16, False
 
 
 class INT8Plane(KVPlane):
-    """A plane of int8."""
+    """Int8 with scales."""
 
     kind, vnni = INT8, False
 
 
 class FP8Plane(KVPlane):
-    """A plane of float8 e4m3fn."""
+    """Float8 e4m3fn with scales."""
 
     kind, vnni = FP8, False
 
@@ -64,66 +68,64 @@ KV_PLANES = (F32Plane, BF16Plane, F16Plane, INT8Plane, FP8Plane)  # by kind
 
 
 class KVBlock(NamedTuple):
-    """The keys, or the values, of one block and head: addresses all.
-
-    Arrays would be counted, atomically, at every call that takes one.
-    """
+    """The keys, or the values, of one KV block and head."""
 
     plane: KVPlane
-    base: int  # of the head in the first slot
-    # of [BLOCK_KEYS] int64: bytes from there to each; `kv_pack.PREFETCH_KEYS` more behind
+    base: int  # address of the head in slot 0
+    # address of [BLOCK_KEYS] int64: bytes from `base` to each key; readable `PREFETCH_KEYS` further
     offsets: int
-    scales: int  # of [BLOCK_KEYS] float32; 0 for those that are only fetched
-    packed: int  # of them laid out; 0 for those that are not, or only fetched
+    scales: int  # address of [BLOCK_KEYS] float32; 0 in a `PrefetchRange`
+    packed: int  # address of the packed block (see `kv_pack`); 0 for rope and in a `PrefetchRange`
 
 
 class PrefetchRange(NamedTuple):
-    """Keys and values that a task, or the next one, reads later: fetched during a tile of rows."""
+    """Keys and values [begin, end) that are read next, to be prefetched during a tile of rows."""
 
     keys: KVBlock
     values: KVBlock
     begin: int
-    end: int  # those [begin, end) of both are still to be fetched
+    end: int
 
 
 class InPlaceBlock(NamedTuple):
-    """A block, several heads and few rows, as `decode_attention` sees them: addresses and counts."""
+    """A KV block and the rows of several heads that read it in place, for `decode_attention`."""
 
     keys: KVPlane
     values: KVPlane
-    head: int  # the first of the heads
+    head: int  # first K/V head
     num_heads: int
-    num_rows: int  # of each head
-    key_offsets: int  # of [BLOCK_KEYS] int64: bytes from the plane's address; AHEAD more behind
+    num_rows: int  # per head
+    # address of [BLOCK_KEYS] int64: bytes from the plane's address; readable `PREFETCH_KEYS` further
+    key_offsets: int
     value_offsets: int
-    queries: int  # of [num_heads, num_rows, key_dim] float32; in pairs bfloat16, half of each row
-    scores: int  # of room for [num_heads, tiled rows, BLOCK_KEYS] float32; weights likewise
-    block_output: int  # of room for [num_heads, tiled rows, value_stride] float32
-    next_offsets: int  # of the keys of the next block, or of the next task's first
+    queries: int  # address of [num_heads, num_rows, key_dim] float32; VNNI: bf16, half of each row
+    scores: int  # address of [num_heads, padded rows, BLOCK_KEYS] float32; weights afterwards
+    block_output: int  # address of [num_heads, padded rows, value_stride] float32
+    next_offsets: int  # of the keys of the next block, which may be the next task's first
     next_count: int
     next_head: int
     next_heads: int
 
 
 class QueryRows(NamedTuple):
-    """Queries and results as a kernel sees them."""
+    """Queries and attention output."""
 
     kind: int  # of both: F32 or BF16
-    queries: int  # address of [T, num_heads, key_dim], heads side by side
-    stride: int  # bytes from one token's queries to the next
+    queries: int  # address of [T, num_heads, key_dim]
+    stride: int  # bytes from token to token of the queries
     out: int  # address of [T, num_heads, value_dim]
 
 
 class AttentionParams(NamedTuple):
-    """What is the same for all tasks of a launch."""
+    """Launch parameters, the same for all tasks."""
 
-    state_head_stride: int  # of `state`, from a head to the next
+    state_head_stride: int  # rows of `state` per head
     page_size: int
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    value_stride: int  # floats of a row of values, value_dim rounded up to whole tiles
+    value_stride: int  # value_dim rounded up to a multiple of TILE_N
     window: int  # 0: none
     num_workers: int
     soft_cap: float  # 0: none
@@ -131,18 +133,18 @@ class AttentionParams(NamedTuple):
 
 
 def storage_kind(plane: Any) -> int:
-    """What a plane is stored in, known when a kernel is compiled; `plane` is the type of its `KVPlane`."""
+    """Storage kind of a plane, at compile time; `plane` is the Numba type of its struct."""
     kind: int = plane.instance_class.kind
     return kind
 
 
 @intrinsic
 def with_address(_: Any, plane: Any, address: Any) -> Any:
-    """The same plane of another layer: a `KVPlane` with another address."""
-    place = plane.instance_class._fields.index("address")
+    """The plane with another address: that of another layer."""
+    field = plane.instance_class._fields.index("address")
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.insert_value(args[0], args[1], place)
+        return builder.insert_value(args[0], args[1], field)
 
     return plane(plane, _int), code
 
@@ -160,7 +162,7 @@ def item_bytes(_: Any, plane: Any) -> Any:
 
 @intrinsic
 def has_scales(_: Any, plane: Any) -> Any:
-    """Whether what a plane holds is to be multiplied with factors."""
+    """Whether a plane's kind is quantized, so that its elements are multiplied by `scales`."""
     scaled = storage_kind(plane) >= INT8
 
     def code(*_: Any) -> Any:
@@ -171,11 +173,11 @@ def has_scales(_: Any, plane: Any) -> Any:
 
 @intrinsic
 def is_vnni(_: Any, plane: Any) -> Any:
-    """Whether a plane is read in pairs: known when a kernel is compiled."""
-    pairs = plane.instance_class.vnni
+    """Whether a plane is a `BF16VnniPlane`, at compile time."""
+    vnni = plane.instance_class.vnni
 
     def code(*_: Any) -> Any:
-        return ir.IntType(1)(pairs)
+        return ir.IntType(1)(vnni)
 
     return types.boolean(plane), code
 

@@ -1,102 +1,103 @@
-"""A block of keys and values laid out for many rows, and products with it.
-
-What is here is a part of the kernels of `paged_attention`.
-"""
+"""Q·Kᵀ and P·V over a packed KV block (see `kv_pack`): micro-kernels, and the loop over them."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from ramify.kernels.cpu.abi import BLOCK_KEYS, CACHE_LINE
-from ramify.kernels.cpu.attention_args import (
-    KVBlock,
-    KVPlane,
-    PrefetchRange,
-    is_vnni,
-    item_bytes,
-    load_plane_element,
-)
-from ramify.kernels.cpu.kv_pack import (
-    pack_8_keys_f32,
-    pack_8_keys_vnni,
-    pack_value_tiles_f32,
-    pack_value_tiles_vnni,
-)
-from ramify.kernels.cpu.online_softmax import jit
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu.abi import CACHE_LINE
+from ramify.kernels.cpu.attention_args import KVBlock, KVPlane, PrefetchRange, item_bytes
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
+    LANES,
     TILE_M,
     TILE_N,
-    attention_tile_1,
-    attention_tile_2,
-    attention_tile_4,
-    attention_tile_full,
-    load_element,
+    TILE_N_VECTORS,
+    bf16_dot,
+    broadcast,
+    constant,
+    f32,
+    fma,
+    i64,
+    load,
     load_i64,
+    offset,
     prefetch,
-    store_f32,
+    store,
+    vector_type,
 )
 
-_BLOCK, _TILE_N, _TILE_M = BLOCK_KEYS, TILE_N, TILE_M  # globals are constants to Numba
-_CACHE_LINE = CACHE_LINE
+_int, _float = types.int64, types.float32
+
+
+def _make_tile(num_rows: int) -> Any:
+    @intrinsic
+    def tile(
+        _: Any, plane: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
+        scale: Any,
+    ) -> Any:  # fmt: skip
+        """c[r, :TILE_N] = sum over k < depth of a[r, k] * b[k, :], k ascending, + 0.
+
+        Strides in 32-bit words: floats or, if `plane` (that b was packed from) is VNNI, pairs of
+        bf16; then the sum is multiplied by `scale`. The + 0 turns a sum of -0 into +0, so that
+        trailing products by zero may be left out.
+        """
+        vnni = plane.instance_class.vnni
+        add = bf16_dot if vnni else fma
+
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            _, a, a_stride, b, b_stride, c, c_stride, depth, scale = args
+            zero = constant(0.0, LANES)
+            sums = [
+                [cgutils.alloca_once(builder, vector_type(LANES)) for _ in range(TILE_N_VECTORS)]
+                for _ in range(num_rows)
+            ]
+            for row in sums:
+                for acc in row:
+                    builder.store(zero, acc)
+            a_rows = [builder.add(a, builder.mul(a_stride, i64(4 * r))) for r in range(num_rows)]
+            with cgutils.for_range(builder, depth) as loop:
+                b_at = offset(builder, b, builder.mul(loop.index, b_stride), 4)
+                b_row = [
+                    load(builder, builder.add(b_at, i64(4 * LANES * v)), vector_type(LANES))
+                    for v in range(TILE_N_VECTORS)
+                ]
+                for row, a_row in zip(sums, a_rows, strict=True):
+                    x = load(builder, offset(builder, a_row, loop.index, 4), f32)
+                    wide_x = broadcast(builder, x, LANES)
+                    for acc, b_vector in zip(row, b_row, strict=True):
+                        builder.store(add(builder, wide_x, b_vector, builder.load(acc)), acc)
+            wide_scale = broadcast(builder, scale, LANES)
+            for r, row in enumerate(sums):
+                into = builder.add(c, builder.mul(c_stride, i64(4 * r)))
+                for v, acc in enumerate(row):
+                    y = builder.load(acc)
+                    if vnni:
+                        y = builder.fmul(y, wide_scale)
+                    y = builder.fadd(y, zero)
+                    store(builder, y, builder.add(into, i64(4 * LANES * v)))
+            return context.get_dummy_value()
+
+        return types.void(plane, *[_int] * 7, _float), code
+
+    return tile
+
+
+attention_tile_1, attention_tile_2, attention_tile_4, attention_tile_full = (
+    _make_tile(num_rows) for num_rows in (1, 2, 4, TILE_M)
+)
 
 
 @jit
 def _prefetch_rows(block: KVBlock, begin: int, end: int) -> None:
-    """Begin to fetch some rows of a block into the second-level cache."""
+    """Prefetch rows [begin, end) of a block into L2."""
     for i in range(begin, end):
-        at = block.base + load_i64(block.offsets + 8 * i)
-        for line in range(0, block.plane.width * item_bytes(block.plane), _CACHE_LINE):
-            prefetch(at + line, 2)
-
-
-@jit
-def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
-    """Columns of [tiles, depth, TILE_N] float32, or words of pairs, from `count` keys.
-
-    A tile of a product lies in one piece: lines a power of two apart would share few places of
-    the first-level cache.
-    """
-    part, source = keys.plane, keys.base
-    rest = part.width % 8
-    whole = part.width - rest
-    for j in range(0, count, 8):
-        where, scale = keys.offsets + 8 * j, keys.scales + 4 * j
-        to = into + 4 * (j // _TILE_N * depth * _TILE_N + j % _TILE_N)
-        if is_vnni(part):
-            pack_8_keys_vnni(part, source, where, to, _TILE_N, part.width)
-        else:
-            pack_8_keys_f32(part, source, where, scale, to, _TILE_N, whole)
-    for d in range(whole, part.width):
-        for j in range(count):
-            at = source + load_i64(keys.offsets + 8 * j) + d * item_bytes(part)
-            x = load_plane_element(part, at) * load_element(keys.scales + 4 * j, 0)
-            tile = into + 4 * _TILE_N * (j // _TILE_N * depth + d)
-            store_f32(tile + 4 * (j % _TILE_N), x)
-
-
-@jit
-def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
-    """[stride / TILE_N, BLOCK_KEYS, TILE_N] float32; in pairs words of half as many keys."""
-    part, size = values.plane, item_bytes(values.plane)
-    if is_vnni(part):
-        pack_value_tiles_vnni(part, values.base, values.offsets, -(-count // 2), into,
-                         2 * _TILE_N * _BLOCK, part.width, stride)  # fmt: skip
-        return
-    tiles = part.width // _TILE_N
-    tile = 4 * _TILE_N * _BLOCK
-    pack_value_tiles_f32(part, values.base, values.offsets, values.scales, count, into, tile, tiles)
-    for d in range(tiles * _TILE_N, stride, _TILE_N):
-        for j in range(count):
-            at = values.base + load_i64(values.offsets + 8 * j) + d * size
-            factor = load_element(values.scales + 4 * j, 0)
-            to = into + tile * (d // _TILE_N) + 4 * _TILE_N * j
-            for i in range(_TILE_N):
-                x = (
-                    load_plane_element(part, at + i * size) * factor
-                    if d + i < part.width
-                    else np.float32(0.0)
-                )
-                store_f32(to + 4 * i, x)
+        row = block.base + load_i64(block.offsets + 8 * i)
+        for line in range(0, block.plane.width * item_bytes(block.plane), CACHE_LINE):
+            prefetch(row + line, 2)
 
 
 @jit
@@ -104,38 +105,39 @@ def packed_block_gemm(
     num_rows: int, a: int, a_stride: int, b: int, b_tile: int, c: int, c_stride: int,
     depth: int, num_columns: int, scale: float, plane: KVPlane, prefetch_range: PrefetchRange,
 ) -> None:  # fmt: skip
-    """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], whole tiles.
+    """c[:num_rows, :num_columns] = a[:num_rows, :depth] @ b[:depth, :num_columns], in whole tiles.
 
-    In pairs `depth` counts words, and the product is multiplied by `scale`, which is not looked at
-    otherwise: `a` is scaled already.
+    VNNI: `depth` counts words of two bf16, and c is multiplied by `scale`. Otherwise `scale` is
+    unused: `a` is scaled already.
 
     Args:
-        plane: the plane that b is made of.
+        plane: that b was packed from.
         b: address of the first tile, [depth, TILE_N]; the next is `b_tile` bytes further.
-        prefetch_range: fetched meanwhile, a little after each tile: all at once, the next would wait.
+        prefetch_range: prefetched a share after each tile; all at once would delay the next tile.
     """
-    done, fetched = 0, prefetch_range.begin
-    share = -(-(prefetch_range.end - prefetch_range.begin) * _TILE_N // num_columns)
-    while done < num_rows:
-        left = num_rows - done
-        x, y = a + 4 * done * a_stride, c + 4 * done * c_stride
-        rows = _TILE_M if left >= _TILE_M else (4 if left >= 4 else (2 if left >= 2 else 1))
-        for tile in range(num_columns // _TILE_N):
-            at, to = b + b_tile * tile, y + 4 * _TILE_N * tile
-            if rows == _TILE_M:
-                attention_tile_full(plane, x, a_stride, at, _TILE_N, to, c_stride, depth, scale)
+    row, prefetched = 0, prefetch_range.begin
+    keys_per_tile = -(-(prefetch_range.end - prefetch_range.begin) * TILE_N // num_columns)
+    while row < num_rows:
+        left = num_rows - row
+        a_at, c_row = a + 4 * row * a_stride, c + 4 * row * c_stride
+        rows = TILE_M if left >= TILE_M else (4 if left >= 4 else (2 if left >= 2 else 1))
+        for tile in range(num_columns // TILE_N):
+            b_at, c_at = b + b_tile * tile, c_row + 4 * TILE_N * tile
+            if rows == TILE_M:
+                attention_tile_full(
+                    plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale
+                )
             elif rows == 4:
-                attention_tile_4(plane, x, a_stride, at, _TILE_N, to, c_stride, depth, scale)
+                attention_tile_4(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
             elif rows == 2:
-                attention_tile_2(plane, x, a_stride, at, _TILE_N, to, c_stride, depth, scale)
+                attention_tile_2(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
             else:
-                attention_tile_1(plane, x, a_stride, at, _TILE_N, to, c_stride, depth, scale)
-            if fetched < prefetch_range.end:
-                upto = min(fetched + share, prefetch_range.end)
-                _prefetch_rows(prefetch_range.keys, fetched, upto)
-                if (
-                    prefetch_range.values.plane.address != prefetch_range.keys.plane.address
-                ):  # latents are both
-                    _prefetch_rows(prefetch_range.values, fetched, upto)
-                fetched = upto
-        done += rows
+                attention_tile_1(plane, a_at, a_stride, b_at, TILE_N, c_at, c_stride, depth, scale)
+            if prefetched < prefetch_range.end:
+                end = min(prefetched + keys_per_tile, prefetch_range.end)
+                _prefetch_rows(prefetch_range.keys, prefetched, end)
+                # MLA: the latents are both keys and values
+                if prefetch_range.values.plane.address != prefetch_range.keys.plane.address:
+                    _prefetch_rows(prefetch_range.values, prefetched, end)
+                prefetched = end
+        row += rows

@@ -1,7 +1,7 @@
-"""Few rows of weights against values that are read where they lie, in pairs: `decode_microkernels.pv_in_place` for those.
+"""P·V of 1, 2 or 4 rows over values read in place, by bf16 dot products, as LLVM IR.
 
-A word of weights belongs to two keys that follow each other, the first at an even place of its
-block; where only one of them is wanted, zeros stand for the value of the other.
+`decode_microkernels.pv_in_place` for `BF16VnniPlane`. A word of weights belongs to the keys 2i and
+2i + 1 of a block. Where P·V covers only one of the two keys, zeros replace the value of the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ramify.kernels.cpu.decode_microkernels import (
 from ramify.kernels.cpu.kv_pack import interleave_values_vnni
 from ramify.kernels.cpu.simd import bf16_dot, i64, load, offset, vector_type
 
-# elements of a value that are multiplied at once, while there are so many
+# elements of a value that are multiplied at once; narrower ones for the rest
 _WIDTHS = (64, 32, 16, 8)
 _int = types.int64
 
@@ -35,21 +35,21 @@ _int = types.int64
 def _load_value_pairs(
     builder: Any, source: Any, offsets: Any, keys: list[Any], width: int
 ) -> list[Any]:
-    """So many elements of the values of two keys, as words; None is a key that is not wanted."""
+    """Load `width` elements of the values of two keys as words; zeros for a key that is None."""
     size = min(width, 32)
-    kind = vector_type(size, ir.IntType(16))
-    places = [None if key is None else load_offset(builder, offsets, key) for key in keys]
-    found = []
-    for at in range(0, width, size):
+    vector = vector_type(size, ir.IntType(16))
+    key_offsets = [None if key is None else load_offset(builder, offsets, key) for key in keys]
+    words = []
+    for first in range(0, width, size):
         rows = []
-        for place in places:
-            if place is None:
-                rows.append(ir.Constant(kind, [0] * size))
+        for key_offset in key_offsets:
+            if key_offset is None:
+                rows.append(ir.Constant(vector, [0] * size))
             else:
-                begin = builder.add(builder.add(source, place), i64(2 * at))
-                rows.append(load(builder, begin, kind))
-        found += interleave_values_vnni(builder, *rows)
-    return found
+                address = builder.add(builder.add(source, key_offset), i64(2 * first))
+                rows.append(load(builder, address, vector))
+        words += interleave_values_vnni(builder, *rows)
+    return words
 
 
 @intrinsic
@@ -57,25 +57,24 @@ def pv_in_place_vnni(
     _: Any, plane: Any, source: Any, offsets: Any, first_is_odd: Any, count: Any, width: Any, weights: Any,
     stride: Any, last: Any, tile: Any, into: Any, into_stride: Any, prefetch_rows: Any,
 ) -> Any:  # fmt: skip
-    """into[r, :width] += sum over j < count of weights[r, first_is_odd + j] * value j, for a tile's rows.
+    """into[r, :width] += sum over j < count of weights[r, first_is_odd + j] * values[j], for a tile.
 
     Args:
-        first_is_odd: 1 if the first word of weights belongs to a key before those, and to the first.
-        weights: address of the rows 0 to `last` of bfloat16, `stride` bytes from each to the next;
-            of what is not a value's weight it is 0.
+        first_is_odd: 1 if values[0] belongs to the second weight of the first word.
+        weights: address of bf16 rows; weights beyond the values are 0.
 
-    The others are those of `decode_microkernels.pv_in_place`.
+    The others are as for `decode_microkernels.pv_in_place`.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, first_is_odd, count, width = args[:6]
         weights, stride, last, tile, into, into_stride = args[6:12]
-        fetch = line_prefetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
+        prefetch = line_prefetcher(builder, cgutils.unpack_tuple(builder, args[12], 4))
         num_pairs = builder.lshr(builder.sub(count, first_is_odd), i64(1))
-        alone = builder.and_(builder.sub(count, first_is_odd), i64(1))
+        single = builder.and_(builder.sub(count, first_is_odd), i64(1))
 
-        def columns(num_rows: int, at_once: int, begin: Any, steps: Any) -> None:
-            """`steps` times so many elements of each row, from the element `begin` on."""
+        def add_columns(num_rows: int, at_once: int, begin: Any, steps: Any) -> None:
+            """Add to `steps` * `at_once` elements of each row, from element `begin` on."""
             rows = row_addresses(builder, weights, stride, last, num_rows)
             lanes = 16 if at_once >= 32 else 8
             vectors = range(0, at_once, lanes)
@@ -85,42 +84,41 @@ def pv_in_place_vnni(
             with cgutils.for_range(builder, steps) as loop:
                 column = builder.add(begin, builder.mul(loop.index, i64(at_once)))
                 start = offset(builder, source, column, 2)
-                lines = [offset(builder, into, column, 4)]
-                while len(lines) < num_rows:
-                    lines.append(builder.add(lines[-1], into_stride))
-                places = [[builder.add(line, i64(4 * at)) for at in vectors] for line in lines]
-                for mine, at in zip(sums, places, strict=True):
-                    load_accumulators(builder, at, mine, lanes)
+                out_rows = [offset(builder, into, column, 4)]
+                while len(out_rows) < num_rows:
+                    out_rows.append(builder.add(out_rows[-1], into_stride))
+                addresses = [
+                    [builder.add(out_row, i64(4 * at)) for at in vectors] for out_row in out_rows
+                ]
+                for accs, at in zip(sums, addresses, strict=True):
+                    load_accumulators(builder, at, accs, lanes)
 
-                def add(keys: list[Any], word: Any) -> None:
-                    """Two keys by their numbers, one of them perhaps None, and a word of weights."""
+                def add_pair(keys: list[Any], word: Any) -> None:
+                    """Add the values of two keys (indices, or None), times word `word` of the weights."""
                     values = _load_value_pairs(builder, start, offsets, keys, at_once)
-                    for row, mine in zip(rows, sums, strict=True):
-                        accumulate_rows(
-                            builder,
-                            bf16_dot,
-                            load_broadcast(builder, row, word, lanes),
-                            values,
-                            mine,
-                        )
+                    for row, accs in zip(rows, sums, strict=True):
+                        weight = load_broadcast(builder, row, word, lanes)
+                        accumulate_rows(builder, bf16_dot, weight, values, accs)
 
                 with builder.if_then(builder.icmp_signed("!=", first_is_odd, i64(0)), likely=False):
-                    add([None, i64(0)], i64(0))
+                    add_pair([None, i64(0)], i64(0))
                 with cgutils.for_range(builder, num_pairs) as pairs:
                     key = builder.add(first_is_odd, builder.mul(pairs.index, i64(2)))
-                    fetch(max(1, 2 * at_once * ITEM_BYTES[BF16] // CACHE_LINE))
-                    add([key, builder.add(key, i64(1))], builder.add(first_is_odd, pairs.index))
-                with builder.if_then(builder.icmp_signed("!=", alone, i64(0)), likely=False):
+                    prefetch(max(1, 2 * at_once * ITEM_BYTES[BF16] // CACHE_LINE))
+                    add_pair(
+                        [key, builder.add(key, i64(1))], builder.add(first_is_odd, pairs.index)
+                    )
+                with builder.if_then(builder.icmp_signed("!=", single, i64(0)), likely=False):
                     key = builder.sub(count, i64(1))
-                    add([key, None], builder.add(first_is_odd, num_pairs))
-                for mine, at in zip(sums, places, strict=True):
-                    store_accumulators(builder, mine, at)
+                    add_pair([key, None], builder.add(first_is_odd, num_pairs))
+                for accs, at in zip(sums, addresses, strict=True):
+                    store_accumulators(builder, accs, at)
 
         def emit(num_rows: int) -> None:
             done = i64(0)
             for at_once in _WIDTHS:
                 steps = builder.udiv(builder.sub(width, done), i64(at_once))
-                columns(num_rows, at_once, done, steps)
+                add_columns(num_rows, at_once, done, steps)
                 done = builder.add(done, builder.mul(steps, i64(at_once)))
 
         for_each_row_tile(builder, tile, emit)

@@ -1,4 +1,4 @@
-"""Rows of any width between the dtype of a model and float32, as LLVM IR; how is fixed here."""
+"""Row loops as LLVM IR: conversion, scaling and division between float32 and the model's dtype."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _int, _float = types.int64, types.float32
 
 
 def for_each_vector(builder: Any, width: Any, body: Callable[[Any, int], None]) -> None:
-    """`body(index, lanes)` over whole vectors of a row, then over single elements."""
-    whole = builder.udiv(width, i64(LANES))
-    with cgutils.for_range(builder, whole) as loop:
+    """Emit `body(index, lanes)` over whole vectors of a row, then over its remaining elements."""
+    num_vectors = builder.udiv(width, i64(LANES))
+    with cgutils.for_range(builder, num_vectors) as loop:
         body(builder.mul(loop.index, i64(LANES)), LANES)
-    done = builder.mul(whole, i64(LANES))
+    done = builder.mul(num_vectors, i64(LANES))
     with cgutils.for_range(builder, builder.sub(width, done)) as loop:
         body(builder.add(done, loop.index), 1)
 
 
 def round_to(builder: Any, x: Any, kind: int) -> Any:
-    """A float32 vector with the values that `kind` can hold."""
+    """A float32 vector, rounded to values of storage kind `kind`."""
     if kind == F32:
         return x
     return bf16_to_f32(builder, f32_to_kind(builder, x, kind))
 
 
 def f32_to_kind(builder: Any, x: Any, kind: int) -> Any:
-    """A float32 vector in the dtype of `kind`, to the nearest, ties to even.
+    """Convert a float32 vector to storage kind `kind`, to the nearest, ties to even.
 
-    Where an instruction does it, subnormals of whole vectors become zeros.
+    With `HAS_BF16_DOT`, subnormals in whole vectors become zeros.
     """
     if kind == F32:
         return x
@@ -72,17 +72,17 @@ def _convert(
     row: tuple[Any, int],
     into: tuple[Any, int],
     width: Any,
-    change: Callable[[Any, Any], Any],
+    transform: Callable[[Any, Any], Any],
     scalar: Any,
 ) -> None:
-    """into = change(row, scalar) in float32; of both, the address and what is stored there."""
-    (source, stored), (target, made) = row, into
+    """into = transform(row, scalar) in float32; both are an address and a storage kind."""
+    (source, stored), (target, kind) = row, into
 
     def body(index: Any, lanes: int) -> None:
         x = load_as_f32(builder, offset(builder, source, index, ITEM_BYTES[stored]), stored, lanes)
-        x = change(x, broadcast(builder, scalar, lanes))
+        x = transform(x, broadcast(builder, scalar, lanes))
         store(
-            builder, f32_to_kind(builder, x, made), offset(builder, target, index, ITEM_BYTES[made])
+            builder, f32_to_kind(builder, x, kind), offset(builder, target, index, ITEM_BYTES[kind])
         )
 
     for_each_vector(builder, width, body)
@@ -90,12 +90,12 @@ def _convert(
 
 @intrinsic(prefer_literal=True)
 def scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: Any) -> Any:
-    """into = source * scale in float32; `kind`, a literal, is the source's dtype."""
+    """into = source * scale in float32; `kind`, a literal, is the source's storage kind."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, width, scale, _ = args
-        row, to = (source, kind.literal_value), (into, F32)
-        _convert(builder, row, to, width, builder.fmul, scale)
+        row, target = (source, kind.literal_value), (into, F32)
+        _convert(builder, row, target, width, builder.fmul, scale)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _float, kind), code
@@ -103,12 +103,12 @@ def scale_to_f32(_: Any, source: Any, into: Any, width: Any, scale: Any, kind: A
 
 @intrinsic(prefer_literal=True)
 def divide_f32(_: Any, source: Any, divisor: Any, into: Any, width: Any, kind: Any) -> Any:
-    """into = source / divisor, of float32, rounded to `kind`, a literal."""
+    """into = source / divisor in float32, rounded to `kind`, a literal."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, divisor, into, width, _ = args
-        row, to = (source, F32), (into, kind.literal_value)
-        _convert(builder, row, to, width, builder.fdiv, divisor)
+        row, target = (source, F32), (into, kind.literal_value)
+        _convert(builder, row, target, width, builder.fdiv, divisor)
         return context.get_dummy_value()
 
     return types.void(_int, _float, _int, _int, kind), code

@@ -1,4 +1,4 @@
-"""Whole layers in one call of compiled code: products and turns, and attention after each turn."""
+"""Run whole decoder layers in one call: the op list, and K/V write + attention behind each rope op."""
 
 from __future__ import annotations
 
@@ -9,34 +9,26 @@ from numba import prange
 
 from ramify.kernels.cpu.abi import OP_KIND, OP_NORM_ROPE, OP_NUM_TASKS
 from ramify.kernels.cpu.attention_args import QueryRows, with_address
-from ramify.kernels.cpu.jit import compile_cached
+from ramify.kernels.cpu.jit import compile_cached, data_address, jit
 from ramify.kernels.cpu.norm_rope import norm_rope, token_range
-from ramify.kernels.cpu.online_softmax import data_address, jit
 from ramify.kernels.cpu.op_list import run_op
 from ramify.kernels.cpu.paged_attention import attend_task
 from ramify.kernels.cpu.simd import copy_row
 from ramify.kernels.cpu.task_queue import COUNTER_BYTES, finish_and_wait, next_task
 
-_OP_KIND, _OP_NORM_ROPE, _COUNTER_BYTES, _OP_NUM_TASKS = (
-    OP_KIND,
-    OP_NORM_ROPE,
-    COUNTER_BYTES,
-    OP_NUM_TASKS,
-)  # globals are constants to Numba
-
 
 @jit
-def _write_kv(buffers: Any, slots: Any, planes: Any, sizes: Any, tokens: Any) -> None:
-    """Keys and values of tokens [from, to) into their slots.
+def _write_kv(buffers: Any, slots: Any, planes: Any, token_bytes: Any, token_span: Any) -> None:
+    """Write keys and values of tokens [from, to) into their slots.
 
     Args:
         buffers, slots: see `_run_fused_layers`.
-        planes, sizes: addresses of K and of V, and bytes of a token there.
+        planes, token_bytes: addresses of the K and V planes, and bytes of a token there.
     """
-    for t in range(tokens[0], tokens[1]):
+    for t in range(token_span[0], token_span[1]):
         row, slot = buffers[1] + buffers[2] * t, slots[t]
-        copy_row(planes[0] + slot * sizes[0], row + buffers[3], sizes[0] // 4)
-        copy_row(planes[1] + slot * sizes[1], row + buffers[4], sizes[1] // 4)
+        copy_row(planes[0] + slot * token_bytes[0], row + buffers[3], token_bytes[0] // 4)
+        copy_row(planes[1] + slot * token_bytes[1], row + buffers[4], token_bytes[1] // 4)
 
 
 def _run_fused_layers(
@@ -45,61 +37,56 @@ def _run_fused_layers(
     splits: Any, tokens: Any, token_positions: Any, table: Any, state: Any, task_scratch: Any,
     split_counters: Any,
 ) -> None:  # fmt: skip
-    """One operation after the other; attention runs, on rows that a turn has turned, behind it.
+    """Run ops one after the other; behind each rope op, write its K/V and run attention.
 
     Args:
         ops, eps, positions, num_workers, scratch: as for `op_list.run_ops`.
-        counters: [at least operations, 2] int64; the phases of each layer's attention are
-            operations, too.
-        buffers: [6] int64: dtype of rows and of K/V; address of the rows of q, k and v, and bytes
-            from one to the next; bytes from a row's beginning to its keys, and to its values;
-            address of the results, rows of as many elements as the queries have.
-        planes: [layers, 2] int64: addresses of K and of V.
-        slots: [T] int64: where the rows' keys and values go.
+        counters: [>= ops + layers * phases, 2] int64: each phase of attention counts as an op.
+        buffers: [6] int64: kind of rows and of K/V; address of the QKV rows and bytes from row to
+            row; bytes from a row's start to its keys, and to its values; address of attention's
+            output [T, num_heads * value_dim].
+        planes: [layers, 2] int64: addresses of the K and V planes.
+        slots: [T] int64 of the tokens.
         params, keys, rope, values, tasks, splits, tokens, token_positions, table, state,
-            task_scratch, split_counters: as for `paged_attention.paged_attention`, with the planes of any
-            layer, all tasks.
-        starts: [phases + 1] int64: where each phase begins among the tasks, and the end.
+            task_scratch, split_counters: as for `paged_attention.paged_attention`, with the planes
+            of any layer and the tasks of all phases.
+        starts: [phases + 1] int64: first task of each phase, and the end.
     """
     for i in range(len(counters)):
         counters[i, 0] = counters[i, 1] = 0
     for worker in prange(num_workers):
-        at, layer = data_address(counters), 0
+        op_counters, layer = data_address(counters), 0
         for i in range(len(ops)):
-            if ops[i, _OP_KIND] != _OP_NORM_ROPE:
-                run_op(ops[i], eps[i], positions, scratch[worker], at, np.int64(worker))
-                at += _COUNTER_BYTES
+            if ops[i, OP_KIND] != OP_NORM_ROPE:
+                run_op(ops[i], eps[i], positions, scratch[worker], op_counters, np.int64(worker))
+                op_counters += COUNTER_BYTES
                 continue
-            where = QueryRows(buffers[0], buffers[1], buffers[2], buffers[5])
-            to_keys, to_values = planes[layer, 0], planes[layer, 1]
+            rows = QueryRows(buffers[0], buffers[1], buffers[2], buffers[5])
+            key_address, value_address = planes[layer, 0], planes[layer, 1]
             layer += 1
-            total, done, task = ops[i, _OP_NUM_TASKS], 0, next_task(at)
+            total, done, task = ops[i, OP_NUM_TASKS], 0, next_task(op_counters)
             while task < total:
                 norm_rope(ops[i], eps[i], positions, task)
-                share = token_range(ops[i], len(positions), task)
-                _write_kv(
-                    buffers,
-                    slots,
-                    (to_keys, to_values),
-                    (keys.token_stride, values.token_stride),
-                    share,
-                )
+                token_span = token_range(ops[i], len(positions), task)
+                kv_addresses = (key_address, value_address)
+                token_bytes = (keys.token_stride, values.token_stride)
+                _write_kv(buffers, slots, kv_addresses, token_bytes, token_span)
                 done += 1
-                task = next_task(at)
-            finish_and_wait(at, done, total)
-            at += _COUNTER_BYTES
+                task = next_task(op_counters)
+            finish_and_wait(op_counters, done, total)
+            op_counters += COUNTER_BYTES
             for phase in range(len(starts) - 1):
-                some = tasks[starts[phase] : starts[phase + 1]]
-                done, task = 0, next_task(at)
-                while task < len(some):
+                phase_tasks = tasks[starts[phase] : starts[phase + 1]]
+                done, task = 0, next_task(op_counters)
+                while task < len(phase_tasks):
                     task = attend_task(
-                        params, with_address(keys, to_keys), rope, with_address(values, to_values), some, splits,
-                        task, at, split_counters, tokens, token_positions, table, where, state,
-                        task_scratch[worker],
+                        params, with_address(keys, key_address), rope, with_address(values, value_address),
+                        phase_tasks, splits, task, op_counters, split_counters, tokens, token_positions,
+                        table, rows, state, task_scratch[worker],
                     )  # fmt: skip
                     done += 1
-                finish_and_wait(at, done, len(some))
-                at += _COUNTER_BYTES
+                finish_and_wait(op_counters, done, len(phase_tasks))
+                op_counters += COUNTER_BYTES
 
 
 run_fused_layers = compile_cached(_run_fused_layers)

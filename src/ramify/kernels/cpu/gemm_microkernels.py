@@ -1,4 +1,4 @@
-"""Tiles of matrix products as LLVM IR: `simd` for `packed_gemm`."""
+"""MR x NR micro-kernels of the packed GEMM as LLVM IR, packing of rows, and epilogues."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32, ITEM_BYTES
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
     LANES,
     bf16_dot,
@@ -31,26 +32,21 @@ from ramify.kernels.cpu.simd import (
 )
 from ramify.kernels.cpu.vector_math import exp_bf16, exp_f32
 
-# two bfloat16 of a row in a 32-bit word, as the dot products of `simd.HAS_BF16_DOT` want them
+# a third kind of rows and weights: two bf16 (k, k + 1) in a 32-bit word, for bf16 dot products
 BF16_VNNI = len(ITEM_BYTES)
 
 NR = 2 * LANES
-# Rows of a tile. The largest has as many accumulators as hide the latency of an FMA and fit into
-# the registers beside a line of weights and one element of a row.
+# MR of the tiles. The accumulators of the largest hide the latency of FMA and fit into the registers
+# beside a row of weights and one element of A.
 MR_TILES = (1, 2, 3, 4, 6) if LANES == 8 else (1, 2, 4, 8, 12)
-PANELS_PER_TILE = (
-    4,
-    2,
-    1,
-    1,
-    1,
-)  # panels that a tile of so few rows computes at once, for the same reason
-K_UNROLL = 4  # inner elements between two looks at what is fetched meanwhile
+# micro-panels that each tile computes at once, so that small tiles have enough accumulators, too
+PANELS_PER_TILE = (4, 2, 1, 1, 1)
+K_UNROLL = 4  # k between two prefetches
 _int = types.int64
 
 
 def _load_b_row(builder: Any, address: Any, kind: int) -> list[Any]:
-    """One line of a panel as two float32 vectors."""
+    """Load row k of a micro-panel as two float32 vectors."""
     if kind != BF16:
         return [
             load(builder, builder.add(address, i64(4 * LANES * v)), vector_type(LANES))
@@ -60,17 +56,17 @@ def _load_b_row(builder: Any, address: Any, kind: int) -> list[Any]:
 
 
 def _accumulate(builder: Any, sums: list[Any], column: Any, vectors: list[Any], kind: int) -> None:
-    """sums[r, v] += column[r] * vectors[v], for all rows; `column` is the address of the first."""
-    add, at = bf16_dot if kind == BF16_VNNI else fma, iter(sums)
+    """sums[r, v] += column[r] * vectors[v] for all rows; `column` is an address."""
+    add, accumulators = bf16_dot if kind == BF16_VNNI else fma, iter(sums)
     for r in range(len(sums) // len(vectors)):
         x = load(builder, builder.add(column, i64(4 * r)), f32)
-        wide = broadcast(builder, x, LANES)
-        for vector, one in zip(vectors, at, strict=False):
-            builder.store(add(builder, wide, vector, builder.load(one)), one)
+        wide_x = broadcast(builder, x, LANES)
+        for b_vector, acc in zip(vectors, accumulators, strict=False):
+            builder.store(add(builder, wide_x, b_vector, builder.load(acc)), acc)
 
 
 def _prefetch_lines(builder: Any, prefetch_at: Any, prefetch_stride: Any, count: int) -> None:
-    """Begin to fetch `count` lines, or a single one where the next call is so near."""
+    """Prefetch `count` cache lines into L2, or just one if the next call is at most a line away."""
     emit_prefetch(builder, prefetch_at, 2)
     with builder.if_then(builder.icmp_signed(">", prefetch_stride, i64(CACHE_LINE))):
         for line in range(1, count):
@@ -86,11 +82,12 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
     ) -> Any:  # fmt: skip
         """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
 
-        Strides from panel to panel, in bytes; a is [depth, num_rows], a panel of c is
-        [num_rows, NR], both float32; in pairs a has words, and k counts them. Meanwhile what lies
-        at `prefetch_at` is fetched, every `K_UNROLL` elements as much as they read, or a line where `prefetch_stride`
-        is no larger, and `prefetch_stride` bytes further. Several panels are read as fast as they come from
-        memory without.
+        a is [depth, num_rows], c[panel] [num_rows, NR], both float32; VNNI: a has words, and k
+        counts words. Strides in bytes from panel to panel.
+
+        Every `K_UNROLL` k, as many bytes as these k read are prefetched (one line if
+        `prefetch_stride` is at most a line), from `prefetch_at` on in steps of `prefetch_stride`.
+        Tiles of several panels do not prefetch: the hardware keeps up with them.
         """
 
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -99,38 +96,40 @@ def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
                 cgutils.alloca_once(builder, vector_type(LANES))
                 for _ in range(2 * num_rows * num_panels)
             ]
-            for one in sums:
-                builder.store(constant(0.0, LANES), one)
-            starts = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
+            for acc in sums:
+                builder.store(constant(0.0, LANES), acc)
+            panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
 
-            def add(k: Any) -> None:
+            def add_row(k: Any) -> None:
                 step = builder.mul(k, i64(line_bytes))
-                lines = [_load_b_row(builder, builder.add(start, step), kind) for start in starts]
-                column = builder.add(a, builder.mul(k, i64(4 * num_rows)))
-                halves = [half for line in lines for half in line]
-                _accumulate(builder, sums, column, halves, kind)
+                b_rows = [_load_b_row(builder, builder.add(panel, step), kind) for panel in panels]
+                a_column = builder.add(a, builder.mul(k, i64(4 * num_rows)))
+                b_vectors = [vector for b_row in b_rows for vector in b_row]
+                _accumulate(builder, sums, a_column, b_vectors, kind)
 
             rounds = builder.udiv(depth, i64(K_UNROLL))
             with cgutils.for_range(builder, rounds) as loop:
                 if num_panels == 1:
-                    place = builder.add(prefetch_at, builder.mul(loop.index, prefetch_stride))
+                    address = builder.add(prefetch_at, builder.mul(loop.index, prefetch_stride))
                     _prefetch_lines(
-                        builder, place, prefetch_stride, K_UNROLL * line_bytes // CACHE_LINE
+                        builder, address, prefetch_stride, K_UNROLL * line_bytes // CACHE_LINE
                     )
                 first = builder.mul(loop.index, i64(K_UNROLL))
                 for k in range(K_UNROLL):
-                    add(builder.add(first, i64(k)))
+                    add_row(builder.add(first, i64(k)))
             done = builder.mul(rounds, i64(K_UNROLL))
             with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
-                add(builder.add(done, loop.index))
-            at = iter(sums)
+                add_row(builder.add(done, loop.index))
+            accumulators = iter(sums)
             for r in range(num_rows):
                 for p in range(num_panels):
                     into = builder.add(c, builder.mul(c_stride, i64(p)))
                     for v in range(2):
-                        place = builder.add(into, i64(4 * LANES * (2 * r + v)))
-                        before = load(builder, place, vector_type(LANES))
-                        store(builder, builder.fadd(before, builder.load(next(at))), place)
+                        address = builder.add(into, i64(4 * LANES * (2 * r + v)))
+                        before = load(builder, address, vector_type(LANES))
+                        store(
+                            builder, builder.fadd(before, builder.load(next(accumulators))), address
+                        )
             return context.get_dummy_value()
 
         return types.void(*[_int] * 8), code
@@ -158,6 +157,58 @@ vnni_multi_panel_0, vnni_multi_panel_1 = (
 )
 
 
+@jit
+def run_microkernel(
+    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, prefetch_at: int, prefetch_stride: int, c: int,
+    c_stride: int, depth: int,
+) -> None:  # fmt: skip
+    """Run the micro-kernel MR_TILES[tile] for `group` panels: 1, or PANELS_PER_TILE[tile]."""
+    if kind == F32:
+        if tile == 4:
+            f32_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 3:
+            f32_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 2:
+            f32_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1 and group == 1:
+            f32_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1:
+            f32_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif group == 1:
+            f32_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        else:
+            f32_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif kind == BF16_VNNI:
+        if tile == 4:
+            vnni_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 3:
+            vnni_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 2:
+            vnni_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1 and group == 1:
+            vnni_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif tile == 1:
+            vnni_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        elif group == 1:
+            vnni_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+        else:
+            vnni_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 4:
+        bf16_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 3:
+        bf16_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 2:
+        bf16_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 1 and group == 1:
+        bf16_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif tile == 1:
+        bf16_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    elif group == 1:
+        bf16_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    else:
+        bf16_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+
+
 @intrinsic(prefer_literal=True)
 def pack_a_rows(
     _: Any, source: Any, stride: Any, count: Any, into: Any, tile: Any, steps: Any, kind: Any
@@ -166,9 +217,9 @@ def pack_a_rows(
 
     Args:
         stride: bytes from row to row.
-        count: rows there are; the last one stands for those missing to eight.
-        tile: floats from one k to the next. Where it is less than eight, each k overwrites what
-            the one before wrote beyond it; behind the last one there must be room.
+        count: rows of `source`; the last repeats up to eight.
+        tile: floats from k to k. If less than eight, each k overwrites the excess of the one
+            before, and the last k writes up to seven floats past the end.
         kind: a literal, F32 or BF16.
     """
 
@@ -182,9 +233,9 @@ def pack_a_rows(
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, i64(8 * ITEM_BYTES[stored]))
             rows = [load_as_f32(builder, builder.add(start, step), stored) for start in starts]
-            at = builder.add(into, builder.mul(loop.index, builder.mul(tile, i64(32))))
+            target = builder.add(into, builder.mul(loop.index, builder.mul(tile, i64(32))))
             for k, column in enumerate(transpose_8x8(builder, rows)):
-                store(builder, column, builder.add(at, builder.mul(tile, i64(4 * k))))
+                store(builder, column, builder.add(target, builder.mul(tile, i64(4 * k))))
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, _int, _int, _int, kind), code
@@ -192,21 +243,21 @@ def pack_a_rows(
 
 @intrinsic
 def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
-    """`num_rows` lines of NR floats: copies of the one at `line`, or zeros if that is 0."""
+    """into[:num_rows, :NR] = the NR floats at address `line`, or zeros if it is 0."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         into, line, num_rows = args
-        places = [cgutils.alloca_once_value(builder, constant(0.0, LANES)) for _ in range(2)]
+        vectors = [cgutils.alloca_once_value(builder, constant(0.0, LANES)) for _ in range(2)]
         with builder.if_then(builder.icmp_signed("!=", line, i64(0))):
-            for v, place in enumerate(places):
+            for v, vector in enumerate(vectors):
                 builder.store(
-                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES)), place
+                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES)), vector
                 )
-        values = [builder.load(place) for place in places]
+        values = [builder.load(vector) for vector in vectors]
         with cgutils.for_range(builder, num_rows) as loop:
             for v, value in enumerate(values):
-                at = builder.add(into, builder.mul(loop.index, i64(4 * NR)))
-                store(builder, value, builder.add(at, i64(4 * LANES * v)))
+                row = builder.add(into, builder.mul(loop.index, i64(4 * NR)))
+                store(builder, value, builder.add(row, i64(4 * LANES * v)))
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int), code
@@ -218,7 +269,7 @@ def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
-        into, source = (builder.inttoptr(one, pointer) for one in args[:2])
+        into, source = (builder.inttoptr(address, pointer) for address in args[:2])
         cgutils.raw_memcpy(builder, into, source, args[2], 1)
         return context.get_dummy_value()
 
@@ -227,17 +278,17 @@ def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """NR sums as elements of `kind`, a literal."""
+    """into = NR sums, rounded to `kind`, a literal."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
         stored = kind.literal_value
-        for x, at in zip(
+        for x, address in zip(
             _load_accumulators(builder, source),
             _output_addresses(builder, into, stored),
             strict=True,
         ):
-            store(builder, f32_to_kind(builder, x, stored), at)
+            store(builder, f32_to_kind(builder, x, stored), address)
         return context.get_dummy_value()
 
     return types.void(_int, _int, kind), code
@@ -245,19 +296,19 @@ def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """NR sums, rounded to `kind`, are added to the elements at `into`."""
+    """into += NR sums, rounded to `kind`, a literal, before and after the addition."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
         stored = kind.literal_value
-        for x, at in zip(
+        for x, address in zip(
             _load_accumulators(builder, source),
             _output_addresses(builder, into, stored),
             strict=True,
         ):
-            before = load_as_f32(builder, at, stored, LANES)
+            before = load_as_f32(builder, address, stored, LANES)
             total = builder.fadd(before, round_to(builder, x, stored))
-            store(builder, f32_to_kind(builder, total, stored), at)
+            store(builder, f32_to_kind(builder, total, stored), address)
         return context.get_dummy_value()
 
     return types.void(_int, _int, kind), code
@@ -265,28 +316,28 @@ def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
-    """silu(gate) * up of NR sums each, rounded to `kind` after each of the three."""
+    """into = silu(gate) * up of NR sums each; both, silu and the product are rounded to `kind`."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         gate, up, into, _ = args
         stored = kind.literal_value
-        both = zip(
+        vectors = zip(
             _load_accumulators(builder, gate),
             _load_accumulators(builder, up),
             _output_addresses(builder, into, stored),
             strict=True,
         )
-        for g, u, at in both:
+        for g, u, address in vectors:
             active = silu(builder, round_to(builder, g, stored), stored)
             product = builder.fmul(active, round_to(builder, u, stored))
-            store(builder, f32_to_kind(builder, product, stored), at)
+            store(builder, f32_to_kind(builder, product, stored), address)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, kind), code
 
 
 def _load_accumulators(builder: Any, source: Any) -> list[Any]:
-    """A line of NR sums."""
+    """Load NR sums."""
     return [
         load(builder, builder.add(source, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
     ]
@@ -297,13 +348,10 @@ def _output_addresses(builder: Any, into: Any, kind: int) -> list[Any]:
 
 
 def silu(builder: Any, x: Any, kind: int) -> Any:
-    """x / (1 + exp(-x)) of a float32 vector, rounded to `kind`; by exp of what is not positive."""
-    exp, zero, one = (
-        exp_f32 if kind == F32 else exp_bf16,
-        constant(0.0, LANES),
-        constant(1.0, LANES),
-    )
+    """x / (1 + exp(-x)) of a float32 vector, rounded to `kind`; takes exp of -|x| only."""
+    exp = exp_f32 if kind == F32 else exp_bf16
+    zero, one = constant(0.0, LANES), constant(1.0, LANES)
     e = exp(builder, builder.fsub(zero, llvm_intrinsic(builder, "fabs", x)))
     negative = builder.fcmp_ordered("<", x, zero)
-    over = builder.select(negative, builder.fmul(x, e), x)
-    return round_to(builder, builder.fdiv(over, builder.fadd(one, e)), kind)
+    numerator = builder.select(negative, builder.fmul(x, e), x)
+    return round_to(builder, builder.fdiv(numerator, builder.fadd(one, e)), kind)

@@ -1,4 +1,4 @@
-"""Numba kernels, kept on disk between processes where there is a place for them."""
+"""Numba compilation: `jit` for functions inside kernels, `compile_cached` for entry points."""
 
 from __future__ import annotations
 
@@ -10,35 +10,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from ramify.kernels.cpu import simd
 
 logger = logging.getLogger(__name__)
 
-
 _DIRECTORY = Path(__file__).parent
-# `from ramify.kernels.cpu.m import ...` and `from ramify.kernels.cpu import m, n as o`, also in
-# parentheses over several lines
+# `from ramify.kernels.cpu.m import ...` and `from ramify.kernels.cpu import m, n as o`, the latter
+# also over several lines in parentheses
 _IMPORT = re.compile(
     r"^[ \t]*from ramify\.kernels\.cpu(?:\.(\w+) import|[ ]import (?:\(([^)]*)\)|(.*)))",
     re.MULTILINE,
 )
 
 
+jit = njit(nogil=True, error_model="numpy")
+
+
+@jit
+def data_address(array: Any) -> Any:
+    """Address of an array, signed: Numba unifies signed and unsigned integers to float64."""
+    return np.int64(array.ctypes.data)
+
+
 def imported_kernel_modules(source: str) -> set[str]:
-    """Names of the modules of this package that a Python source imports."""
+    """Names of the modules of this package that Python source text imports."""
     modules = set[str]()
-    for module, in_parentheses, on_line in _IMPORT.findall(source):
-        names = re.sub(r"#.*", "", in_parentheses or on_line).split(",")
+    for module, parenthesized, rest_of_line in _IMPORT.findall(source):
+        names = re.sub(r"#.*", "", parenthesized or rest_of_line).split(",")
         modules |= {module} if module else {name.split()[0] for name in names if name.strip()}
     return modules
 
 
 def kernel_sources(path: Path) -> list[Path]:
-    """The file, the modules of this package that it imports, itself or through others, and `simd`.
+    """Files that a kernel is compiled from: `path`, what it imports of this package, `jit` and `simd`.
 
-    Sorted. Imports are found by a regular expression, so that no module has to be parsed at start.
+    Imports are followed through all modules, by a regular expression: parsing would slow down the
+    start. Sorted.
     """
     sources, pending = set[Path](), [path, Path(__file__), Path(simd.__file__)]
     while pending:
@@ -51,13 +61,13 @@ def kernel_sources(path: Path) -> list[Path]:
 
 
 def compile_cached(function: Callable[..., None]) -> Any:
-    """The kernel, compiled at its first call or read from what an earlier process compiled.
+    """An entry point, compiled at its first call or loaded from the cache on disk.
 
     Args:
-        function: what is to be compiled; its name must be its own among all kernels.
+        function: its name must be unique among all entry points.
 
-    Numba looks at the file of the function alone to see whether what it kept is stale, so the name
-    that it keeps it under has the content of all of `kernel_sources` in it.
+    Numba invalidates its cache by the file of the function alone. So the name that it caches under
+    gets a digest of all `kernel_sources`, and the instruction set.
     """
     sources = kernel_sources(Path(inspect.getfile(function)))
     content = b"".join(source.read_bytes() for source in sources)
@@ -68,6 +78,6 @@ def compile_cached(function: Callable[..., None]) -> Any:
     options = {"nogil": True, "parallel": True, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)
-    except RuntimeError as error:  # no directory that can be written to
+    except RuntimeError as error:  # no writable cache directory
         logger.info("kernels are compiled anew in every process: %s", error)
         return njit(**options)(function)

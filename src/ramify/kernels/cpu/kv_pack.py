@@ -1,19 +1,32 @@
-"""Keys and values from where they lie to vectors of float32 or of pairs, as LLVM IR.
+"""Pack the keys and values of a KV block for the attention micro-kernels.
 
-It is `simd` for few and for many rows.
+Packing gathers, dequantises and transposes. With width W of a key and N = TILE_N:
+    keys     K[key, d] -> [key // N, d, key % N]            float32
+    values   V[key, d] -> [d // N, key, d % N]              float32
+    VNNI     two bf16 a word: keys d and d + 1, values of key and key + 1; half the words
+
+`transpose_keys_*` and `interleave_values_vnni` also serve kernels that read K/V in place.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, ITEM_BYTES
-from ramify.kernels.cpu.attention_args import storage_kind
+from ramify.kernels.cpu.abi import BF16, BLOCK_KEYS, CACHE_LINE, ITEM_BYTES
+from ramify.kernels.cpu.attention_args import (
+    KVBlock,
+    is_vnni,
+    item_bytes,
+    load_plane_element,
+    storage_kind,
+)
+from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
     TILE_N,
     broadcast,
@@ -24,103 +37,105 @@ from ramify.kernels.cpu.simd import (
     i64,
     load,
     load_as_f32,
+    load_element,
+    load_i64,
     offset,
     shuffle,
     split_bf16_words,
     store,
+    store_f32,
     transpose_8x8,
     vector_type,
 )
 
-PREFETCH_KEYS = 16  # keys between those that are read and those that are fetched meanwhile
+PREFETCH_KEYS = 16  # keys from what is read to what is prefetched
 _int = types.int64
 
 
-def transpose_keys_f32(builder: Any, places: list[Any], kind: int) -> list[Any]:
-    """Eight elements of eight keys: a vector of float32 for each element."""
+def transpose_keys_f32(builder: Any, keys: list[Any], kind: int) -> list[Any]:
+    """Transpose eight elements of eight keys: a float32 vector [key] per element."""
     if kind != BF16:
-        return transpose_8x8(builder, [load_as_f32(builder, place, kind) for place in places])
+        return transpose_8x8(builder, [load_as_f32(builder, key, kind) for key in keys])
     columns = []
-    for pair in transpose_keys_vnni(builder, places):
-        columns += split_bf16_words(builder, pair)
+    for words in transpose_keys_vnni(builder, keys):
+        columns += split_bf16_words(builder, words)
     return columns
 
 
-def transpose_keys_vnni(builder: Any, places: list[Any]) -> list[Any]:
-    """Four words of 32 bits, two elements each, of 8 or 16 keys: a vector for each word.
+def transpose_keys_vnni(builder: Any, keys: list[Any]) -> list[Any]:
+    """Transpose eight bf16, as four 32-bit words, of 8 or 16 keys: a vector [key] per word.
 
-    A key's words fill a quarter of 512 bits, behind them are those of the key four further, and so
-    on: so half as many shuffles turn them as with elements one by one, and nothing crosses quarters.
+    Vector i of `rows` holds keys i, i + 4, ... in quarters of 128 bits. Shuffling words takes half as
+    many shuffles as single elements would, and none crosses a quarter.
     """
     rows = [
-        _concat(builder, [load(builder, place, vector_type(4, i32)) for place in places[i::4]])
+        _concat(builder, [load(builder, key, vector_type(4, i32)) for key in keys[i::4]])
         for i in range(4)
     ]
-    lanes = len(places)
+    lanes = len(keys)
     quarters = range(0, lanes, 4)
-    turned = []
-    for at in (0, 2):
-        by_one = [q + at + i // 2 + i % 2 * lanes for q in quarters for i in range(4)]
-        low, high = (shuffle(builder, rows[i], rows[i + 1], by_one) for i in (0, 2))
+    columns = []
+    for begin in (0, 2):
+        interleaved = [q + begin + i // 2 + i % 2 * lanes for q in quarters for i in range(4)]
+        low, high = (shuffle(builder, rows[i], rows[i + 1], interleaved) for i in (0, 2))
         for word in (0, 2):
-            by_two = [q + word + i % 2 + i // 2 * lanes for q in quarters for i in range(4)]
-            turned.append(shuffle(builder, low, high, by_two))
-    return turned
+            merged = [q + word + i % 2 + i // 2 * lanes for q in quarters for i in range(4)]
+            columns.append(shuffle(builder, low, high, merged))
+    return columns
 
 
 def _concat(builder: Any, vectors: list[Any]) -> Any:
-    """One behind the other; a power of two of them."""
+    """Concatenate vectors; their number is a power of two."""
     while len(vectors) > 1:
-        places = list(range(2 * vectors[0].type.count))
+        indices = list(range(2 * vectors[0].type.count))
         vectors = [
-            shuffle(builder, a, b, places) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+            shuffle(builder, a, b, indices)
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]
 
 
 def interleave_values_vnni(builder: Any, first: Any, second: Any) -> list[Any]:
-    """Two values of 16-bit elements as words of one element of each: a vector for eight, else two."""
+    """Words (first[d], second[d]) of 16-bit elements: one vector of eight words, else two vectors."""
     count = first.type.count
-    width = count if count == 8 else count // 2
+    words = count if count == 8 else count // 2
     return [
         builder.bitcast(
             shuffle(
-                builder, first, second, [at + i // 2 + i % 2 * count for i in range(2 * width)]
+                builder, first, second, [begin + i // 2 + i % 2 * count for i in range(2 * words)]
             ),
-            vector_type(width),
+            vector_type(words),
         )
-        for at in range(0, count, width)
+        for begin in range(0, count, words)
     ]
 
 
 def prefetch_keys(builder: Any, source: Any, offsets: Any, index: Any, stored: int) -> None:
-    """Begin to fetch eight keys into the first level, a share of their lines at a time.
-
-    All at once, the processor would stand still until the last is on its way.
+    """Prefetch a share of the cache lines of eight keys into L1; all at once would stall.
 
     Args:
-        offsets: address of int64, bytes from `source` to each key.
-        index: which eight elements of other keys are read now; the share is as large.
+        offsets: address of [8] int64: bytes from `source` to each key.
+        index: of the eight elements that are read now; their bytes are the share.
     """
     for k in range(ITEM_BYTES[stored]):
         line = builder.add(builder.mul(index, i64(ITEM_BYTES[stored])), i64(k))
         key = builder.and_(line, i64(7))
-        start = builder.add(source, load(builder, offset(builder, offsets, key, 8), i64))
-        at = builder.mul(builder.lshr(line, i64(3)), i64(CACHE_LINE))
-        emit_prefetch(builder, builder.add(start, at), 3)
+        key_start = builder.add(source, load(builder, offset(builder, offsets, key, 8), i64))
+        byte = builder.mul(builder.lshr(line, i64(3)), i64(CACHE_LINE))
+        emit_prefetch(builder, builder.add(key_start, byte), 3)
 
 
 @intrinsic
 def pack_8_keys_f32(
     _: Any, plane: Any, source: Any, offsets: Any, scales: Any, into: Any, stride: Any, width: Any
 ) -> Any:
-    """Eight keys as columns of `into`, in float32, each times its factor.
+    """into[d, :8] = keys[:8, d] * scales in float32, for d < width.
 
     Args:
-        plane: its type says what the keys are stored in.
-        offsets, scales: addresses of int64, bytes from `source` to eight keys, with `PREFETCH_KEYS` more
-            behind them; and of eight floats.
-        stride: floats from one line of `into` to the next.
+        plane: of the keys; its type is their storage kind.
+        offsets: address of [8] int64: bytes from `source` to each key; readable `PREFETCH_KEYS` further.
+        scales: address of [8] float32.
+        stride: floats from row to row of `into`.
         width: elements of a key, a multiple of 8.
     """
     stored = storage_kind(plane)
@@ -132,17 +147,17 @@ def pack_8_keys_f32(
             key_offset = load(builder, builder.add(offsets, i64(8 * i)), i64)
             starts.append(builder.add(source, key_offset))
         key_scales = load(builder, scales, vector_type(8))
-        later = builder.add(offsets, i64(8 * PREFETCH_KEYS))
+        next_offsets = builder.add(offsets, i64(8 * PREFETCH_KEYS))
 
         with cgutils.for_range(builder, builder.udiv(width, i64(8))) as loop:
-            prefetch_keys(builder, source, later, loop.index, stored)
+            prefetch_keys(builder, source, next_offsets, loop.index, stored)
             element = builder.mul(loop.index, i64(8))
-            begin = builder.mul(element, i64(ITEM_BYTES[stored]))
-            places = [builder.add(start, begin) for start in starts]
-            line = builder.add(into, builder.mul(builder.mul(element, stride), i64(4)))
-            for i, column in enumerate(transpose_keys_f32(builder, places, stored)):
-                at = builder.add(line, builder.mul(stride, i64(4 * i)))
-                store(builder, builder.fmul(column, key_scales), at)
+            step = builder.mul(element, i64(ITEM_BYTES[stored]))
+            addresses = [builder.add(start, step) for start in starts]
+            row = builder.add(into, builder.mul(builder.mul(element, stride), i64(4)))
+            for i, column in enumerate(transpose_keys_f32(builder, addresses, stored)):
+                target = builder.add(row, builder.mul(stride, i64(4 * i)))
+                store(builder, builder.fmul(column, key_scales), target)
         return context.get_dummy_value()
 
     return types.void(plane, _int, _int, _int, _int, _int, _int), code
@@ -152,7 +167,7 @@ def pack_8_keys_f32(
 def pack_8_keys_vnni(
     _: Any, plane: Any, source: Any, offsets: Any, into: Any, stride: Any, width: Any
 ) -> Any:
-    """Eight keys as columns of `into`, a word of two elements a line: `pack_8_keys_f32` in pairs."""
+    """into[d // 2, :8] = words (keys[:8, d], keys[:8, d + 1]): `pack_8_keys_f32` for VNNI."""
     stored = storage_kind(plane)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -161,14 +176,14 @@ def pack_8_keys_vnni(
             builder.add(source, load(builder, builder.add(offsets, i64(8 * i)), i64))
             for i in range(8)
         ]
-        later = builder.add(offsets, i64(8 * PREFETCH_KEYS))
+        next_offsets = builder.add(offsets, i64(8 * PREFETCH_KEYS))
         with cgutils.for_range(builder, builder.udiv(width, i64(8))) as loop:
-            prefetch_keys(builder, source, later, loop.index, stored)
+            prefetch_keys(builder, source, next_offsets, loop.index, stored)
             step = builder.mul(loop.index, i64(8 * ITEM_BYTES[BF16]))
-            line = builder.add(into, builder.mul(builder.mul(loop.index, stride), i64(16)))
+            row = builder.add(into, builder.mul(builder.mul(loop.index, stride), i64(16)))
             words = transpose_keys_vnni(builder, [builder.add(start, step) for start in starts])
             for i, word in enumerate(words):
-                store(builder, word, builder.add(line, builder.mul(stride, i64(4 * i))))
+                store(builder, word, builder.add(row, builder.mul(stride, i64(4 * i))))
         return context.get_dummy_value()
 
     return types.void(plane, *[_int] * 5), code
@@ -178,60 +193,55 @@ def pack_8_keys_vnni(
 def pack_value_tiles_vnni(
     _: Any, plane: Any, source: Any, offsets: Any, count: Any, into: Any, stride: Any, width: Any, columns: Any
 ) -> Any:  # fmt: skip
-    """`count` times two values as tiles of `TILE_N` words of one element of each.
+    """Tiles [columns // TILE_N, count, TILE_N] of words (values[2i, d], values[2i + 1, d]).
 
     Args:
-        plane, source, offsets: as in `pack_value_tiles_f32`.
-        into, stride: address of the first tile, [count, TILE_N], and bytes from tile to tile.
+        plane, source, offsets, into, stride: as for `pack_value_tiles_f32`.
+        count: words; twice as many values are read.
         width: elements of a value, a multiple of 8.
-        columns: elements of a row of tiles; those from `width` on are zeros.
+        columns: multiple of TILE_N; words from `width` on are zeros.
     """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, count, into, stride, width, columns = args
 
-        def place(line: Any, column: Any) -> Any:
-            """Of a column's word in a line of the first tile."""
+        def word_address(row: Any, column: Any) -> Any:
+            """Address of a column, given its row in the first tile."""
             tile = builder.udiv(column, i64(TILE_N))
             inner = builder.sub(column, builder.mul(tile, i64(TILE_N)))
-            return builder.add(offset(builder, line, inner, 4), builder.mul(tile, stride))
+            return builder.add(offset(builder, row, inner, 4), builder.mul(tile, stride))
 
         with cgutils.for_range(builder, count) as loop:
-            at = offset(builder, offsets, loop.index, 16)
-            starts, ahead = [], []
+            first_offset = offset(builder, offsets, loop.index, 16)
+            starts, next_starts = [], []
             for i in range(2):
-                one = builder.add(at, i64(8 * i))
-                starts.append(builder.add(source, load(builder, one, i64)))
-                later = load(builder, builder.add(one, i64(8 * PREFETCH_KEYS)), i64)
-                ahead.append(builder.add(source, later))
-            line = offset(builder, into, loop.index, 4 * TILE_N)
+                address = builder.add(first_offset, i64(8 * i))
+                starts.append(builder.add(source, load(builder, address, i64)))
+                next_offset = load(builder, builder.add(address, i64(8 * PREFETCH_KEYS)), i64)
+                next_starts.append(builder.add(source, next_offset))
+            row = offset(builder, into, loop.index, 4 * TILE_N)
 
-            def some(begin: Any, steps: Any, count: int) -> None:
-                with cgutils.for_range(builder, steps) as parts:
-                    column = builder.add(begin, builder.mul(parts.index, i64(count)))
-                    rows = [
-                        load(
-                            builder,
-                            offset(builder, start, column, 2),
-                            vector_type(count, ir.IntType(16)),
-                        )
-                        for start in starts
-                    ]
+            def copy_columns(begin: Any, steps: Any, count: int) -> None:
+                with cgutils.for_range(builder, steps) as chunks:
+                    column = builder.add(begin, builder.mul(chunks.index, i64(count)))
+                    vector = vector_type(count, ir.IntType(16))
+                    addresses = [offset(builder, start, column, 2) for start in starts]
+                    values = [load(builder, address, vector) for address in addresses]
                     if count * ITEM_BYTES[BF16] >= CACHE_LINE:
-                        for one in ahead:
-                            emit_prefetch(builder, offset(builder, one, column, 2), 3)
-                    to = place(line, column)
-                    for i, words in enumerate(interleave_values_vnni(builder, *rows)):
-                        store(builder, words, builder.add(to, i64(4 * i * words.type.count)))
+                        for next_start in next_starts:
+                            emit_prefetch(builder, offset(builder, next_start, column, 2), 3)
+                    target = word_address(row, column)
+                    for i, words in enumerate(interleave_values_vnni(builder, *values)):
+                        store(builder, words, builder.add(target, i64(4 * i * words.type.count)))
 
-            whole = builder.udiv(width, i64(TILE_N))
-            some(i64(0), whole, TILE_N)
-            done = builder.mul(whole, i64(TILE_N))
-            some(done, builder.udiv(builder.sub(width, done), i64(8)), 8)
-            rest = builder.udiv(builder.sub(columns, width), i64(8))
-            with cgutils.for_range(builder, rest) as parts:
-                column = builder.add(width, builder.mul(parts.index, i64(8)))
-                store(builder, constant(0.0, 8), place(line, column))
+            num_tiles = builder.udiv(width, i64(TILE_N))
+            copy_columns(i64(0), num_tiles, TILE_N)
+            done = builder.mul(num_tiles, i64(TILE_N))
+            copy_columns(done, builder.udiv(builder.sub(width, done), i64(8)), 8)
+            num_padding = builder.udiv(builder.sub(columns, width), i64(8))
+            with cgutils.for_range(builder, num_padding) as chunks:
+                column = builder.add(width, builder.mul(chunks.index, i64(8)))
+                store(builder, constant(0.0, 8), word_address(row, column))
         return context.get_dummy_value()
 
     return types.void(plane, *[_int] * 7), code
@@ -241,35 +251,87 @@ def pack_value_tiles_vnni(
 def pack_value_tiles_f32(
     _: Any, plane: Any, source: Any, offsets: Any, scales: Any, count: Any, into: Any, stride: Any, tiles: Any
 ) -> Any:  # fmt: skip
-    """`count` values as `tiles` tiles of `TILE_N`, in float32, each value times its factor.
+    """Tiles [tiles, count, TILE_N] float32 of values [count, width], each value times its scale.
 
     Args:
-        plane: its type says what the values are stored in.
-        offsets, scales: addresses of int64, bytes from `source` to each value, with `PREFETCH_KEYS` more
-            behind the last; and of as many floats as there are values.
-        into, stride: address of the first tile, [count, TILE_N], and bytes from tile to tile.
+        plane: of the values; its type is their storage kind.
+        offsets: address of [count] int64: bytes from `source` to each value; readable `PREFETCH_KEYS`
+            further.
+        scales: address of [count] float32.
+        into, stride: address of the first tile, and bytes from tile to tile.
     """
     stored = storage_kind(plane)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         _, source, offsets, scales, count, into, stride, tiles = args
-        with cgutils.for_range(builder, count) as values:
-            place = offset(builder, offsets, values.index, 8)
-            start = builder.add(source, load(builder, place, i64))
-            later = load(builder, builder.add(place, i64(8 * PREFETCH_KEYS)), i64)
-            ahead = builder.add(source, later)
-            factor = load(builder, offset(builder, scales, values.index, 4), f32)
-            scale = broadcast(builder, factor, 8)
-            line = offset(builder, into, values.index, 4 * TILE_N)
+        with cgutils.for_range(builder, count) as value:
+            address = offset(builder, offsets, value.index, 8)
+            start = builder.add(source, load(builder, address, i64))
+            next_offset = load(builder, builder.add(address, i64(8 * PREFETCH_KEYS)), i64)
+            next_start = builder.add(source, next_offset)
+            value_scale = load(builder, offset(builder, scales, value.index, 4), f32)
+            scale = broadcast(builder, value_scale, 8)
+            row = offset(builder, into, value.index, 4 * TILE_N)
             with cgutils.for_range(builder, tiles) as loop:
                 step = builder.mul(loop.index, i64(TILE_N * ITEM_BYTES[stored]))
                 for at in range(0, TILE_N * ITEM_BYTES[stored], CACHE_LINE):
-                    emit_prefetch(builder, builder.add(builder.add(ahead, step), i64(at)), 3)
-                to = builder.add(line, builder.mul(loop.index, stride))
+                    emit_prefetch(builder, builder.add(builder.add(next_start, step), i64(at)), 3)
+                target = builder.add(row, builder.mul(loop.index, stride))
                 for at in range(0, TILE_N, 8):
-                    place = builder.add(builder.add(start, step), i64(at * ITEM_BYTES[stored]))
-                    x = load_as_f32(builder, place, stored)
-                    store(builder, builder.fmul(x, scale), builder.add(to, i64(4 * at)))
+                    address = builder.add(builder.add(start, step), i64(at * ITEM_BYTES[stored]))
+                    x = load_as_f32(builder, address, stored)
+                    store(builder, builder.fmul(x, scale), builder.add(target, i64(4 * at)))
         return context.get_dummy_value()
 
     return types.void(plane, *[_int] * 7), code
+
+
+@jit
+def pack_keys(keys: KVBlock, into: int, depth: int, count: int) -> None:
+    """Pack `count` keys into [tiles, depth, TILE_N]; depth counts floats, or VNNI words.
+
+    Each tile is contiguous: rows a power of two apart would share few sets of the L1 cache.
+    """
+    plane, base = keys.plane, keys.base
+    tail = plane.width % 8
+    whole = plane.width - tail
+    for j in range(0, count, 8):
+        offsets, scale = keys.offsets + 8 * j, keys.scales + 4 * j
+        target = into + 4 * (j // TILE_N * depth * TILE_N + j % TILE_N)
+        if is_vnni(plane):
+            pack_8_keys_vnni(plane, base, offsets, target, TILE_N, plane.width)
+        else:
+            pack_8_keys_f32(plane, base, offsets, scale, target, TILE_N, whole)
+    for d in range(whole, plane.width):
+        for j in range(count):
+            address = base + load_i64(keys.offsets + 8 * j) + d * item_bytes(plane)
+            x = load_plane_element(plane, address) * load_element(keys.scales + 4 * j, 0)
+            row = into + 4 * TILE_N * (j // TILE_N * depth + d)
+            store_f32(row + 4 * (j % TILE_N), x)
+
+
+@jit
+def pack_values(values: KVBlock, into: int, stride: int, count: int) -> None:
+    """Pack `count` values into [stride / TILE_N, BLOCK_KEYS, TILE_N]; VNNI: BLOCK_KEYS / 2 words."""
+    plane, size = values.plane, item_bytes(values.plane)
+    if is_vnni(plane):
+        pack_value_tiles_vnni(plane, values.base, values.offsets, -(-count // 2), into, 2 * TILE_N * BLOCK_KEYS,
+            plane.width, stride)  # fmt: skip
+        return
+    tiles = plane.width // TILE_N
+    tile = 4 * TILE_N * BLOCK_KEYS
+    pack_value_tiles_f32(
+        plane, values.base, values.offsets, values.scales, count, into, tile, tiles
+    )
+    for d in range(tiles * TILE_N, stride, TILE_N):
+        for j in range(count):
+            address = values.base + load_i64(values.offsets + 8 * j) + d * size
+            scale = load_element(values.scales + 4 * j, 0)
+            target = into + tile * (d // TILE_N) + 4 * TILE_N * j
+            for i in range(TILE_N):
+                x = (
+                    load_plane_element(plane, address + i * size) * scale
+                    if d + i < plane.width
+                    else np.float32(0.0)
+                )
+                store_f32(target + 4 * i, x)

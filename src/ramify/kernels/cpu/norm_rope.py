@@ -1,20 +1,133 @@
-"""Head norms and rotary positions over the rows of a step, compiled by Numba: one order of sums."""
+"""RMS norm and rotary embedding: of a row as LLVM IR, of all heads of some tokens as an op.
+
+Rounded to the model's dtype after each step, as the reference (transformers) rounds. Elements
+beyond whole vectors go through the same operations one at a time.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ramify.kernels.cpu.abi import F32
-from ramify.kernels.cpu.online_softmax import jit
-from ramify.kernels.cpu.packed_gemm import inverse_rms
-from ramify.kernels.cpu.row_tiles import rms_scale_row, rope_row, sum_squares
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ramify.kernels.cpu.abi import F32, ITEM_BYTES
+from ramify.kernels.cpu.elementwise import f32_to_kind, for_each_vector, round_to
+from ramify.kernels.cpu.jit import jit
+from ramify.kernels.cpu.simd import (
+    LANES,
+    broadcast,
+    constant,
+    i32,
+    i64,
+    llvm_intrinsic,
+    load_as_f32,
+    reduce_lanes,
+    store,
+)
+
+_int, _float = types.int64, types.float32
+
+
+def _element_address(builder: Any, address: Any, index: Any, kind: int) -> Any:
+    return builder.add(address, builder.mul(index, i64(ITEM_BYTES[kind])))
+
+
+@intrinsic(prefer_literal=True)
+def sum_squares(_: Any, row: Any, width: Any, kind: Any) -> Any:
+    """Sum of squares of `width` elements of `kind`: by lane, across lanes, then the remainder."""
+
+    def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        row, width, _ = args
+        stored = kind.literal_value
+        sums = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
+
+        def add(index: Any, n: int) -> None:
+            x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, n)
+            acc = llvm_intrinsic(builder, "fma", x, x, builder.load(sums[n]))
+            builder.store(acc, sums[n])
+
+        for_each_vector(builder, width, add)
+        tail = builder.extract_element(builder.load(sums[1]), i32(0))
+        return builder.fadd(reduce_lanes(builder, builder.load(sums[LANES]), builder.fadd), tail)
+
+    return _float(_int, _int, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def rms_scale_row(
+    _: Any, row: Any, weight: Any, into: Any, width: Any, scale: Any, kind: Any, target_kind: Any
+) -> Any:
+    """into = weight * (row * scale), rounded to `kind` after each product; `into` may be `row`.
+
+    `target_kind` is the storage kind of `into`.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        row, weight, into, width, scale, _, _ = args
+        stored, to_kind = kind.literal_value, target_kind.literal_value
+
+        def body(index: Any, lanes: int) -> None:
+            x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, lanes)
+            w = load_as_f32(
+                builder, _element_address(builder, weight, index, stored), stored, lanes
+            )
+            y = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
+            y = round_to(builder, builder.fmul(w, y), stored)
+            y = f32_to_kind(builder, y, to_kind)
+            store(builder, y, _element_address(builder, into, index, to_kind))
+
+        for_each_vector(builder, width, body)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, _float, kind, target_kind), code
+
+
+@intrinsic(prefer_literal=True)
+def rope_row(_: Any, row: Any, cos: Any, sin: Any, half: Any, kind: Any) -> Any:
+    """(a, b) -> (a cos - b sin, b cos + a sin) in place, rounded to `kind` after each step.
+
+    a and b are the first and the second `half` elements of the row; cos and sin have `half`.
+    """
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        row, cos, sin, half, _ = args
+        stored = kind.literal_value
+        second_half = _element_address(builder, row, half, stored)
+
+        def multiply(x: Any, y: Any) -> Any:
+            return round_to(builder, builder.fmul(x, y), stored)
+
+        def body(index: Any, lanes: int) -> None:
+            addresses = [
+                _element_address(builder, address, index, stored)
+                for address in (row, second_half, cos, sin)
+            ]
+            a, b, c, s = (load_as_f32(builder, address, stored, lanes) for address in addresses)
+            rotated_a = builder.fsub(multiply(a, c), multiply(b, s))
+            rotated_b = builder.fadd(multiply(b, c), multiply(a, s))
+            store(builder, f32_to_kind(builder, rotated_a, stored), addresses[0])
+            store(builder, f32_to_kind(builder, rotated_b, stored), addresses[1])
+
+        for_each_vector(builder, half, body)
+        return context.get_dummy_value()
+
+    return types.void(_int, _int, _int, _int, kind), code
+
+
+@jit
+def inverse_rms(total: float, width: int, eps: float) -> Any:
+    """1 / sqrt(mean square + eps) in float32."""
+    return np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
 
 
 @jit
 def _norm_rope_head(
     kind: int, head: int, head_dim: int, norm: int, eps: float, cos: int, sin: int
 ) -> None:
-    """One head in place: normalised if `norm` is the address of weights, then turned."""
+    """RMS norm, if `norm` (address of its weights) is not 0, then rope of one head, in place."""
     if kind == F32:
         if norm:
             scale = inverse_rms(sum_squares(head, head_dim, 0), head_dim, eps)
@@ -29,20 +142,20 @@ def _norm_rope_head(
 
 @jit
 def token_range(op: Any, num_rows: int, task: int) -> Any:
-    """Rows from, to."""
+    """Tokens [from, to) of a task."""
     return num_rows * task // op[11], num_rows * (task + 1) // op[11]
 
 
 @jit
 def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
-    """Queries and keys of some tokens in place.
+    """Norm and rope of the queries and keys of a task's tokens, in place in their QKV rows.
 
     Args:
-        op: [13] int64: F32 or BF16; address of the rows and bytes from row to row; heads of
-            queries, which come first in a row, then of keys, and elements of a head; addresses of
-            the query and key norms' weights [head_dim] (or 0), of cosines and of sines
-            [limit, head_dim / 2]; limit; the number of tasks; and a place where 1 is written if a
-            position is not below limit: its row is left as it is.
+        op: [13] int64: kind (F32 or BF16); address of the rows, bytes from row to row; number of
+            query heads, which come first in a row, number of key heads, head_dim; addresses of the
+            query and key norms' weights [head_dim] (or 0), of cosines and of sines
+            [limit, head_dim / 2]; limit; number of tasks; and an output: set to 1 if a position is
+            not below limit, whose row is left unchanged.
         positions: [num_rows] int64.
     """
     kind, rows, stride = op[0], op[1], op[2]
@@ -54,8 +167,10 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
         if positions[token] < 0 or positions[token] >= limit:
             op[12] = 1
             continue
-        angle = positions[token] * (head_dim // 2) * size
+        angle_offset = positions[token] * (head_dim // 2) * size
         for head in range(num_q + num_k):
-            at = rows + stride * token + size * head_dim * head
+            head_address = rows + stride * token + size * head_dim * head
             norm = q_norm if head < num_q else k_norm
-            _norm_rope_head(kind, at, head_dim, norm, eps, cos + angle, sin + angle)
+            _norm_rope_head(
+                kind, head_address, head_dim, norm, eps, cos + angle_offset, sin + angle_offset
+            )

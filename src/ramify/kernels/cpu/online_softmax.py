@@ -1,6 +1,8 @@
-"""What rows make of a block of keys, however it is read: which keys they see, softmax, running sums.
+"""Online softmax over KV blocks: visible keys, mask and row max, exp and sum, merge of states.
 
-What is here is a part of the kernels of `paged_attention` and `decode_attention`.
+For packed blocks (`paged_attention`) and blocks read in place (`decode_attention`) alike. `state` of
+a row: its weighted sum of values [value_stride], row max, sum of weights (Milakov and Gimelshein,
+Online normalizer calculation for softmax, 2018).
 """
 
 from __future__ import annotations
@@ -8,17 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ramify.kernels.cpu.abi import BLOCK_KEYS
 from ramify.kernels.cpu.attention_args import AttentionParams, KVPlane, is_vnni
-from ramify.kernels.cpu.simd import (
-    TILE_N,
-    copy_row,
-    load_element,
-    rescale_add_row,
-    store_f32,
-)
+from ramify.kernels.cpu.jit import data_address, jit
+from ramify.kernels.cpu.simd import TILE_N, copy_row, load_element, rescale_add_row, store_f32
 from ramify.kernels.cpu.vector_math import (
     exp_minus_max,
     exp_minus_max_vnni,
@@ -27,21 +23,12 @@ from ramify.kernels.cpu.vector_math import (
     tanh_soft_cap,
 )
 
-_MASKED = np.float32(-np.inf)  # the score of a key that a row does not see
-_BLOCK, _TILE_N = BLOCK_KEYS, TILE_N  # globals are constants to Numba
-
-jit = njit(nogil=True, error_model="numpy")
-
-
-@jit
-def data_address(array: Any) -> Any:
-    """Signed: to Numba, what is unsigned in one branch and signed in another is a float."""
-    return np.int64(array.ctypes.data)
+_MASKED = np.float32(-np.inf)  # the score of a key that a row does not attend to
 
 
 @jit
 def block_slots(table: Any, seq: int, page_size: int, start: int, count: int, slots: Any) -> None:
-    """Slots of `count` keys from position `start` on, and the last again up to a multiple of 8."""
+    """Slots of `count` keys from position `start` on; the last repeats up to a multiple of 8."""
     index = start // page_size
     offset, j = start - index * page_size, 0
     while j < count:
@@ -58,7 +45,7 @@ def block_slots(table: Any, seq: int, page_size: int, start: int, count: int, sl
 def load_scales(
     plane: KVPlane, slots: Any, count: int, num_heads: int, head: int, scales: Any
 ) -> None:
-    """What the keys or values of a head are to be multiplied with, if their plane has scales."""
+    """Load the scales of a head's keys or values, if their plane has scales."""
     if plane.scales:
         for j in range(count):
             scales[j] = load_element(plane.scales + 4 * (slots[j] * num_heads + head), 0)
@@ -66,34 +53,34 @@ def load_scales(
 
 @jit
 def visible_blocks(params: AttentionParams, task: Any, positions: Any) -> Any:
-    """Blocks [from, to) of which a row of a task sees something, and the last key that one sees."""
+    """Blocks [from, to) that some row of a task attends to, and the last key that one attends to."""
     first, count, block0, block1 = task[1], task[2], task[7], task[8]
     lowest, highest = positions[first], positions[first]
     for t in range(first, first + count):
         lowest, highest = min(lowest, positions[t]), max(highest, positions[t])
-    if params.window:  # before it, nobody sees anything
-        block0 = max(block0, (lowest + 1 - params.window) // _BLOCK)
-    return block0, min(block1, highest // _BLOCK + 1), highest
+    if params.window:
+        block0 = max(block0, (lowest + 1 - params.window) // BLOCK_KEYS)
+    return block0, min(block1, highest // BLOCK_KEYS + 1), highest
 
 
 @jit
 def visible_key_range(params: AttentionParams, num_visible: Any, first: int, count: int) -> Any:
-    """Keys [from, to) of a block that rows [first, first + count) see, from a whole tile on.
+    """Keys [from, to) of a block that rows [first, first + count) attend to; `from` starts a tile.
 
-    `num_visible[row]` is how many of the block's keys a row sees, counted from the block's first, if no
-    window cuts off the beginning; it may be negative or beyond the block.
+    `num_visible[row]`: keys of the block up to the row's position, the window left aside. It may be
+    negative or exceed the block.
     """
-    low, high = _BLOCK, 0
+    low, high = BLOCK_KEYS, 0
     for r in range(first, first + count):
         end = num_visible[r]
-        high = max(high, min(end, _BLOCK))
+        high = max(high, min(end, BLOCK_KEYS))
         low = min(low, max(0, end - params.window) if params.window else 0)
-    return low // _TILE_N * _TILE_N, high
+    return low // TILE_N * TILE_N, high
 
 
 @jit
 def mask_and_row_max(params: AttentionParams, row: int, end: int, width: int) -> Any:
-    """Scores in place, -inf for keys from `end` on and before the window; returns their largest."""
+    """Cap scores, set those from key `end` on and before the window to -inf; returns the row max."""
     if params.soft_cap > 0:
         tanh_soft_cap(row, np.float32(params.soft_cap), width)
     for j in range(max(0, end), width):
@@ -106,7 +93,7 @@ def mask_and_row_max(params: AttentionParams, row: int, end: int, width: int) ->
 
 @jit
 def exp_and_sum(plane: KVPlane, row: int, width: int, max_score: float) -> Any:
-    """Scores in place to weights of the values in a plane, given the largest; returns their sum."""
+    """Scores to softmax weights in place, as P·V with this plane takes them; returns their sum."""
     if is_vnni(plane):
         return exp_minus_max_vnni(row, width, max_score)
     return exp_minus_max(row, width, max_score)
@@ -114,7 +101,7 @@ def exp_and_sum(plane: KVPlane, row: int, width: int, max_score: float) -> Any:
 
 @jit
 def row_key_range(params: AttentionParams, end: int, high: int) -> Any:
-    """Keys [from, to) that one row sees, if any; 0 times what it does not see may be NaN."""
+    """Keys [from, to) that a single row attends to, possibly none."""
     return max(0, end - params.window) if params.window else 0, min(end, high)
 
 
@@ -122,14 +109,15 @@ def row_key_range(params: AttentionParams, end: int, high: int) -> Any:
 def merge_state(
     state: Any, row: int, max_score: float, weight: float, block_output: int, width: int
 ) -> None:
-    """One block's result of a row into its running weighted sum, then maximum, sum of weights."""
-    old_top, old_weight = state[row, width], state[row, width + 1]
+    """Merge a block's output, row max and sum of weights into a row of `state`."""
+    old_max, old_weight = state[row, width], state[row, width + 1]
     into = data_address(state[row])
-    if old_weight == np.float32(0.0):  # folding into nothing: the same bits, without the work
+    if old_weight == np.float32(0.0):  # empty state: the same bits, less work
         state[row, width], state[row, width + 1] = max_score, weight
         copy_row(into, block_output, width)
         return
-    best = max(old_top, max_score)
-    old, new = exp_scalar(old_top - best), exp_scalar(max_score - best)
-    state[row, width], state[row, width + 1] = best, old_weight * old + weight * new
-    rescale_add_row(into, old, block_output, new, width)
+    new_max = max(old_max, max_score)
+    old_scale, block_scale = exp_scalar(old_max - new_max), exp_scalar(max_score - new_max)
+    state[row, width] = new_max
+    state[row, width + 1] = old_weight * old_scale + weight * block_scale
+    rescale_add_row(into, old_scale, block_output, block_scale, width)

@@ -1,23 +1,17 @@
-"""Matrix products on CPU whose rows cannot depend on each other, compiled by Numba.
+"""Batch-invariant GEMM over packed weights: blocked loops, RMS norm prologue, epilogues.
 
-Every element of a result is one fixed expression in float32: the bias, plus one sum per strip of
-`KC` inner elements, in ascending order, each a chain of fused multiply-adds in ascending order;
-in pairs, of `KC` words and dot products, which take subnormals for zeros.
-Tiles, blocks, panels and threads decide what is computed when, never a bit of it. The loops are
-those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008): a strip of
-a panel of weights stays in the first-level cache while the rows of a block pass by.
+Each element of the result is one fixed float32 expression: the bias, plus one sum per KC strip in
+ascending order, each a chain of FMA in ascending k (VNNI: of dot products over KC words, which read
+subnormals as zeros). Tiles, blocks and threads decide when it is computed, never its bits.
 
-Weights lie in panels of `NR` columns, [panels, in_width, NR]. In bfloat16 column j lies in the
-low half of a 32-bit word and column j + LANES in the high half, so that a shift and a mask make
-float32 of them. Where the processor multiplies bfloat16 by itself (`simd.HAS_BF16_DOT`), a word is a pair of
-inner elements instead, of rows and weights alike, and a product adds both to the sum.
+The loops are those of Goto and van de Geijn (Anatomy of high-performance matrix multiplication, 2008)
+in the names of BLIS: an NR x KC strip of a weight micro-panel stays in L1 while the MC rows of a
+block pass by. `kernels.cpu` has the layouts of packed weights and rows.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, CACHE_LINE, F32, SILU_MUL, STORE
 from ramify.kernels.cpu.gemm_microkernels import (
@@ -26,65 +20,37 @@ from ramify.kernels.cpu.gemm_microkernels import (
     MR_TILES,
     NR,
     PANELS_PER_TILE,
-    bf16_multi_panel_0,
-    bf16_multi_panel_1,
-    bf16_tile_0,
-    bf16_tile_1,
-    bf16_tile_2,
-    bf16_tile_3,
-    bf16_tile_4,
     copy_bytes,
     epilogue_add,
     epilogue_silu_mul,
     epilogue_store,
-    f32_multi_panel_0,
-    f32_multi_panel_1,
-    f32_tile_0,
-    f32_tile_1,
-    f32_tile_2,
-    f32_tile_3,
-    f32_tile_4,
     init_accumulators,
     pack_a_rows,
-    vnni_multi_panel_0,
-    vnni_multi_panel_1,
-    vnni_tile_0,
-    vnni_tile_1,
-    vnni_tile_2,
-    vnni_tile_3,
-    vnni_tile_4,
+    run_microkernel,
 )
-from ramify.kernels.cpu.online_softmax import data_address, jit
-from ramify.kernels.cpu.row_tiles import rms_scale_row, sum_squares
+from ramify.kernels.cpu.jit import data_address, jit
+from ramify.kernels.cpu.norm_rope import inverse_rms, rms_scale_row, sum_squares
 from ramify.kernels.cpu.simd import load_element, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
-MC = 96  # a multiple of every tile: the packed rows of a strip stay in the second level
-PREFETCH_STRIPS = 4  # strips between what is read and what is fetched
-KC = 128  # shorter chains are nearer to the truth; 256 was no faster (float32, AVX2)
-_NR, _KC, _PANELS_PER_TILE, _MR_TILES = (
-    NR,
-    KC,
-    PANELS_PER_TILE,
-    MR_TILES,
-)  # globals are constants to Numba
-_PREFETCH_STRIPS, _K_UNROLL, _BF16_VNNI = PREFETCH_STRIPS, K_UNROLL, BF16_VNNI
-_PACK_UNIT = 8  # rows are packed so many elements at a time
-
+MC = 96  # a multiple of every MR; MC x KC packed rows stay in L2
+PREFETCH_STRIPS = 4  # KC strips from what is read to what is prefetched
+KC = 128  # shorter chains are more accurate; 256 was no faster (float32, AVX2)
+_PACK_UNIT = 8  # rows, and elements of a row, that are packed at a time
 _LARGEST = len(MR_TILES) - 1
 
 
 class GemmArgs(NamedTuple):
-    """One product as the kernel sees it: addresses, sizes, strides in bytes."""
+    """A GEMM: addresses, sizes, strides in bytes."""
 
-    kind: int  # of rows, norm, weights and result: F32 or BF16, or PAIRS, words of two BF16
-    mode: int  # STORE; ADD to what is there; GATE: silu(even panels) * odd panels
+    kind: int  # of rows, norm, weights and result: F32, BF16 or BF16_VNNI
+    mode: int  # STORE, ADD_RESIDUAL (out += sums) or SILU_MUL: silu(even panels) * odd panels
     rows: int  # address of [num_rows, width]
     row_stride: int
     num_rows: int
-    width: int  # in elements of `kind`
-    norm: int  # address of [width]: rows are RMS-normalised first; or 0
-    weight: int  # address of the panels
+    width: int  # K; BF16_VNNI: words
+    norm: int  # address of the RMS norm's weights [width], or 0
+    weight: int  # address of the micro-panels
     num_panels: int
     bias: int  # address of [num_panels * NR] float32, or 0
     out: int  # address of [num_rows, num_columns]
@@ -93,7 +59,7 @@ class GemmArgs(NamedTuple):
 
 
 def round_up_to_cache_line(num_bytes: int) -> int:
-    """Whole lines of the cache, so that no vector lies across two of them."""
+    """`num_bytes` rounded up to cache lines, so that no vector straddles two."""
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
 
 
@@ -101,156 +67,95 @@ _round_up_to_cache_line = jit(round_up_to_cache_line)
 
 
 @jit
-def inverse_rms(total: float, width: int, eps: float) -> Any:
-    """1 / sqrt(mean square + eps) in float32."""
-    return np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(eps))
-
-
-@jit
-def _run_microkernel(
-    kind: int, tile: int, group: int, a: int, b: int, b_stride: int, prefetch_at: int, prefetch_stride: int, c: int,
-    c_stride: int, depth: int,
-) -> None:  # fmt: skip
-    """The tile of that number for `group` panels: one, or as many as `PANELS_PER_TILE` says."""
-    if kind == F32:
-        if tile == 4:
-            f32_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 3:
-            f32_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 2:
-            f32_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1 and group == 1:
-            f32_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1:
-            f32_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif group == 1:
-            f32_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        else:
-            f32_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif kind == _BF16_VNNI:
-        if tile == 4:
-            vnni_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 3:
-            vnni_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 2:
-            vnni_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1 and group == 1:
-            vnni_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1:
-            vnni_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif group == 1:
-            vnni_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        else:
-            vnni_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 4:
-        bf16_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 3:
-        bf16_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 2:
-        bf16_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 1 and group == 1:
-        bf16_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 1:
-        bf16_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif group == 1:
-        bf16_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    else:
-        bf16_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-
-
-@jit
 def _rms_norm_rows(
     kind: int, source: int, stride: int, num_rows: int, width: int, norm: int, eps: float, into: int
 ) -> None:
-    """Some rows over their root mean square, times the weights at `norm`, to [num_rows, width].
-
-    In float32, but for pairs, which stay pairs.
-    """
+    """into [num_rows, width] = RMS norm of rows, times the weights at `norm`; float32, or VNNI words."""
     for r in range(num_rows):
-        row, to = source + stride * r, into + 4 * width * r
+        row, target = source + stride * r, into + 4 * width * r
         if kind == F32:
             scale = inverse_rms(sum_squares(row, width, 0), width, eps)
-            rms_scale_row(row, norm, to, width, scale, 0, 0)
-        elif kind == _BF16_VNNI:
+            rms_scale_row(row, norm, target, width, scale, 0, 0)
+        elif kind == BF16_VNNI:
             scale = inverse_rms(sum_squares(row, 2 * width, 1), 2 * width, eps)
-            rms_scale_row(row, norm, to, 2 * width, scale, 1, 1)
+            rms_scale_row(row, norm, target, 2 * width, scale, 1, 1)
         else:
             scale = inverse_rms(sum_squares(row, width, 1), width, eps)
-            rms_scale_row(row, norm, to, width, scale, 1, 0)
+            rms_scale_row(row, norm, target, width, scale, 1, 0)
 
 
 @jit
 def _pack_a(
-    gemm: GemmArgs, eps: float, first: int, num_rows: int, into: int, tile: int, lines: int
+    gemm: GemmArgs, eps: float, first: int, num_rows: int, into: int, tile: int, normed: int
 ) -> None:
-    """[width, tile] float32 or pairs from at most `tile` rows, normalised if so wanted.
+    """Pack (and normalise) num_rows <= tile rows to into[width, tile]: float32 or VNNI words.
 
-    The others hold anything.
+    Columns of missing rows hold anything.
     """
     kind, width, stride = gemm.kind, gemm.width, gemm.row_stride
     steps = width // 8
     for r in range((num_rows - 1) // 8 * 8, -1, -8):  # downwards: see `pack_a_rows`
-        at, to, count = gemm.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
+        source, target, count = gemm.rows + stride * (first + r), into + 4 * r, min(8, num_rows - r)
         if gemm.norm:
-            _rms_norm_rows(kind, at, stride, count, width, gemm.norm, eps, lines)
-            at, stride_now, whole = lines, 4 * width, True
+            _rms_norm_rows(kind, source, stride, count, width, gemm.norm, eps, normed)
+            source, source_stride, is_word = normed, 4 * width, True
         else:
-            stride_now, whole = stride, kind != BF16
-        if whole:  # words of 32 bits, whatever is in them
-            pack_a_rows(at, stride_now, count, to, tile, steps, 0)
+            source_stride, is_word = stride, kind != BF16
+        if is_word:  # float32 or VNNI words: copied unchanged
+            pack_a_rows(source, source_stride, count, target, tile, steps, 0)
         else:
-            pack_a_rows(at, stride_now, count, to, tile, steps, 1)
+            pack_a_rows(source, source_stride, count, target, tile, steps, 1)
         for k in range(8 * steps, width):
             for i in range(min(8, tile - r)):
-                row = at + stride_now * min(i, count - 1)
-                if whole:
+                row = source + source_stride * min(i, count - 1)
+                if is_word:
                     x = load_element(row + 4 * k, 0)
                 else:
                     x = load_element(row + 2 * k, 1)
-                store_f32(to + 4 * (k * tile + i), x)
+                store_f32(target + 4 * (k * tile + i), x)
 
 
 @jit
 def _epilogue(
-    gemm: GemmArgs, sums: int, ups: int, num_rows: int, columns: int, out: int, spare: int
+    gemm: GemmArgs, sums: int, ups: int, num_rows: int, columns: int, out: int, edge_row: int
 ) -> None:
-    """Some columns of a panel of sums into the result; `spare` has room for a line."""
+    """Epilogue of a panel of sums: its first `columns` into `out`; `edge_row` is a buffer of NR."""
     size = 4 if gemm.kind == F32 else 2
-    whole = columns == _NR
+    is_whole = columns == NR
     for r in range(num_rows):
-        line, up = sums + 4 * _NR * r, ups + 4 * _NR * r
-        at = out + gemm.out_stride * r
-        to = at if whole else spare
-        if gemm.mode == ADD_RESIDUAL and not whole:
-            copy_bytes(spare, at, size * columns)
+        row, up_row = sums + 4 * NR * r, ups + 4 * NR * r
+        out_row = out + gemm.out_stride * r
+        target = out_row if is_whole else edge_row
+        if gemm.mode == ADD_RESIDUAL and not is_whole:
+            copy_bytes(edge_row, out_row, size * columns)
         if gemm.kind == F32:
             if gemm.mode == STORE:
-                epilogue_store(line, to, 0)
+                epilogue_store(row, target, 0)
             elif gemm.mode == ADD_RESIDUAL:
-                epilogue_add(line, to, 0)
+                epilogue_add(row, target, 0)
             else:
-                epilogue_silu_mul(line, up, to, 0)
+                epilogue_silu_mul(row, up_row, target, 0)
         elif gemm.mode == STORE:
-            epilogue_store(line, to, 1)
+            epilogue_store(row, target, 1)
         elif gemm.mode == ADD_RESIDUAL:
-            epilogue_add(line, to, 1)
+            epilogue_add(row, target, 1)
         else:
-            epilogue_silu_mul(line, up, to, 1)
-        if not whole:
-            copy_bytes(at, spare, size * columns)
+            epilogue_silu_mul(row, up_row, target, 1)
+        if not is_whole:
+            copy_bytes(out_row, edge_row, size * columns)
 
 
 @jit
 def _num_edge_tiles(tile: int, rows: int) -> int:
-    """How many tiles of a block are of the next smaller kind, so that few rows are computed in vain."""
-    found, least = 0, -(-rows // _MR_TILES[tile]) * _MR_TILES[tile]
+    """How many tiles of a block should have the next smaller MR, to compute the fewest padding rows."""
+    best, least = 0, -(-rows // MR_TILES[tile]) * MR_TILES[tile]
     if tile == _LARGEST:
         for count in (1, 2):
-            left = max(0, rows - count * _MR_TILES[tile - 1])
-            total = count * _MR_TILES[tile - 1] + -(-left // _MR_TILES[tile]) * _MR_TILES[tile]
-            if total < least:
-                found, least = count, total
-    return found
+            left = max(0, rows - count * MR_TILES[tile - 1])
+            padded = count * MR_TILES[tile - 1] + -(-left // MR_TILES[tile]) * MR_TILES[tile]
+            if padded < least:
+                best, least = count, padded
+    return best
 
 
 @jit
@@ -262,120 +167,118 @@ def _gemm_block(
     panels: Any,
     packed: int,
     sums: int,
-    spare: int,
+    edge_row: int,
 ) -> None:
-    """A block of rows, packed already, times panels [from, to)."""
+    """Multiply a block of packed rows with micro-panels [from, to), and run the epilogue."""
     size = 2 if gemm.kind == BF16 else 4
-    made = 4 if gemm.kind == F32 else 2  # bytes of an element of the result
-    width, tile_rows, (panel, end) = gemm.width, _MR_TILES[tile], panels
-    num_small = _num_edge_tiles(tile, rows)
-    small_rows = _MR_TILES[tile - 1] if num_small else tile_rows
-    num_large = -(-(rows - num_small * small_rows) // tile_rows)
-    large = num_large * tile_rows  # rows in large tiles
-    padded = large + num_small * small_rows
-    b_stride, c_stride = size * _NR * width, 4 * _NR * padded
-    # A tile fetches its share of a later strip (of this panel or of the next: they follow each other)
-    # between its own arithmetic: all at once, it would wait for its own.
-    share = size * _NR * _KC // (num_large + num_small)
-    prefetch_stride = share * _K_UNROLL // _KC
-    unit = 2 if gemm.mode == SILU_MUL else 1  # panels that make one of the result
+    out_bytes = 4 if gemm.kind == F32 else 2  # per element of the result
+    width, tile_rows, (panel, end) = gemm.width, MR_TILES[tile], panels
+    num_edge = _num_edge_tiles(tile, rows)
+    edge_rows = MR_TILES[tile - 1] if num_edge else tile_rows
+    num_full = -(-(rows - num_edge * edge_rows) // tile_rows)
+    full_rows = num_full * tile_rows
+    padded = full_rows + num_edge * edge_rows
+    b_stride, c_stride = size * NR * width, 4 * NR * padded
+    # Each tile prefetches a share of a later strip between its own arithmetic; all at once would
+    # delay its own loads. Panels are contiguous: the strip may be one of the next panel.
+    tile_prefetch = size * NR * KC // (num_full + num_edge)
+    prefetch_stride = tile_prefetch * K_UNROLL // KC
+    unit = 2 if gemm.mode == SILU_MUL else 1  # panels per panel of the result
     while panel < end:
-        group = _PANELS_PER_TILE[tile]
+        group = PANELS_PER_TILE[tile]
         if panel + max(group, unit) > end:
             group = 1
-        several = max(group, unit)
-        for p in range(several):
-            bias = gemm.bias + 4 * _NR * (panel + p) if gemm.bias else 0
+        num_panels = max(group, unit)
+        for p in range(num_panels):
+            bias = gemm.bias + 4 * NR * (panel + p) if gemm.bias else 0
             init_accumulators(sums + c_stride * p, bias, padded)
-        for p in range(0, several, group):
+        for p in range(0, num_panels, group):
             weight, into = gemm.weight + b_stride * (panel + p), sums + c_stride * p
-            for k in range(0, width, _KC):
-                depth, b = min(_KC, width - k), weight + size * _NR * k
-                prefetch_at = b + _PREFETCH_STRIPS * size * _NR * _KC
-                for t in range(num_large):
+            for k in range(0, width, KC):
+                depth, b = min(KC, width - k), weight + size * NR * k
+                prefetch_at = b + PREFETCH_STRIPS * size * NR * KC
+                for t in range(num_full):
                     a = packed + 4 * tile_rows * (t * width + k)
-                    c = into + 4 * _NR * tile_rows * t
-                    _run_microkernel(gemm.kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride,
-                               depth)  # fmt: skip
-                    prefetch_at += share
-                for t in range(num_small):
-                    row = large + t * small_rows
-                    a, c = packed + 4 * (row * width + small_rows * k), into + 4 * _NR * row
-                    _run_microkernel(gemm.kind, tile - 1, group, a, b, b_stride, prefetch_at, prefetch_stride, c,
-                               c_stride, depth)  # fmt: skip
-                    prefetch_at += share
-        for p in range(0, several, unit):
-            at = (panel + p) // unit * _NR
-            out = gemm.out + gemm.out_stride * first + made * at
-            columns = min(_NR, gemm.num_columns - at)
-            line = sums + c_stride * p
-            _epilogue(gemm, line, line + c_stride, rows, columns, out, spare)
-        panel += several
+                    c = into + 4 * NR * tile_rows * t
+                    run_microkernel(gemm.kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c,
+                        c_stride, depth)  # fmt: skip
+                    prefetch_at += tile_prefetch
+                for t in range(num_edge):
+                    row = full_rows + t * edge_rows
+                    a, c = packed + 4 * (row * width + edge_rows * k), into + 4 * NR * row
+                    run_microkernel(gemm.kind, tile - 1, group, a, b, b_stride, prefetch_at, prefetch_stride,
+                        c, c_stride, depth)  # fmt: skip
+                    prefetch_at += tile_prefetch
+        for p in range(0, num_panels, unit):
+            column = (panel + p) // unit * NR
+            out = gemm.out + gemm.out_stride * first + out_bytes * column
+            columns = min(NR, gemm.num_columns - column)
+            gate = sums + c_stride * p
+            _epilogue(gemm, gate, gate + c_stride, rows, columns, out, edge_row)
+        panel += num_panels
 
 
 @jit
 def gemm_num_tasks(op: Any) -> Any:
-    """Of a product."""
+    """Number of tasks of a GEMM op."""
     return -(-op[4] // op[13]) * op[15]
 
 
 @jit
 def packed_gemm(op: Any, eps: float, scratch: Any, counters: int, worker: int) -> Any:
-    """Tasks of a product, each some panels of a block of rows, as long as there are any.
+    """Take and run tasks of a GEMM until none is left; returns how many this worker did.
+
+    A task is a block of rows times one of `num_n_splits` ranges of panels.
 
     Args:
-        op: [16] int64: a `GemmArgs`, then block_rows, the tile's place in MR_TILES, and num_n_splits;
-            block_rows is a multiple of the tile's rows, and each block is computed in so many
-            pieces. No bit of the result depends on these three.
+        op: [16] int64: a `GemmArgs`, then block_rows (a multiple of the tile's MR), the tile's index
+            in MR_TILES, num_n_splits. No bit of the result depends on these three.
         eps: of the norm.
-        scratch: [gemm_scratch_floats] float32, this worker's own.
-        counters: address of those of this operation.
-        worker: its number. The even ones begin with the first rows, the odd ones with the last: two
-            that take turns would each pack all of them.
-
-    Returns how many this worker has done.
+        scratch: [gemm_scratch_floats] float32 of this worker.
+        counters: address of the op's counters.
+        worker: index of the worker. Even ones begin with the first rows, odd ones with the last: two
+            workers that alternate would both pack all rows.
     """
-    product = GemmArgs(
-        op[0], op[1], op[2], op[3], op[4], op[5], op[6],
-        op[7], op[8], op[9], op[10], op[11], op[12],
+    gemm = GemmArgs(
+        op[0], op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], op[12]
     )  # fmt: skip
     block_rows, tile, num_n_splits = op[13], op[14], op[15]
-    tile_rows, total = _MR_TILES[tile], gemm_num_tasks(op)
+    tile_rows, total = MR_TILES[tile], gemm_num_tasks(op)
     packed = data_address(scratch)
-    sums = packed + _round_up_to_cache_line(4 * (block_rows * product.width + _PACK_UNIT))
-    lines = sums + 4 * _NR * _PANELS_PER_TILE[0] * block_rows
-    spare = lines + 4 * _PACK_UNIT * product.width
-    unit = 2 if product.mode == SILU_MUL else 1
-    num_panel_groups = product.num_panels // unit
-    ready, done = -1, 0
+    sums = packed + _round_up_to_cache_line(4 * (block_rows * gemm.width + _PACK_UNIT))
+    normed = sums + 4 * NR * PANELS_PER_TILE[0] * block_rows
+    edge_row = normed + 4 * _PACK_UNIT * gemm.width
+    unit = 2 if gemm.mode == SILU_MUL else 1
+    num_panel_groups = gemm.num_panels // unit
+    packed_block, done = -1, 0
     while True:
         task = next_task_from_either_end(counters, total, worker % 2)
         if task < 0:
             return done
         block, n_split = task // num_n_splits, task % num_n_splits
         first = block * block_rows
-        rows = min(block_rows, product.num_rows - first)
-        if block != ready:
-            ready = block
-            num_small, r = _num_edge_tiles(tile, rows), 0
+        rows = min(block_rows, gemm.num_rows - first)
+        if block != packed_block:
+            packed_block = block
+            num_edge, r = _num_edge_tiles(tile, rows), 0
             while r < rows:
-                is_small = num_small and rows - r <= num_small * _MR_TILES[tile - 1]
-                size = _MR_TILES[tile - 1] if is_small else tile_rows
-                into, count = packed + 4 * product.width * r, min(size, rows - r)
-                _pack_a(product, eps, first + r, count, into, size, lines)
-                r += size
+                is_edge = num_edge and rows - r <= num_edge * MR_TILES[tile - 1]
+                mr = MR_TILES[tile - 1] if is_edge else tile_rows
+                into, count = packed + 4 * gemm.width * r, min(mr, rows - r)
+                _pack_a(gemm, eps, first + r, count, into, mr, normed)
+                r += mr
         panels = (
             unit * (num_panel_groups * n_split // num_n_splits),
             unit * (num_panel_groups * (n_split + 1) // num_n_splits),
         )
-        _gemm_block(product, tile, first, rows, panels, packed, sums, spare)
+        _gemm_block(gemm, tile, first, rows, panels, packed, sums, edge_row)
         done += 1
 
 
 def gemm_scratch_floats(block_rows: int, width: int) -> int:
-    """Floats that one worker needs, whole lines of the cache."""
-    packed, lines = block_rows * width + _PACK_UNIT, _PACK_UNIT * width
+    """Scratch of a worker in floats, a multiple of cache lines."""
+    packed, normed = block_rows * width + _PACK_UNIT, _PACK_UNIT * width
     sums = block_rows * PANELS_PER_TILE[0] * NR
     return (
-        round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * (sums + lines + NR))
+        round_up_to_cache_line(4 * packed) + round_up_to_cache_line(4 * (sums + normed + NR))
     ) // 4

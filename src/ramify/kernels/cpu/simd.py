@@ -1,9 +1,10 @@
-"""Vector instructions for Numba, written as LLVM IR: what rounds how is fixed here.
+"""SIMD primitives for Numba as LLVM IR. They fix the order of operations and every rounding.
 
-Every result is a fixed sequence of operations per element, whatever the tile it was computed in:
-LLVM assigns registers, it reorders no sum. Accumulation is float32, by fused multiply-adds or, in
-pairs, by dot products (see `HAS_BF16_DOT`).
-Addresses are integers, so that one compiled kernel serves every dtype and layout of K/V.
+Each element of a result is a fixed sequence of operations, whatever tile it is computed in: LLVM
+assigns registers but reorders no sum. Sums are float32, by FMA or by bf16 dot products
+(`HAS_BF16_DOT`). Addresses are integers, so that one kernel serves every dtype and layout of K/V.
+
+Functions that take a `builder` emit IR; `@intrinsic` functions are called from kernels.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ LANES = 16 if _CPU_FEATURES.get("avx512f") else 8
 
 
 def _detect_bf16_dot() -> bool:
-    """Whether kernels may use dot products: Numba can be told to compile for another processor."""
-    needed, told = ("avx512f", "avx512vl", "avx512dq", "avx512bf16"), config.CPU_FEATURES
+    """Whether kernels may use bf16 dot products on this CPU, as Numba is configured to compile for it."""
+    required, overrides = ("avx512f", "avx512vl", "avx512dq", "avx512bf16"), config.CPU_FEATURES
     if config.CPU_NAME not in (None, "", llvmlite.binding.get_host_cpu_name()):
         return False
-    if told is not None:
-        last = {one[1:]: one[:1] for one in told.split(",")}  # what is said of it last
-        if not all(last.get(one) == "+" for one in needed):
+    if overrides is not None:
+        # the last mention of a feature counts
+        flags = {feature[1:]: feature[:1] for feature in overrides.split(",")}
+        if not all(flags.get(feature) == "+" for feature in required):
             return False
-    return all(_CPU_FEATURES.get(one) for one in needed)
+    return all(_CPU_FEATURES.get(feature) for feature in required)
 
 
-# Whether the processor multiplies bfloat16 by itself: in words of two, adding both products to a
-# float32 in a fixed order. What is computed in such words is "in pairs".
+# Whether the CPU has AVX-512 BF16: `vdpbf16ps` adds the two products of 32-bit words of two bf16 to
+# a float32, in a fixed order. "VNNI" in this package: data in such words.
 HAS_BF16_DOT = _detect_bf16_dot()
 TILE_N_VECTORS = 2
 TILE_N = LANES * TILE_N_VECTORS
-# 6 x 2 accumulators hide the latency of an FMA and leave some of 16 registers; AVX-512 has 32.
+# 6 x 2 accumulators hide the latency of FMA and fit into 16 registers; AVX-512 has 32.
 TILE_M = 12 if LANES == 16 else 6
 
 
@@ -59,35 +61,35 @@ def constant(value: float, lanes: int, scalar: Any = f32) -> Any:
     return ir.Constant(vector_type(lanes, scalar), [value] * lanes)
 
 
-def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
-    """Lanes of a and b by their places in the two, one after the other."""
-    return builder.shuffle_vector(a, b, ir.Constant(vector_type(len(places), i32), places))
+def shuffle(builder: Any, a: Any, b: Any, indices: list[int]) -> Any:
+    """Lanes of a and b; indices count through a, then b."""
+    return builder.shuffle_vector(a, b, ir.Constant(vector_type(len(indices), i32), indices))
 
 
 def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     """A vector whose lanes all hold `scalar`."""
-    kind = vector_type(lanes, scalar.type)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, i32(0))
-    return shuffle(builder, one, one, [0] * lanes)
+    vector = vector_type(lanes, scalar.type)
+    first_lane = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, i32(0))
+    return shuffle(builder, first_lane, first_lane, [0] * lanes)
 
 
 def llvm_intrinsic(builder: Any, name: str, *args: Any) -> Any:
-    """An LLVM intrinsic on float vectors of one type."""
-    vec = args[0].type
-    kind = ir.FunctionType(vec, [vec] * len(args))
-    full = f"llvm.{name}.v{vec.count}f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, full), args)
+    """Call an LLVM intrinsic on float32 vectors of the same length."""
+    vector = args[0].type
+    signature = ir.FunctionType(vector, [vector] * len(args))
+    full_name = f"llvm.{name}.v{vector.count}f32"
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, full_name), args)
 
 
 def bf16_dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
-    """total plus the products of two pairs in each word; subnormals are zeros."""
-    if not HAS_BF16_DOT:  # compiled all the same, never called
+    """total + x[2i] * y[2i] + x[2i + 1] * y[2i + 1] by 32-bit word; subnormals count as zero."""
+    if not HAS_BF16_DOT:  # compiled all the same, never executed
         return total
     lanes = x.type.count
     words = vector_type(lanes, i32)
-    kind = ir.FunctionType(vector_type(lanes), [vector_type(lanes), words, words])
+    signature = ir.FunctionType(vector_type(lanes), [vector_type(lanes), words, words])
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
     return builder.call(function, [total, builder.bitcast(x, words), builder.bitcast(y, words)])
 
 
@@ -97,12 +99,12 @@ def fma(builder: Any, x: Any, y: Any, total: Any) -> Any:
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
-    """What lies at an address, aligned or not."""
+    """Load a value of type `kind`; the address need not be aligned."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
 def store(builder: Any, value: Any, address: Any) -> None:
-    """Write a value to an address, aligned or not."""
+    """Store a value; the address need not be aligned."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
@@ -112,30 +114,30 @@ def offset(builder: Any, base: Any, index: Any, size: int) -> Any:
 
 
 def maximum(builder: Any, a: Any, b: Any) -> Any:
-    """a where a > b, else b: b too where one of them is NaN."""
+    """a where a > b, else b; b where either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def bf16_to_f32(builder: Any, x: Any) -> Any:
-    """16-bit words as float32."""
+    """Bfloat16, as 16-bit words, to float32."""
     lanes = x.type.count
     wide = builder.shl(builder.zext(x, vector_type(lanes, i32)), constant(16, lanes, i32))
     return builder.bitcast(wide, vector_type(lanes))
 
 
 def f32_to_bf16(builder: Any, x: Any) -> Any:
-    """Float32 to the nearest bfloat16, ties to even; subnormals, which `bf16_dot` takes for zeros, to zero."""
+    """Float32 to the nearest bfloat16, ties to even; subnormals to zero, as `bf16_dot` reads them."""
     if not HAS_BF16_DOT:
         return builder.trunc(
             builder.bitcast(x, vector_type(LANES, i32)), vector_type(LANES, ir.IntType(16))
         )
-    kind = ir.FunctionType(vector_type(LANES, ir.IntType(16)), [vector_type(LANES)])
+    signature = ir.FunctionType(vector_type(LANES, ir.IntType(16)), [vector_type(LANES)])
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [x])
 
 
 def load_as_f32(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
-    """Stored elements as float32."""
+    """Load `lanes` elements of storage kind `kind` as float32."""
     raw = load(builder, address, vector_type(lanes, _STORAGE_TYPES[kind]))
     floats, ints = vector_type(lanes), vector_type(lanes, i32)
 
@@ -150,41 +152,41 @@ def load_as_f32(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
         return builder.fpext(raw, floats)
     if kind == INT8:
         return builder.sitofp(raw, floats)
-    # float8 e4m3fn: exponent and mantissa in float32's place are the value times 2^-120, also of
-    # subnormals; its NaN becomes 480, and whoever writes one gives its row a scale of NaN
-    wide = builder.zext(raw, ints)
-    sign = builder.shl(builder.and_(wide, c(0x80)), c(24))
-    body = builder.shl(builder.and_(wide, c(0x7F)), c(20))
-    size = builder.fmul(builder.bitcast(body, floats), constant(2.0**120, lanes))
-    return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
+    # float8 e4m3fn: its exponent and mantissa, shifted to float32's, are the value times 2^-120,
+    # subnormals included. Its NaN becomes 480; quantization gives such a row a scale of NaN.
+    bits = builder.zext(raw, ints)
+    sign = builder.shl(builder.and_(bits, c(0x80)), c(24))
+    body = builder.shl(builder.and_(bits, c(0x7F)), c(20))
+    magnitude = builder.fmul(builder.bitcast(body, floats), constant(2.0**120, lanes))
+    return builder.bitcast(builder.or_(builder.bitcast(magnitude, ints), sign), floats)
 
 
-def split_bf16_words(builder: Any, pairs: Any) -> list[Any]:
-    """Two vectors of bfloat16, in the low and the high halves of 32-bit words, as float32."""
-    lanes = pairs.type.count
-    low = builder.shl(pairs, constant(16, lanes, i32))
-    high = builder.and_(pairs, constant(-(1 << 16), lanes, i32))
+def split_bf16_words(builder: Any, words: Any) -> list[Any]:
+    """The low and the high bfloat16 of 32-bit words, as two float32 vectors."""
+    lanes = words.type.count
+    low = builder.shl(words, constant(16, lanes, i32))
+    high = builder.and_(words, constant(-(1 << 16), lanes, i32))
     return [builder.bitcast(half, vector_type(lanes)) for half in (low, high)]
 
 
 def transpose_8x8(builder: Any, rows: list[Any]) -> list[Any]:
-    """Eight vectors of 8 as columns: interleaved by 1 and 2 within 128-bit halves, then across."""
+    """Transpose 8 vectors of 8: interleave by 1 and by 2 within 128-bit halves, then swap halves."""
     pairs = []
     for i in range(0, 8, 2):
-        for at in (0, 2):
-            places = [at, at + 8, at + 1, at + 9, at + 4, at + 12, at + 5, at + 13]
-            pairs.append(shuffle(builder, rows[i], rows[i + 1], places))
-    fours = []
+        for k in (0, 2):
+            indices = [k, k + 8, k + 1, k + 9, k + 4, k + 12, k + 5, k + 13]
+            pairs.append(shuffle(builder, rows[i], rows[i + 1], indices))
+    quads = []
     for i in (0, 1, 4, 5):
-        for at in (0, 2):
-            places = [at, at + 1, at + 8, at + 9, at + 4, at + 5, at + 12, at + 13]
-            fours.append(shuffle(builder, pairs[i], pairs[i + 2], places))
+        for k in (0, 2):
+            indices = [k, k + 1, k + 8, k + 9, k + 4, k + 5, k + 12, k + 13]
+            quads.append(shuffle(builder, pairs[i], pairs[i + 2], indices))
     halves = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
-    return [shuffle(builder, fours[i], fours[i + 4], half) for half in halves for i in range(4)]
+    return [shuffle(builder, quads[i], quads[i + 4], half) for half in halves for i in range(4)]
 
 
 def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """One value of a vector: halves combined until one is left."""
+    """Reduce a vector to a scalar: combine its low and high halves until one lane is left."""
     lanes = vector.type.count
     while lanes > 1:
         lanes //= 2
@@ -194,80 +196,19 @@ def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) 
     return builder.extract_element(vector, i32(0))
 
 
-def _make_tile(num_rows: int) -> Any:
-    @intrinsic
-    def tile(
-        _: Any, plane: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, depth: Any,
-        scale: Any,
-    ) -> Any:  # fmt: skip
-        """c[r, :TILE_N] = scale * sum over k < depth of a[r, k] * b[k, :], k ascending.
-
-        Strides in floats, or in words of pairs if `plane`, the plane that b is made of, is one; without pairs `scale` is not looked at. The +0 at the end
-        makes a sum of zeros +0 however many there were, so that trailing products by zero may be
-        left out.
-        """
-        pairs = plane.instance_class.vnni
-        add = bf16_dot if pairs else fma
-
-        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            _, a, a_stride, b, b_stride, c, c_stride, depth, scale = args
-            zero = constant(0.0, LANES)
-            sums = [
-                [cgutils.alloca_once(builder, vector_type(LANES)) for _ in range(TILE_N_VECTORS)]
-                for _ in range(num_rows)
-            ]
-            for row in sums:
-                for one in row:
-                    builder.store(zero, one)
-            starts = [builder.add(a, builder.mul(a_stride, i64(4 * r))) for r in range(num_rows)]
-            with cgutils.for_range(builder, depth) as loop:
-                line = offset(builder, b, builder.mul(loop.index, b_stride), 4)
-                lines = [
-                    load(builder, builder.add(line, i64(4 * LANES * v)), vector_type(LANES))
-                    for v in range(TILE_N_VECTORS)
-                ]
-                for row, start in zip(sums, starts, strict=True):
-                    x = load(builder, offset(builder, start, loop.index, 4), f32)
-                    wide = broadcast(builder, x, LANES)
-                    for one, other in zip(row, lines, strict=True):
-                        builder.store(add(builder, wide, other, builder.load(one)), one)
-            factor = broadcast(builder, scale, LANES)
-            for r, row in enumerate(sums):
-                into = builder.add(c, builder.mul(c_stride, i64(4 * r)))
-                for v, one in enumerate(row):
-                    total = builder.load(one)
-                    if pairs:
-                        total = builder.fmul(total, factor)
-                    total = builder.fadd(total, zero)
-                    store(builder, total, builder.add(into, i64(4 * LANES * v)))
-            return context.get_dummy_value()
-
-        return types.void(plane, *[_int] * 7, _float), code
-
-    return tile
-
-
-attention_tile_1, attention_tile_2, attention_tile_4, attention_tile_full = (
-    _make_tile(num_rows) for num_rows in (1, 2, 4, TILE_M)
-)
-
-
 @intrinsic
 def rescale_add_row(_: Any, into: Any, old: Any, block: Any, new: Any, count: Any) -> Any:
     """into = into * old + block * new for `count` floats, a multiple of LANES."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         into, old, block, new, count = args
-        vec, kept, added = (
-            vector_type(LANES),
-            broadcast(builder, old, LANES),
-            broadcast(builder, new, LANES),
-        )
+        vec = vector_type(LANES)
+        old_scale, new_scale = broadcast(builder, old, LANES), broadcast(builder, new, LANES)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
             at = offset(builder, into, loop.index, 4 * LANES)
-            x = builder.fmul(load(builder, at, vec), kept)
+            x = builder.fmul(load(builder, at, vec), old_scale)
             y = load(builder, offset(builder, block, loop.index, 4 * LANES), vec)
-            store(builder, llvm_intrinsic(builder, "fma", y, added, x), at)
+            store(builder, llvm_intrinsic(builder, "fma", y, new_scale, x), at)
         return context.get_dummy_value()
 
     return types.void(_int, _float, _int, _float, _int), code
@@ -284,10 +225,10 @@ def row_is_finite(_: Any, row: Any, count: Any) -> Any:
         builder.store(constant(0.0, LANES), total)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
             x = load(builder, offset(builder, row, loop.index, 4 * LANES), vec)
-            nothing = builder.fmul(x, constant(0.0, LANES))  # NaN for both
-            builder.store(builder.fadd(builder.load(total), nothing), total)
-        folded = reduce_lanes(builder, builder.load(total), builder.fadd)
-        return builder.fcmp_ordered("==", folded, f32(0.0))
+            zero_or_nan = builder.fmul(x, constant(0.0, LANES))  # NaN for infinity and NaN
+            builder.store(builder.fadd(builder.load(total), zero_or_nan), total)
+        lanes_total = reduce_lanes(builder, builder.load(total), builder.fadd)
+        return builder.fcmp_ordered("==", lanes_total, f32(0.0))
 
     return types.boolean(_int, _int), code
 
@@ -298,7 +239,7 @@ def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
-        into, source = (builder.inttoptr(one, pointer) for one in args[:2])
+        into, source = (builder.inttoptr(address, pointer) for address in args[:2])
         cgutils.raw_memcpy(builder, into, source, args[2], 4)
         return context.get_dummy_value()
 
@@ -306,17 +247,17 @@ def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
 
 
 def emit_prefetch(builder: Any, address: Any, level: int) -> None:
-    """Begin to fetch the cache line of an address; level 3 is the nearest, 2 the one behind it."""
+    """Prefetch the cache line of an address for reading; level 3 is L1, 2 is L2."""
     pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    signature = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
     read, data = i32(0), i32(1)
-    builder.call(fetch, [builder.inttoptr(address, pointer), read, i32(level), data])
+    builder.call(function, [builder.inttoptr(address, pointer), read, i32(level), data])
 
 
 @intrinsic(prefer_literal=True)
 def load_element(_: Any, address: Any, kind: Any) -> Any:
-    """One stored element as float32; `kind` is a literal."""
+    """Load one element of storage kind `kind`, a literal, as float32."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.extract_element(load_as_f32(builder, args[0], kind.literal_value, 1), i32(0))
@@ -347,7 +288,7 @@ def store_f32(_: Any, address: Any, value: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def prefetch(_: Any, address: Any, level: Any) -> Any:
-    """Begin to fetch the cache line of an address; any address will do. `level`: a literal 2 or 3."""
+    """Prefetch the cache line of an address, which may be invalid. `level`: a literal 2 (L2) or 3 (L1)."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         emit_prefetch(builder, args[0], level.literal_value)

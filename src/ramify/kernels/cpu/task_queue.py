@@ -1,9 +1,10 @@
-"""Workers that share the tasks of an operation, and go on to the next one together.
+"""Task queue of an op: workers take tasks by an atomic counter, then meet at a barrier.
 
-A worker takes one task after the other. When none is left it waits until those that others still
-hold are done. Nobody waits who holds a task, so that there is always one who goes on, even where a
-single thread plays all workers, one behind the other. A task must not raise: the others would wait
-for it in vain.
+A worker that finds no task left waits until all tasks of the op are done. It holds none while it
+waits, so the op always makes progress, even where a single thread runs all workers one after the
+other. A task must not raise: the other workers would wait forever.
+
+An op has two int64 counters: tasks taken, tasks done.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.online_softmax import jit
+from ramify.kernels.cpu.jit import jit
 
-COUNTER_BYTES = (
-    16  # bytes from the counters of an operation to those of the next: of tasks taken, tasks done
-)
-SPINS_BEFORE_YIELD = 1000  # looks before a worker lets others have its processor: some 50 µs on x86
-_SPINS_BEFORE_YIELD = SPINS_BEFORE_YIELD  # globals are constants to Numba
+COUNTER_BYTES = 16  # of an op's two counters
+SPINS_BEFORE_YIELD = 1000  # about 50 µs on x86
 _BACK = 1 << 32
 _i64, _int = ir.IntType(64), types.int64
 
 
 @intrinsic
-def atomic_add(_: Any, counter: Any, by: Any) -> Any:
-    """The int64 at an address before it is raised; safe among threads."""
+def atomic_add(_: Any, counter: Any, value: Any) -> Any:
+    """Add to the int64 at an address; returns the value before."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _i64.as_pointer())
@@ -40,7 +38,7 @@ def atomic_add(_: Any, counter: Any, by: Any) -> Any:
 
 @intrinsic
 def _atomic_load(_: Any, counter: Any) -> Any:
-    """The int64 at an address, as the last thread left it."""
+    """Load the int64 at an address, with acquire order."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _i64.as_pointer())
@@ -51,13 +49,13 @@ def _atomic_load(_: Any, counter: Any) -> Any:
 
 @intrinsic
 def _pause(_: Any) -> Any:
-    """Leave the processor's other thread alone for a moment."""
+    """Spin-wait hint: leaves the core to its other hardware thread for a moment."""
 
     def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
         if platform.machine() in ("x86_64", "AMD64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
+            signature = ir.FunctionType(ir.VoidType(), [])
             name = "llvm.x86.sse2.pause"
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [])
         return context.get_dummy_value()
 
     return types.void(), code
@@ -65,12 +63,12 @@ def _pause(_: Any) -> Any:
 
 @intrinsic
 def _yield_cpu(_: Any) -> Any:
-    """Let another thread have this processor, if one waits for it."""
+    """Yield the CPU to another thread that is ready."""
 
     def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
+        signature = ir.FunctionType(ir.IntType(32), [])
         name = "SwitchToThread" if platform.system() == "Windows" else "sched_yield"
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [])
         return context.get_dummy_value()
 
     return types.void(), code
@@ -78,32 +76,32 @@ def _yield_cpu(_: Any) -> Any:
 
 @jit
 def next_task(counter: int) -> Any:
-    """The int64 at an address, raised by one for whoever asks next; safe among threads."""
+    """Take the next task: the counter at an address before it is incremented."""
     return atomic_add(counter, 1)
 
 
 @jit
-def next_task_from_either_end(counter: int, total: int, last: int) -> Any:
-    """One of `total` tasks: the first, or if `last` is 1 the last of those left; -1 if none is.
+def next_task_from_either_end(counter: int, total: int, from_back: int) -> Any:
+    """Take the first (or, with `from_back` = 1, the last) task that is left of `total`; -1 if none.
 
-    Whoever takes one beside the one taken before may have some of its work done. The int64 at the
-    address counts those taken from the front in its low half, those from the back in the high one.
+    A worker gets neighbouring tasks from its end, which can share work. The counter holds the tasks
+    taken from the front in its low half, those from the back in its high half.
     """
-    before = atomic_add(counter, 1 + last * (_BACK - 1))
-    front, back = before % _BACK, before // _BACK
-    if front + back >= total:
+    taken = atomic_add(counter, 1 + from_back * (_BACK - 1))
+    num_front, num_back = taken % _BACK, taken // _BACK
+    if num_front + num_back >= total:
         return -1
-    return total - 1 - back if last else front
+    return total - 1 - num_back if from_back else num_front
 
 
 @jit
 def finish_and_wait(counters: int, done: int, num_tasks: int) -> None:
-    """Say how many tasks of an operation this worker has done, and wait until all of them are."""
+    """Barrier of an op: report `done` tasks of this worker, then wait until all are done."""
     atomic_add(counters + 8, done)
-    looks = 0
+    spins = 0
     while _atomic_load(counters + 8) < num_tasks:
-        looks += 1
-        if looks < _SPINS_BEFORE_YIELD:
+        spins += 1
+        if spins < SPINS_BEFORE_YIELD:
             _pause()
         else:
             _yield_cpu()

@@ -1,4 +1,4 @@
-"""Threads and memory of the kernels' callers: Numba on torch's OpenMP pool, scratch per thread, aligned buffers."""
+"""What callers of kernels need: Numba on torch's OpenMP threads, scratch per thread, aligned buffers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROW_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
 
 
 def round_up_to_cache_line(floats: int) -> int:
-    """The smallest number of float32 >= `floats` that fills whole cache lines."""
+    """`floats` rounded up to a multiple of the float32 in a cache line."""
     return -(-floats * 4 // CACHE_LINE) * CACHE_LINE // 4
 
 
 def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
-    """Zeros [num_rows, floats] float32 that start at a cache line.
+    """Zeros [num_rows, floats] float32, aligned to a cache line.
 
-    NumPy's own arrays start 16 to 48 bytes later, so that vectors straddle two lines.
+    NumPy's own arrays start 16 to 48 bytes past a line's start, so that vectors straddle two lines.
     """
     buffer = np.zeros(num_rows * floats + CACHE_LINE // 4, np.float32)
     start = -buffer.ctypes.data % CACHE_LINE // 4
@@ -36,32 +36,32 @@ def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
 
 
 def set_num_threads(count: int) -> None:
-    """Let Numba's kernels run on `count` threads, those of torch's OpenMP pool where possible."""
+    """Set how many threads Numba's kernels of this thread use; torch's OpenMP pool where possible."""
     if getattr(_current, "count", None) == count:
         return
     import numba
 
     if numba.config.THREADING_LAYER == "default":
-        # torch's OpenMP: one pool, no thread waits for another
+        # torch's OpenMP pool: threads of two pools would wait for each other's cores.
         numba.config.THREADING_LAYER = "omp"
-    before = torch.get_num_threads()
+    torch_threads = torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
-    # Numba starts all threads there are, in torch's pool too.
-    if torch.get_num_threads() != before:
-        torch.set_num_threads(before)
+    # Numba starts its threads in torch's pool, which changes torch's number.
+    if torch.get_num_threads() != torch_threads:
+        torch.set_num_threads(torch_threads)
     _current.count = count
 
 
-# Numba keeps the number by thread; asking it takes longer than a norm.
+# Numba has a number per thread. It is cached here: asking Numba takes longer than a norm.
 _current = threading.local()
 
 
 def thread_scratch(
     num_workers: int, floats: int, num_ops: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Scratch [>= num_workers, >= floats] and counters [>= num_ops, 2] of `op_list.run_ops`.
+    """Scratch [>= num_workers, >= floats] and counters [>= num_ops, 2] for `op_list.run_ops`.
 
-    They belong to the calling thread and are reused: an allocation costs more than a small GEMM.
+    They belong to the calling thread and are reused: allocating costs more than a small GEMM.
     """
     scratch = _scratch.floats
     if scratch.shape[0] < num_workers or scratch.shape[1] < floats:

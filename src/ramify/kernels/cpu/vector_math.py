@@ -1,6 +1,6 @@
-"""Exponentials as LLVM IR, and the softmax made of them, as `simd` is written.
+"""exp, row maximum, exp-minus-max with its sum, and tanh soft cap as LLVM IR.
 
-Like all of `simd`, a fixed sequence of operations per element.
+Like `simd`: a fixed sequence of operations per element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ramify.kernels.cpu.simd import (
     vector_type,
 )
 
-# exp(r) - 1 - r over r², highest power first, |r| <= ln 2 / 2 (Cephes mathematical library, expf)
+# (exp(r) - 1 - r) / r², highest power first, |r| <= ln 2 / 2 (expf of the Cephes library)
 _EXP_TERMS = (
     1.9875691500e-4,
     1.3981999507e-3,
@@ -39,21 +39,21 @@ _EXP_TERMS = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; the first has few bits
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # sum: ln 2; n * _LN2_HIGH is exact
 _LOG2_E = 1.4426950408889634
-_EXP_UNDERFLOW = -87.0  # below it exp is 0 here; float32 would go on to 1e-38
+_EXP_UNDERFLOW = -87.0  # exp is 0 below; exp(-87) is about 1.6e-38
 
-# 2^r, highest power first, 0 <= r < 1: within 2^-18, and 1 at 0 (the largest relative error made
-# least by Lawson's reweighted least squares)
+# 2^r, highest power first, 0 <= r < 1: relative error below 2^-18, exactly 1 at 0 (minimax, by
+# Lawson's reweighted least squares)
 _EXP2_BF16_TERMS = (1.3426685531e-2, 5.2242472201e-2, 2.4128020570e-1, 6.9304484478e-1, 1.0)
-_MIN_NORMAL_EXPONENT = -126.0  # the power of two of float32's least normal number
-_ROUND_DOWN, _ROUND_CURRENT = 1, 4  # how `vreduceps` rounds; the rounding that is set
+_MIN_NORMAL_EXPONENT = -126.0  # float32's smallest normal number is 2 to this
+_ROUND_DOWN, _ROUND_CURRENT = 1, 4  # immediate of `vreduceps`; rounding operand: as in MXCSR
 
 _int, _float = types.int64, types.float32
 
 
 def exp_f32(builder: Any, x: Any) -> Any:
-    """exp(x) for x <= 0 to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_UNDERFLOW`, NaN of NaN."""
+    """exp(x), x <= 0, to about 2 ulp: exactly 1 at 0, exactly 0 below `_EXP_UNDERFLOW`, NaN of NaN."""
     lanes = x.type.count
 
     def c(value: float) -> Any:
@@ -74,13 +74,13 @@ def exp_f32(builder: Any, x: Any) -> Any:
 
 
 def exp_bf16(builder: Any, x: Any, *, normal: bool = True) -> Any:
-    """exp(x) for x <= 0 for what becomes a bfloat16: to 2^-17, or where `HAS_BF16_DOT` is not, as `exp_f32`.
+    """exp(x), x <= 0, accurate enough for bfloat16 (2^-17); `exp_f32` without `HAS_BF16_DOT`.
 
     Exactly 1 at 0 and NaN of NaN.
 
     Args:
-        normal: what would be subnormal is 0; if not, it is subnormal, or 0 where a thread flushes
-            them, as what comes next must do.
+        normal: flush subnormal results to 0. If False, the conversion that follows must flush them:
+            here it depends on the thread's MXCSR.
     """
     if not HAS_BF16_DOT or x.type.count != LANES:
         return exp_f32(builder, x)
@@ -88,7 +88,7 @@ def exp_bf16(builder: Any, x: Any, *, normal: bool = True) -> Any:
     p = _polynomial(
         builder, _avx512_masked(builder, "reduce", t, i32(_ROUND_DOWN)), _EXP2_BF16_TERMS
     )
-    # by 2 to the power of the next integer below t
+    # scalef multiplies by 2 ** floor(t)
     mask = (
         builder.fcmp_unordered(">=", t, constant(_MIN_NORMAL_EXPONENT, LANES)) if normal else None
     )
@@ -104,11 +104,13 @@ def _polynomial(builder: Any, x: Any, terms: tuple[float, ...]) -> Any:
 
 
 def _avx512_masked(builder: Any, name: str, *args: Any, mask: Any = None) -> Any:
-    """An instruction of AVX-512 for the lanes of a mask, or for all; the others become 0."""
-    vec, bits = vector_type(LANES), ir.IntType(LANES)
-    kinds = [*(one.type for one in args), vec, bits, i32]
+    """An AVX-512 instruction on the lanes of a mask (None: all); the other lanes become 0."""
+    vector, bits = vector_type(LANES), ir.IntType(LANES)
+    parameters = [*(arg.type for arg in args), vector, bits, i32]
     function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(vec, kinds), f"llvm.x86.avx512.mask.{name}.ps.{32 * LANES}"
+        builder.module,
+        ir.FunctionType(vector, parameters),
+        f"llvm.x86.avx512.mask.{name}.ps.{32 * LANES}",
     )
     lanes = bits(-1) if mask is None else builder.bitcast(mask, bits)
     return builder.call(function, [*args, constant(0.0, LANES), lanes, i32(_ROUND_CURRENT)])
@@ -116,86 +118,85 @@ def _avx512_masked(builder: Any, name: str, *args: Any, mask: Any = None) -> Any
 
 @intrinsic
 def row_max(_: Any, row: Any, count: Any) -> Any:
-    """Of `count` floats, a multiple of LANES: lane by lane, ascending, then across lanes."""
+    """Maximum of `count` floats, a multiple of LANES: by lane, ascending, then across lanes."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         row, count = args
-        top = cgutils.alloca_once_value(builder, constant(float("-inf"), LANES))
+        maxima = cgutils.alloca_once_value(builder, constant(float("-inf"), LANES))
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
             x = load(builder, offset(builder, row, loop.index, 4 * LANES), vector_type(LANES))
-            builder.store(maximum(builder, builder.load(top), x), top)
-        return reduce_lanes(builder, builder.load(top), lambda a, b: maximum(builder, a, b))
+            builder.store(maximum(builder, builder.load(maxima), x), maxima)
+        return reduce_lanes(builder, builder.load(maxima), lambda a, b: maximum(builder, a, b))
 
     return _float(_int, _int), code
 
 
 @intrinsic
 def exp_minus_max(_: Any, row: Any, count: Any, row_max: Any) -> Any:
-    """In place exp(x - row_max) of `count` floats, a multiple of LANES; the sum of the results.
+    """exp(x - row_max) of `count` floats, a multiple of LANES, in place; returns their sum.
 
-    It is taken lane by lane, ascending, then across lanes: further floats that are -inf do not
-    change it.
+    The sum goes by lane, ascending, then across lanes: trailing floats of -inf do not change it.
     """
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         row, count, row_max = args
-        vec, steps = vector_type(LANES), builder.udiv(count, i64(LANES))
-        wide = broadcast(builder, row_max, LANES)
-        total = cgutils.alloca_once_value(builder, constant(0.0, LANES))
+        vector, steps = vector_type(LANES), builder.udiv(count, i64(LANES))
+        wide_max = broadcast(builder, row_max, LANES)
+        sums = cgutils.alloca_once_value(builder, constant(0.0, LANES))
         with cgutils.for_range(builder, steps) as loop:
             at = offset(builder, row, loop.index, 4 * LANES)
-            y = exp_f32(builder, builder.fsub(load(builder, at, vec), wide))
+            y = exp_f32(builder, builder.fsub(load(builder, at, vector), wide_max))
             store(builder, y, at)
-            builder.store(builder.fadd(builder.load(total), y), total)
-        return reduce_lanes(builder, builder.load(total), builder.fadd)
+            builder.store(builder.fadd(builder.load(sums), y), sums)
+        return reduce_lanes(builder, builder.load(sums), builder.fadd)
 
     return _float(_int, _int, _float), code
 
 
 @intrinsic
 def exp_minus_max_vnni(_: Any, row: Any, count: Any, row_max: Any) -> Any:
-    """`exp_minus_max` for pairs: the results are bfloat16, from the row's beginning on.
+    """`exp_minus_max` for VNNI: writes `count` bfloat16 from the row's beginning on.
 
-    `count` is a multiple of TILE_N. The sum is that of the rounded results, a lane of it that
-    of two lanes side by side; subnormals are 0.
+    `count` is a multiple of TILE_N. Returns the sum of the rounded results; each of its lanes sums
+    two neighbours. Subnormals are 0.
     """
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         row, count, row_max = args
-        vec, steps = vector_type(LANES), builder.udiv(count, i64(TILE_N))
-        wide = broadcast(builder, row_max, LANES)
+        vector, steps = vector_type(LANES), builder.udiv(count, i64(TILE_N))
+        wide_max = broadcast(builder, row_max, LANES)
         ones = constant(0x3F803F80, LANES, i32)
-        total = cgutils.alloca_once_value(builder, constant(0.0, LANES))
+        sums = cgutils.alloca_once_value(builder, constant(0.0, LANES))
         with cgutils.for_range(builder, steps) as loop:
             at = offset(builder, row, loop.index, 8 * LANES)
-            both = []
+            halves = []
             for v in range(2):
-                x = load(builder, builder.add(at, i64(4 * LANES * v)), vec)
-                both.append(exp_bf16(builder, builder.fsub(x, wide), normal=False))
-            weights = _pack_two_bf16(builder, both)
+                x = load(builder, builder.add(at, i64(4 * LANES * v)), vector)
+                halves.append(exp_bf16(builder, builder.fsub(x, wide_max), normal=False))
+            weights = _pack_two_bf16(builder, halves)
             store(builder, weights, offset(builder, row, loop.index, 4 * LANES))
-            builder.store(bf16_dot(builder, ones, weights, builder.load(total)), total)
-        return reduce_lanes(builder, builder.load(total), builder.fadd)
+            builder.store(bf16_dot(builder, ones, weights, builder.load(sums)), sums)
+        return reduce_lanes(builder, builder.load(sums), builder.fadd)
 
     return _float(_int, _int, _float), code
 
 
-def _pack_two_bf16(builder: Any, both: list[Any]) -> Any:
-    """Two float32 vectors as one of bfloat16, to the nearest, ties to even; subnormals to zero."""
-    kind = vector_type(2 * LANES, ir.IntType(16))
-    if not HAS_BF16_DOT:  # compiled all the same, never called
-        return ir.Constant(kind, ir.Undefined)
+def _pack_two_bf16(builder: Any, halves: list[Any]) -> Any:
+    """Two float32 vectors to one of bfloat16, to the nearest, ties to even; subnormals to zero."""
+    words = vector_type(2 * LANES, ir.IntType(16))
+    if not HAS_BF16_DOT:  # compiled all the same, never executed
+        return ir.Constant(words, ir.Undefined)
     function = cgutils.get_or_insert_function(
         builder.module,
-        ir.FunctionType(kind, [vector_type(LANES)] * 2),
+        ir.FunctionType(words, [vector_type(LANES)] * 2),
         "llvm.x86.avx512bf16.cvtne2ps2bf16.512",
     )
-    return builder.call(function, both[::-1])
+    return builder.call(function, halves[::-1])
 
 
 @intrinsic
 def exp_scalar(_: Any, x: Any) -> Any:
-    """exp(x) of one x <= 0, with the bits that `exp_minus_max` gives."""
+    """exp(x) of a scalar x <= 0, with the bits of `exp_minus_max`."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.extract_element(exp_f32(builder, broadcast(builder, args[0], 4)), i32(0))
@@ -205,18 +206,18 @@ def exp_scalar(_: Any, x: Any) -> Any:
 
 @intrinsic
 def tanh_soft_cap(_: Any, row: Any, cap: Any, count: Any) -> Any:
-    """In place cap * tanh(x / cap) of `count` floats, a multiple of LANES."""
+    """cap * tanh(x / cap) of `count` floats, a multiple of LANES, in place."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         row, cap, count = args
-        wide, one = broadcast(builder, cap, LANES), constant(1.0, LANES)
+        wide_cap, one = broadcast(builder, cap, LANES), constant(1.0, LANES)
         with cgutils.for_range(builder, builder.udiv(count, i64(LANES))) as loop:
             at = offset(builder, row, loop.index, 4 * LANES)
-            x = builder.fdiv(load(builder, at, vector_type(LANES)), wide)
-            twice = builder.fmul(llvm_intrinsic(builder, "fabs", x), constant(-2.0, LANES))
-            e = exp_f32(builder, twice)
+            x = builder.fdiv(load(builder, at, vector_type(LANES)), wide_cap)
+            minus_2_abs = builder.fmul(llvm_intrinsic(builder, "fabs", x), constant(-2.0, LANES))
+            e = exp_f32(builder, minus_2_abs)
             t = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
-            store(builder, builder.fmul(llvm_intrinsic(builder, "copysign", t, x), wide), at)
+            store(builder, builder.fmul(llvm_intrinsic(builder, "copysign", t, x), wide_cap), at)
         return context.get_dummy_value()
 
     return types.void(_int, _float, _int), code

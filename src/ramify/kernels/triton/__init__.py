@@ -1,1 +1,1 @@
-"""Triton kernels."""
+"""Triton kernels: `paged_attention`, imported by `attention.backends.triton` inside its calls."""

@@ -1,4 +1,4 @@
-"""The socket of a server: says where it listens, and ends only when live requests have ended."""
+"""uvicorn with timeouts for slow clients (`TimeoutProtocol`) and a draining shutdown (`DrainingServer`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from ramify.server.operations.health import Readiness
 
 logger = logging.getLogger(__name__)
 
-HEADER_S = 10.0  # from the connection, or the first byte of a request, to the end of its headers
-STALL_S = 60.0  # without a byte taken by the client while there is too much to send
+# Seconds from the connection, or from the first byte of a further request, to the end of its headers.
+HEADER_S = 10.0
+# Seconds without a byte read by the client while the write buffer is full.
+STALL_S = 60.0
 
 
 class TimeoutProtocol(H11Protocol):
-    """uvicorn's, which by itself waits for ever."""
+    """uvicorn's HTTP/1.1 protocol; drops clients that do not send headers, or do not read, in time.
+
+    uvicorn itself waits for them for ever.
+    """
 
     header_s, stall_s = HEADER_S, STALL_S
 
@@ -41,7 +46,8 @@ class TimeoutProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:  # it has sent all headers
+        has_all_headers = self.conn.their_state is not h11.IDLE
+        if has_all_headers:
             self._stop_header_timer()
         elif self._header_timer is None and self.conn.trailing_data[0]:
             self._header_timer = self.loop.call_later(self.header_s, self._drop_client)
@@ -62,21 +68,21 @@ class TimeoutProtocol(H11Protocol):
         self._stop_stall_timer()
         super().connection_lost(exc)
 
-    def _start_stall_timer(self, unsent: int) -> None:
+    def _start_stall_timer(self, unsent_bytes: int) -> None:
         self._stop_stall_timer()
-        self._stall_timer = self.loop.call_later(self.stall_s, self._check_stalled, unsent)
+        self._stall_timer = self.loop.call_later(self.stall_s, self._check_stalled, unsent_bytes)
 
-    def _check_stalled(self, unsent: int) -> None:
-        """It may have taken some of it: then it is slow, but alive."""
-        now = self.transport.get_write_buffer_size()
-        if now < unsent:
-            self._start_stall_timer(now)
+    def _check_stalled(self, unsent_bytes: int) -> None:
+        """Drop the client unless it has read since the timer was started with `unsent_bytes`."""
+        now_unsent_bytes = self.transport.get_write_buffer_size()
+        if now_unsent_bytes < unsent_bytes:
+            self._start_stall_timer(now_unsent_bytes)
         else:
-            logger.warning("a client took nothing for %.1f s and was left", self.stall_s)
+            logger.warning("a client took nothing for %.1f s and was dropped", self.stall_s)
             self._drop_client()
 
     def _drop_client(self) -> None:
-        """What was to be sent is dropped; the application hears of a client that went away."""
+        """Close without flushing the write buffer; the application gets `http.disconnect`."""
         self.transport.abort()
 
     def _stop_header_timer(self) -> None:
@@ -91,17 +97,16 @@ class TimeoutProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, with an end in two parts.
+    """uvicorn that finishes live requests before it stops.
 
-    At the first signal the socket stays open: new requests are told 503 and `/readyz` too, so that
-    a load balancer sees it, while live ones are answered. Then, or after `drain_s`, it closes. A
-    second signal ends at once.
+    At the first SIGINT or SIGTERM the socket stays open: live requests go on, new requests and
+    `/readyz` get 503, so that a load balancer turns away. The server stops when no request is live,
+    or `abort`s them after `drain_s` seconds. A second signal stops it at once.
 
     Args:
-        health: what is told of the drain.
-        on_listening: gets the URL; returns what is shown.
-        abort: ends live requests with what they have.
-        drain_s: for live requests.
+        health: `is_draining` is set at the first signal.
+        on_listening: returns the banner for a URL; written to stderr.
+        abort: ends live requests, with their output so far.
     """
 
     def __init__(
@@ -120,33 +125,36 @@ class DrainingServer(uvicorn.Server):
         self.is_forced = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and write banner and URL to stderr."""
         await super().startup(sockets)
-        for one in (each for server in self.servers for each in server.sockets):
-            host, port = one.getsockname()[:2]
+        for listening in (sock for server in self.servers for sock in server.sockets):
+            host, port = listening.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             sys.stderr.write(f"{self._on_listening(url)}\n\nlistening on {url}\n")
             sys.stderr.flush()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002 - signal's own form
-        """A signal; uvicorn's own would raise it again at the end, which is no exit code 0."""
+    def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002 - signature of signal handlers
+        """Start the drain at the first signal, stop at the second.
+
+        uvicorn's own handler raises the signal again at the end, so the exit code would not be 0.
+        """
         if self._deadline_s is None:
             self._health.is_draining = True
             self._deadline_s = time.monotonic() + self._drain_s
-            word = signal.Signals(sig).name
-            logger.info("%s: live requests have %.0f s to end", word, self._drain_s)
+            name = signal.Signals(sig).name
+            logger.info("%s: live requests have %.0f s to end", name, self._drain_s)
         else:
-            # what is cancelled then is meant to be: no tracebacks
+            # uvicorn would log a traceback for each request that is cancelled now, on purpose.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self.is_forced = self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True ends."""
+        """Stop when the drain is over; uvicorn calls this ten times a second and stops at True."""
         if self._deadline_s is not None and not self.should_exit:
-            live = len(self.server_state.tasks)
+            num_live = len(self.server_state.tasks)
             if time.monotonic() >= self._deadline_s:
-                logger.warning("%d requests are cut short", live)
+                logger.warning("%d requests are cut short", num_live)
                 await self._abort()
-                live = 0
-            self.should_exit = not live
+                num_live = 0
+            self.should_exit = not num_live
         return await super().on_tick(counter)

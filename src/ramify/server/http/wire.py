@@ -1,4 +1,7 @@
-"""Bytes of a request to a typed value, and values to responses: limits before any work."""
+"""The wire format: bodies to typed values, values to JSON and server-sent events, keep-alive pings.
+
+Size, nesting and time of a body are limited before anything works on it.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from ramify.server.errors import ApiError, as_api_error
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20
-MAX_DEPTH = 64  # of brackets in a body
+MAX_DEPTH = 64  # of nested JSON brackets
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_WHERE = re.compile(r" - at `(?:key in )?\$?(.*)`$")
+_FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 EVENT_STREAM = "text/event-stream"
 PING = b": ping\n\n"
 STREAM_HEADERS = {
@@ -39,26 +42,26 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def encode_json(value: object) -> bytes:
-    """A value as JSON."""
+    """Encode a value as JSON."""
     return _ENCODER.encode(value)
 
 
 async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a request.
+    """Read the body of a request.
 
     Raises:
-        ApiError: it is too large, compressed, or too slow.
+        ApiError: 413 larger than `limit` bytes, 415 compressed, 408 not complete in time.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, "compressed bodies are not read; send the JSON as it is")
+        raise ApiError(415, "compressed bodies are not supported; send plain JSON")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for piece in request.stream():
-                body += piece
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > limit:
                     raise _too_large(limit)
     except TimeoutError as error:
@@ -71,60 +74,62 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """A body as a value of a type.
+    """Decode a JSON body to a type.
 
     Raises:
-        ApiError: it is no JSON, is nested too deep, or does not fit the type.
+        ApiError: 400, it is not JSON, is nested deeper than `MAX_DEPTH`, or does not fit the type.
     """
     if json_depth(body) > MAX_DEPTH:
         raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _unfit(error) from None
+        raise _validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 def convert_value(value: object, kind: type[T]) -> T:
-    """A decoded value as a value of a type.
+    """Convert decoded JSON to a type.
 
     Raises:
-        ApiError: it does not fit.
+        ApiError: 400, it does not fit the type.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _unfit(error) from None
+        raise _validation_error(error) from None
 
 
-def _unfit(error: msgspec.ValidationError) -> ApiError:
-    text = str(error)
-    found = _WHERE.search(text)
-    where = None if found is None else found[1].lstrip(".") or None
-    return ApiError(400, text if found is None else text[: found.start()], param=where)
+def _validation_error(error: msgspec.ValidationError) -> ApiError:
+    message = str(error)
+    match = _FIELD_PATH.search(message)
+    param = None if match is None else match[1].lstrip(".") or None
+    return ApiError(400, message if match is None else message[: match.start()], param=param)
 
 
 def json_depth(body: bytes) -> int:
-    """How deep brackets are nested in JSON, those in strings left out; at most so deep if broken.
+    """Nesting depth of the brackets outside of strings; vectorised, as bodies may be large.
 
-    Without recursion, and without a Python step per byte: bodies may be large.
+    Exact for JSON with more than `MAX_DEPTH` brackets; an upper bound with fewer, or if broken.
     """
-    opened = body.count(b"[") + body.count(b"{")
-    if opened <= MAX_DEPTH:
-        return opened
-    plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # every quote left is a border
-    found = np.frombuffer(plain, np.uint8)
-    inside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1  # it wraps at an even number
-    opens = (found == ord("[")) | (found == ord("{"))
-    closes = (found == ord("]")) | (found == ord("}"))
+    num_opening = body.count(b"[") + body.count(b"{")
+    if num_opening <= MAX_DEPTH:
+        return num_opening
+    # Without escapes, every quote that is left begins or ends a string.
+    unescaped = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    chars = np.frombuffer(unescaped, np.uint8)
+    # The uint8 sum wraps at 256, which keeps its parity.
+    in_string = np.cumsum(chars == ord('"'), dtype=np.uint8) & 1
+    opens = (chars == ord("[")) | (chars == ord("{"))
+    closes = (chars == ord("]")) | (chars == ord("}"))
     steps = opens.view(np.int8) - closes.view(np.int8)
-    steps[inside == 1] = 0
+    steps[in_string == 1] = 0
     return int(np.cumsum(steps, dtype=np.int32).max())
 
 
 def request_id(request: Request) -> str:
-    """The client's own id of a request, or a new one."""
+    """The client's `x-request-id` if it is well-formed, else a new id."""
     given = request.headers.get("x-request-id", "")
     return given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
@@ -132,7 +137,7 @@ def request_id(request: Request) -> str:
 def json_response(
     value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A value as a response."""
+    """A response whose body is a value as JSON."""
     return Response(
         encode_json(value), status, media_type="application/json", headers=dict(headers or {})
     )
@@ -141,41 +146,46 @@ def json_response(
 def error_response(
     error: BaseException, *, anthropic: bool = False, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A failure as a response in the form of an API; what is our fault is logged, not told."""
-    told = as_api_error(error)
-    name = (headers or {}).get("x-request-id")
-    if told.status >= 500 and not isinstance(error, ApiError) and told.code is None:
-        logger.error("request %s failed", name, exc_info=error)
-    body = told.anthropic(name) if anthropic else told.openai()
-    return json_response(body, status=told.status, headers={**(headers or {}), **told.headers})
+    """The response for an exception, in the form of an API.
+
+    An unexpected exception is logged with its traceback; the client gets a 500 without details.
+    """
+    api_error = as_api_error(error)
+    x_request_id = (headers or {}).get("x-request-id")
+    if api_error.status >= 500 and not isinstance(error, ApiError) and api_error.code is None:
+        logger.error("request %s failed", x_request_id, exc_info=error)
+    body = api_error.anthropic(x_request_id) if anthropic else api_error.openai()
+    return json_response(
+        body, status=api_error.status, headers={**(headers or {}), **api_error.headers}
+    )
 
 
 def sse_response(
-    pieces: AsyncIterator[bytes],
+    events: AsyncIterator[bytes],
     *,
     on_error: Callable[[BaseException], bytes],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Server-sent events; see `KeepAliveResponse` for the rest.
+    """A streamed response of server-sent events; `KeepAliveResponse` adds pings and clean-up.
 
     Args:
-        pieces: whole events, ends of line included.
-        on_error: the events that tell of a failure in the middle.
+        events: whole events, as `sse_event` makes them.
+        on_error: encodes the ApiError with which a stream breaks off.
     """
 
     async def body() -> AsyncIterator[bytes]:
         try:
-            async for piece in pieces:
-                yield piece
+            async for event in events:
+                yield event
         except (asyncio.CancelledError, GeneratorExit, ClientDisconnect):
             raise
         except BaseException as error:
-            told = as_api_error(error)
-            if told.status >= 500 and told.code is None:
+            api_error = as_api_error(error)
+            if api_error.status >= 500 and api_error.code is None:
                 logger.error("a stream failed", exc_info=error)
-            yield on_error(told)
+            yield on_error(api_error)
         finally:
-            close: Callable[[], Awaitable[None]] | None = getattr(pieces, "aclose", None)
+            close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
             if close is not None:
                 await close()
 
@@ -185,15 +195,15 @@ def sse_response(
 
 
 class KeepAliveResponse:
-    """A response on its way: tidied up after in any case, and pinged while it is silent.
+    """Sends a response, pings its client while an event stream is silent, then calls `close`.
 
-    The generators of a streamed body are no place for that: one that was never begun is closed
-    without running. One task minds the whole stream, as a timer for each event would cost more than
-    the event. A client that takes nothing is the protocol's affair: see `TimeoutProtocol`.
+    `close` also runs when sending fails. A `finally` in the body's generator would not do: closing a
+    generator that was never started does not run it. One task pings for the whole stream; a timer
+    per event would cost more than the event. `TimeoutProtocol` drops clients that do not read.
 
     Args:
-        close: what is to be done once it is sent, or cannot be.
-        ping_s: a stream of events that is silent for so long gets a comment.
+        close: ends what the response was made from.
+        ping_s: seconds of silence after which a stream gets a comment.
     """
 
     def __init__(
@@ -201,12 +211,12 @@ class KeepAliveResponse:
     ) -> None:
         self.response, self._close, self._ping_s = response, close, ping_s
         self._sent_s = time.monotonic()
-        self._is_open = False  # more of a stream can be sent now
+        self._is_open = False  # between two messages of a stream: a ping may be sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response: the ASGI application."""
 
-        async def noting(message: Message) -> None:
+        async def send_and_track(message: Message) -> None:
             self._is_open = False
             await send(message)
             self._sent_s = time.monotonic()
@@ -222,7 +232,7 @@ class KeepAliveResponse:
             return
         pinger = asyncio.ensure_future(self._ping(send))
         try:
-            await self.response(scope, receive, noting)
+            await self.response(scope, receive, send_and_track)
         finally:
             pinger.cancel()
             await asyncio.gather(pinger, return_exceptions=True)
@@ -237,7 +247,7 @@ class KeepAliveResponse:
 
 
 def sse_event(value: object, event: str | None = None) -> bytes:
-    """One event."""
+    """Encode one server-sent event."""
     name = b"" if event is None else b"event: " + event.encode() + b"\n"
     return name + b"data: " + encode_json(value) + b"\n\n"
 
@@ -246,5 +256,5 @@ DONE = b"data: [DONE]\n\n"
 
 
 def log_safe(value: Any) -> str:
-    """A value in a log line: no control characters, not too long."""
+    """Escape a value for a log line: ASCII without control characters, at most 200 characters."""
     return json.dumps(str(value)[:200], ensure_ascii=True)[1:-1]

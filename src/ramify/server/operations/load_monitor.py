@@ -1,4 +1,4 @@
-"""What looks after a server while it serves: the delay of its event loop, and a line now and then."""
+"""Background tasks of a server: measure the delay of its event loop, log a line with its load."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ LINE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """Tokens since the start."""
+    """Tokens since the start, and the engine now."""
 
-    prompt: float
-    output: float
-    saved: float  # of the prompts, what nobody had to compute
+    prompt_tokens: float  # of ended requests
+    output_tokens: float
+    saved_tokens: float  # of the prompts: not computed, but cached or shared in flight
     engine: EngineStats
 
-    def line(self, before: LoadSnapshot, passed_s: float) -> str | None:
-        """What happened since, in one line; None if nothing did and nothing is live."""
-        prompt, output = self.prompt - before.prompt, self.output - before.output
-        live = self.engine.num_running + self.engine.num_waiting
-        if not prompt and not output and not live:
+    def line(self, before: LoadSnapshot, interval_s: float) -> str | None:
+        """The log line for the interval since `before`; None while the server is idle."""
+        prompt_tokens = self.prompt_tokens - before.prompt_tokens
+        output_tokens = self.output_tokens - before.output_tokens
+        num_live = self.engine.num_running + self.engine.num_waiting
+        if not prompt_tokens and not output_tokens and not num_live:
             return None
         cache = self.engine.cache
-        saved = self.saved - before.saved
-        used = 1 - cache.free_pages / cache.num_pages
-        rate = f"{saved / prompt:.0%}" if prompt else "-"
+        saved_tokens = self.saved_tokens - before.saved_tokens
+        used_share = 1 - cache.free_pages / cache.num_pages
+        hit_rate = f"{saved_tokens / prompt_tokens:.0%}" if prompt_tokens else "-"
         return (
-            f"in={prompt / passed_s:.0f} tok/s out={output / passed_s:.0f} tok/s "
+            f"in={prompt_tokens / interval_s:.0f} tok/s out={output_tokens / interval_s:.0f} tok/s "
             f"running={self.engine.num_running} waiting={self.engine.num_waiting} "
-            f"kv={used:.0%} hit={rate} saved={saved:.0f} prefill tokens"
+            f"kv={used_share:.0%} hit={hit_rate} saved={saved_tokens:.0f} prefill tokens"
         )
 
 
 class LoadMonitor:
-    """Measures while it runs.
+    """Observes the delay of the event loop, and logs the load while there is any.
 
     Args:
-        write_line: takes a line.
-        tick_s: how often the event loop is asked how late it is.
-        line_s: how often there is a line, if there is something to tell.
+        tick_s: interval at which the delay of the event loop is measured.
+        line_s: interval of the log line.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class LoadMonitor:
         self._tick_s, self._line_s = tick_s, line_s
 
     async def run(self) -> None:
-        """Until it is cancelled, or the engine has ended."""
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._measure_loop_delay())
-            both.create_task(self._log_load())
+        """Run both tasks until cancelled; the log line ends with the engine."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._measure_loop_delay())
+            tasks.create_task(self._log_load())
 
     async def _measure_loop_delay(self) -> None:
         loop = asyncio.get_running_loop()
@@ -82,18 +82,18 @@ class LoadMonitor:
     async def _log_load(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            before, since = await self._snapshot(), loop.time()
+            before, before_s = await self._snapshot(), loop.time()
             while True:
                 await asyncio.sleep(self._line_s)
-                totals, now = await self._snapshot(), loop.time()
-                line = totals.line(before, now - since)
+                snapshot, now_s = await self._snapshot(), loop.time()
+                line = snapshot.line(before, now_s - before_s)
                 if line is not None:
                     self._write_line(line)
-                before, since = totals, now
+                before, before_s = snapshot, now_s
         except EngineStoppedError:
             return
 
     async def _snapshot(self) -> LoadSnapshot:
         engine = await self._service.engine.run(EngineCore.stats)
-        told = self._metrics
-        return LoadSnapshot(told.num_prompt, told.num_output, told.num_saved, engine)
+        metrics = self._metrics
+        return LoadSnapshot(metrics.num_prompt, metrics.num_output, metrics.num_saved, engine)

@@ -1,4 +1,8 @@
-"""Prometheus metrics: our names, and those of vLLM that dashboards look for."""
+"""Prometheus metrics: under `ramify_*` names, some also under the `vllm:*` names of dashboards.
+
+A new metric of engine or cache: a field of `EngineStats` or `CacheStats`, a row in `GAUGES` or
+`COUNTERS`, and a line in the documentation.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Upper bounds of histogram buckets.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-GAPS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
+GAP_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 TOKENS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 # (name, vLLM's name or None, help text, value in a snapshot)
@@ -46,60 +51,63 @@ COUNTERS: tuple[EngineMetric, ...] = (
 
 
 class EngineCollector(Collector):
-    """Values that were read in the engine's thread just before they are told."""
+    """Engine and cache metrics of one snapshot, which `read` takes before each scrape."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._values: list[Metric] = []
+        self._metrics: list[Metric] = []
 
     def read(self, core: EngineCore) -> None:
-        """Take all values; in the engine's thread."""
+        """Take a snapshot; in the engine's thread."""
         stats = core.stats()
-        found: list[Metric] = []
-        for make, kinds in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, alias, told, value in kinds:
-                number = float(value(stats))
-                found.append(make(f"ramify_{name}", told, value=number))
-                if alias is not None:
-                    theirs = make(f"vllm:{alias}", told, labels=["model_name"])
-                    theirs.add_metric([self._model], number)
-                    found.append(theirs)
-        self._values = found
+        metrics: list[Metric] = []
+        for family, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, vllm_name, help_text, value_of in rows:
+                value = float(value_of(stats))
+                metrics.append(family(f"ramify_{name}", help_text, value=value))
+                if vllm_name is not None:
+                    vllm_metric = family(f"vllm:{vllm_name}", help_text, labels=["model_name"])
+                    vllm_metric.add_metric([self._model], value)
+                    metrics.append(vllm_metric)
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """What was read last."""
-        return self._values
+        """The last snapshot."""
+        return self._metrics
 
 
 class DualCounter:
-    """A counter under our name and, with the model as a label, under vLLM's."""
+    """A counter under its `ramify_` name and, labelled with the model, under vLLM's."""
 
-    def __init__(self, ours: Counter, theirs: Counter) -> None:
-        self._both = (ours, theirs)
+    def __init__(self, ours: Counter, vllm: Counter) -> None:
+        self._both = (ours, vllm)
 
     def inc(self, count: float) -> None:
-        """Count so many more."""
-        for one in self._both:
-            one.inc(count)
+        """Add to both."""
+        for counter in self._both:
+            counter.inc(count)
 
 
 class DualHistogram:
-    """A histogram under our name and, with the model as a label, under vLLM's."""
+    """A histogram under its `ramify_` name and, labelled with the model, under vLLM's."""
 
-    def __init__(self, ours: Histogram, theirs: Histogram) -> None:
-        self._both = (ours, theirs)
+    def __init__(self, ours: Histogram, vllm: Histogram) -> None:
+        self._both = (ours, vllm)
 
     def observe(self, value: float | None) -> None:
-        """One more value; None is none."""
-        for one in self._both if value is not None else ():
-            one.observe(value or 0.0)
+        """Add a value to both; None is not counted."""
+        for histogram in self._both if value is not None else ():
+            histogram.observe(value or 0.0)
 
 
 class Metrics:
-    """Counts of the server, and values of its engine.
+    """All metrics of a server: those that it counts itself, and those of its engine (`engine`).
+
+    `num_prompt`, `num_output`, `num_saved` are token counts for the load line: of prompts, of
+    answers, and of prompts without a forward pass (cached or shared in flight).
 
     Args:
-        model: the label `model_name`, by which dashboards for vLLM choose.
+        model: the label `model_name` of vLLM's metrics.
     """
 
     def __init__(self, model: str) -> None:
@@ -107,7 +115,7 @@ class Metrics:
         self.engine = EngineCollector(model)
         self.registry.register(self.engine)
         self._model = model
-        self.num_prompt = self.num_output = self.num_saved = 0  # tokens, for who asks often
+        self.num_prompt = self.num_output = self.num_saved = 0
         self._requests = self._counter("requests", "requests that have ended", "reason")
         self._success = Counter(
             "vllm:request_success",
@@ -125,7 +133,9 @@ class Metrics:
         self._ttft = self._dual_histogram(
             "time_to_first_token_seconds", "to the first token", SECONDS
         )
-        self._gaps = self._dual_histogram("inter_token_latency_seconds", "between tokens", GAPS)
+        self._gaps = self._dual_histogram(
+            "inter_token_latency_seconds", "between tokens", GAP_SECONDS
+        )
         self._total = self._dual_histogram(
             "e2e_request_latency_seconds", "of whole requests", SECONDS
         )
@@ -139,60 +149,66 @@ class Metrics:
         self.loop_delay = Histogram(
             "ramify_event_loop_delay_seconds",
             "how late the server's event loop is",
-            buckets=GAPS,
+            buckets=GAP_SECONDS,
             registry=self.registry,
         )
-        self._last_s: dict[tuple[str, int], float] = {}  # of live answers: when a token came
+        # (response id, index of the answer) → time of its last token; live answers only.
+        self._last_token_s: dict[tuple[str, int], float] = {}
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"ramify_{name}", told, labels, registry=self.registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"ramify_{name}", help_text, labels, registry=self.registry)
 
-    def _dual_counter(self, name: str, told: str) -> DualCounter:
-        theirs = Counter(f"vllm:{name}", told, ("model_name",), registry=self.registry)
-        return DualCounter(self._counter(name, told), theirs.labels(self._model))
+    def _dual_counter(self, name: str, help_text: str) -> DualCounter:
+        vllm = Counter(f"vllm:{name}", help_text, ("model_name",), registry=self.registry)
+        return DualCounter(self._counter(name, help_text), vllm.labels(self._model))
 
-    def _dual_histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> DualHistogram:
-        ours = Histogram(f"ramify_{name}", told, buckets=buckets, registry=self.registry)
-        theirs = Histogram(
-            f"vllm:{name}", told, ("model_name",), buckets=buckets, registry=self.registry
+    def _dual_histogram(
+        self, name: str, help_text: str, buckets: tuple[float, ...]
+    ) -> DualHistogram:
+        ours = Histogram(f"ramify_{name}", help_text, buckets=buckets, registry=self.registry)
+        vllm = Histogram(
+            f"vllm:{name}", help_text, ("model_name",), buckets=buckets, registry=self.registry
         )
-        return DualHistogram(ours, theirs.labels(self._model))
+        return DualHistogram(ours, vllm.labels(self._model))
 
     def count_response(self, route: str, status: int) -> None:
-        """A response begins."""
+        """Count a response by route and status, when it begins."""
         self._responses.labels(route, str(status)).inc()
 
     def observe_tokens(self, generation: Generation, event: StepOutput) -> None:
-        """Tokens have come to whoever reads them; merged ones count as evenly spread."""
+        """Count tokens that reach the reader of a generation, and the time between them.
+
+        Tokens of one event count as evenly spread over the time since the event before.
+        """
         count = len(event.new_token_ids)
         if not count:
             return
         self._output_tokens.inc(count)
         self.num_output += count
         now, key = time.monotonic(), (generation.id, event.index)
-        last = self._last_s.get(key)
-        self._last_s[key] = now
-        for _ in range(count if last is not None else 0):
-            self._gaps.observe((now - (last or now)) / count)
+        last_s = self._last_token_s.get(key)
+        self._last_token_s[key] = now
+        for _ in range(count if last_s is not None else 0):
+            self._gaps.observe((now - (last_s or now)) / count)
 
     def observe_request(self, generation: Generation) -> None:
-        """A request has ended."""
+        """Count a request that has ended: reason, tokens by source, latencies."""
         for index in range(generation.request.params.n):
-            self._last_s.pop((generation.id, index), None)
+            self._last_token_s.pop((generation.id, index), None)
         output = generation.output
         reason = "disconnected" if output is None else str(output.finish_reason)
         self._requests.labels(reason).inc()
         self._success.labels(self._model, "abort" if output is None else reason).inc()
         if output is None:
             return
-        num_prompt, use = len(output.prompt_token_ids), output.cache
+        num_prompt, report = len(output.prompt_token_ids), output.cache
         self._prompt_tokens.inc(num_prompt)
         self.num_prompt += num_prompt
-        self.num_saved += use.read_tokens + use.shared_tokens
+        self.num_saved += report.read_tokens + report.shared_tokens
         for source, count in (
-            ("read", use.read_tokens),
-            ("shared", use.shared_tokens),
-            ("computed", use.computed_tokens),
+            ("read", report.read_tokens),
+            ("shared", report.shared_tokens),
+            ("computed", report.computed_tokens),
         ):
             self._sources.labels(source).inc(count)
         if generation.miss is not None:
@@ -205,5 +221,5 @@ class Metrics:
         self._output_sizes.observe(float(output.usage.completion_tokens))
 
     def exposition(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""One line per request, and one every ten seconds while there is something to tell."""
+"""Request log: a log line per request, log records as JSON, and a trace file for the analyser."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ramify.errors import ConfigError
@@ -18,30 +18,30 @@ logger = logging.getLogger("ramify.requests")
 
 
 class JsonFormatter(logging.Formatter):
-    """Log records as JSON, one object a line."""
+    """Formats a log record as a line of JSON; `extra={"fields": …}` become keys of the object."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        told = {
+        entry = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        told |= getattr(record, "fields", {})
+        entry |= getattr(record, "fields", {})
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=True)
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=True)
 
 
 def log_request(generation: Generation) -> None:
-    """`id=… prompt=… hit=… miss=…`: what a request took, never what it said."""
-    output, use = generation.output, generation.cache
+    """Log `id=… tenant=… prompt=… hit=… miss=… …` for an ended request: counts and times, no text."""
+    output, usage = generation.output, generation.cache
     fields: dict[str, object] = {
         "id": generation.id,
         "tenant": log_safe(generation.caller.tenant) or "-",
         "prompt": len(generation.request.prompt.ids),
-        "hit": 0 if use is None else use.cached,
+        "hit": 0 if usage is None else usage.cached,
         "miss": "-" if generation.miss is None else generation.miss.reason,
     }
     if generation.miss is not None and generation.miss.segment is not None:
@@ -54,27 +54,29 @@ def log_request(generation: Generation) -> None:
         if output.metrics.ttft_s is not None:
             fields["ttft_ms"] = round(1000 * output.metrics.ttft_s)
         fields["total_ms"] = round(1000 * output.metrics.total_s)
-    told = " ".join(f"{name}={value}" for name, value in fields.items())
-    logger.info("%s", told, extra={"fields": fields})
+    logger.info("%s", _key_values(fields), extra={"fields": fields})
 
 
-def log_rejected(error: ApiError, route: str, name: str) -> None:
-    """One line for a request that was not carried out: what was wrong, not what it said."""
-    fields: dict[str, object] = {"id": log_safe(name), "route": route, "status": error.status}
+def log_rejected(error: ApiError, route: str, request_id: str) -> None:
+    """Log a request that ended with an error response: status, code and field, no text."""
+    fields: dict[str, object] = {"id": log_safe(request_id), "route": route, "status": error.status}
     if error.code is not None:
         fields["code"] = error.code
     if error.param is not None:
         fields["param"] = log_safe(error.param)
-    told = " ".join(f"{name}={value}" for name, value in fields.items())
     level = logging.WARNING if error.status >= 500 else logging.INFO
-    logger.log(level, "refused %s", told, extra={"fields": fields})
+    logger.log(level, "refused %s", _key_values(fields), extra={"fields": fields})
+
+
+def _key_values(fields: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 class LineFile:
-    """A file that others may read while it grows: whole lines, each of them in the file at once.
+    """An append-only file of lines; each is written whole, so that others can read along.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,13 +87,13 @@ class LineFile:
             raise ConfigError(f"{path} cannot be written: {error}") from error
 
     def write(self, line: str) -> None:
-        """Append a line; when the disk is full, what fits of it is taken back and that is logged."""
+        """Append a line. On failure the file keeps no part of it, and the first failure is logged."""
         data = line.encode()
         try:
             written = os.write(self._handle, data)
             if written < len(data):
                 os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
-                raise OSError(f"{written} of {len(data)} bytes were taken")
+                raise OSError(f"only {written} of {len(data)} bytes were written")
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
@@ -99,17 +101,17 @@ class LineFile:
             self._has_failed = True
 
     def close(self) -> None:
-        """End."""
+        """Close the file."""
         os.close(self._handle)
 
 
 class TraceWriter:
-    """Writes one JSON line per request for the analyser: lengths and hashes, no text.
+    """Writes a JSON line per request for the analyser: lengths and page hashes, no text.
 
     Args:
-        write: takes a line.
-        page_size: prompts are hashed page by page, each with all that is before it.
-        with_tokens: token ids too. They are as good as the text.
+        write: gets each line, with its newline.
+        page_size: tokens per hash; the hash of a page covers the whole prefix up to its end.
+        with_tokens: write token ids as well, from which the text can be restored.
     """
 
     def __init__(
@@ -118,9 +120,9 @@ class TraceWriter:
         self._write, self._page_size, self._with_tokens = write, page_size, with_tokens
 
     def __call__(self, generation: Generation) -> None:
-        """A request has ended."""
+        """Write the line of a request that has ended."""
         output, prompt = generation.output, generation.request.prompt
-        told: dict[str, object] = {
+        entry: dict[str, object] = {
             "timestamp": round(1000 * time.time()),
             "tenant": generation.caller.tenant,
             "input_length": len(prompt.ids),
@@ -130,5 +132,5 @@ class TraceWriter:
             "hit": 0 if generation.cache is None else generation.cache.cached,
         }
         if self._with_tokens:
-            told["token_ids"] = prompt.ids.tolist()
-        self._write(json.dumps(told) + "\n")
+            entry["token_ids"] = prompt.ids.tolist()
+        self._write(json.dumps(entry) + "\n")
