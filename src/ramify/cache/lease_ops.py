@@ -101,9 +101,8 @@ class LeaseOps:
         if packed:
             self._store.ledger.give_back(packed)
         self._registry.close(lease)
-        self._store.release_used(
-            lease.node, lease.lookup_counts[1] // self._page_size, lease.lookup_counts[4]
-        )
+        _, hit_tokens, _, _, lookup_number = lease.lookup_counts
+        self._store.release_used(lease.node, hit_tokens // self._page_size, lookup_number)
 
     def reserve(self, num_pages: Any) -> Pages:
         """See `PrefixCache.reserve`."""

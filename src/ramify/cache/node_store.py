@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from ramify.cache.counters import MISS, CacheCounters, log2_bucket
 from ramify.cache.events import EventLog
 from ramify.cache.eviction_queue import EvictionQueue, Policy
-from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
+from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, WITHDRAWN, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.tree import RadixTree
-from ramify.cache.types import CacheStats, Node
+from ramify.cache.types import Node
 from ramify.errors import OutOfPagesError
 
 
@@ -460,34 +460,3 @@ class NodeStore:
             return self.evict(self.num_evictable, CLEARED)
         finally:
             self.log.cleared()
-
-    # -- counting --------------------------------------------------------------------------
-
-    def stats(self, num_leases: int, pinned_pages: int) -> CacheStats:
-        """Counters and occupancy, together with what callers keep count of."""
-        ledger, tree, recorder = self.ledger, self.tree, self.counters
-        recent_tokens, recent_hit_tokens = recorder.recent
-        residency, idle, reuse_gap = recorder.histograms
-        return CacheStats(
-            num_pages=ledger.num_pages,
-            page_size=tree.page_size,
-            free_pages=ledger.num_free,
-            private_pages=ledger.num_private,
-            cached_pages=ledger.num_tree,
-            evictable_pages=self.num_evictable,
-            pinned_pages=pinned_pages,
-            ghost_pages=tree.num_ghost_pages,
-            num_nodes=tree.num_nodes - tree.num_ghosts,
-            num_leases=num_leases,
-            lookups=recorder.lookups,
-            lookup_tokens=recorder.tokens,
-            hit_tokens=recorder.hit_tokens,
-            ideal_hit_tokens=recorder.ideal_tokens,
-            recent_tokens=recent_tokens,
-            recent_hit_tokens=recent_hit_tokens,
-            evicted_pages=sum(recorder.evictions),
-            evictions=dict(zip(REASONS[:WITHDRAWN], recorder.evictions, strict=False)),
-            residency=residency,
-            idle=idle,
-            reuse_gap=reuse_gap,
-        )

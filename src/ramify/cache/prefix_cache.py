@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
-from ramify.cache.ghosts import ASKED
+from ramify.cache.ghosts import ASKED, REASONS, WITHDRAWN
 from ramify.cache.hash_index import INDICES
 from ramify.cache.invariants import check_cache
 from ramify.cache.key import CacheKey, atoms_of, pack
@@ -24,7 +24,9 @@ from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
 from ramify.errors import ConfigError, LeaseError
 
-GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
+# Times `num_pages`: below 2 the policy learns too little, beyond 4 no gain was measured.
+GHOST_POOLS = 4
+FLOAT_SLACK = 1e-9  # pages; 0.29 * 100 is 28.999… but means 29
 
 
 class PrefixCache:
@@ -77,7 +79,7 @@ class PrefixCache:
         tree.index = INDICES[index](tree)
         self._store = NodeStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
         self._page_bytes, self._registry = tree.page_bytes, LeaseRegistry(tree)
-        max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
+        max_pinned = int(num_pages * max_pinned_share + FLOAT_SLACK)
         self._lease_ops = LeaseOps(self._store, self._registry, max_pinned)
         self._pin_table = self._lease_ops.pins
 
@@ -157,9 +159,33 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Counters and occupancy."""
-        self._pin_table.expire()
-        return self._store.stats(
-            len(self._registry) - len(self._pin_table), self._pin_table.num_pages
+        pins, tree, store = self._pin_table, self._tree, self._store
+        pins.expire()
+        ledger, counters = store.ledger, store.counters
+        recent_tokens, recent_hit_tokens = counters.recent
+        residency, idle, reuse_gap = counters.histograms
+        return CacheStats(
+            num_pages=ledger.num_pages,
+            page_size=self.page_size,
+            free_pages=ledger.num_free,
+            private_pages=ledger.num_private,
+            cached_pages=ledger.num_tree,
+            evictable_pages=store.num_evictable,
+            pinned_pages=pins.num_pages,
+            ghost_pages=tree.num_ghost_pages,
+            num_nodes=tree.num_nodes - tree.num_ghosts,
+            num_leases=len(self._registry) - len(pins),
+            lookups=counters.lookups,
+            lookup_tokens=counters.tokens,
+            hit_tokens=counters.hit_tokens,
+            ideal_hit_tokens=counters.ideal_tokens,
+            recent_tokens=recent_tokens,
+            recent_hit_tokens=recent_hit_tokens,
+            evicted_pages=sum(counters.evictions),
+            evictions=dict(zip(REASONS[:WITHDRAWN], counters.evictions, strict=False)),
+            residency=residency,
+            idle=idle,
+            reuse_gap=reuse_gap,
         )
 
     # -- leases ----------------------------------------------------------------------------
@@ -210,7 +236,8 @@ class PrefixCache:
             LeaseError: the lease is not live, or grew by `announce` or `publish` (`release` it).
         """
         self._registry.require(lease, withdrawn=True)
-        if lease.num_tokens != lease.lookup_counts[1]:
+        _, hit_tokens, *_ = lease.lookup_counts
+        if lease.num_tokens != hit_tokens:
             raise LeaseError(
                 f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
                 "from no lookup; release it instead"

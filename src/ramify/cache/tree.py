@@ -101,7 +101,7 @@ class RadixTree:
         self._columns: list[tuple[list[Any], Any]] = []  # and what is in them for a new node
         self._inherited: list[list[Any]] = []
         # Of a number that is given back; `add` sets the others.
-        self._cleared: list[tuple[list[Any], Any]] = []
+        self._reset: list[tuple[list[Any], Any]] = []
         self._capacity = 1  # entries in every column
         self.edges: list[bytes | memoryview] = self.column(b"")
         self.pages: list[bytes] = self.column(b"")
@@ -113,18 +113,19 @@ class RadixTree:
         self.length = self.column(0)  # pages in its edge
         self.resident = self.column(0)  # of them with page ids, from the first on
         self.resident_children = self.column(0)
-        self.start = self.column(0, inherited=True)  # pages above the node
-        self.ref_count = self.column(0, inherited=True)
-        self.leader = self.column(0, inherited=True)
-        self.created_at_lookup = self.column(0, inherited=True)
-        self.created_s = self.column(0.0, inherited=True)
-        self.last_access_s = self.column(0.0, inherited=True)
-        self._cleared.clear()
+        self.start = self.column(0, inherited=True, reset=False)  # pages above the node
+        self.ref_count = self.column(0, inherited=True, reset=False)
+        self.leader = self.column(0, inherited=True, reset=False)
+        self.created_at_lookup = self.column(0, inherited=True, reset=False)
+        self.created_s = self.column(0.0, inherited=True, reset=False)
+        self.last_access_s = self.column(0.0, inherited=True, reset=False)
         self.hits = self.column(0, inherited=True)
         self.priority = self.column(0, inherited=True)
         self.last_access = self.column(0, inherited=True)
 
-    def column(self, empty: Value, *, inherited: bool = False) -> list[Value]:
+    def column(
+        self, empty: Value, *, inherited: bool = False, reset: bool | None = None
+    ) -> list[Value]:
         """One more field of every node, `empty` for now: for whoever keeps something by node.
 
         What is `inherited` has the same value in both halves of a split, and is `empty` for every
@@ -135,7 +136,8 @@ class RadixTree:
         self._columns.append((column, empty))
         if inherited:
             self._inherited.append(column)
-            self._cleared.append((column, empty))
+        if inherited if reset is None else reset:
+            self._reset.append((column, empty))
         return column
 
     # -- finding ---------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class RadixTree:
 
     def _release_id(self, node: int) -> None:
         """Give a number back, without pins, holder, children and siblings."""
-        for column, empty in self._cleared:
+        for column, empty in self._reset:
             column[node] = empty
         self._free_ids.append(node)
 
@@ -272,15 +274,7 @@ class RadixTree:
         self.resident[node] = lower_resident = max(0, resident - num_pages)
         self.resident_children[upper] = 1 if lower_resident else 0
         self.num_ghosts += not lower_resident  # both halves of a ghost are ghosts
-        before, after = self.prev_sibling[node], self.next_sibling[node]
-        self.prev_sibling[upper], self.next_sibling[upper] = before, after
-        if before:
-            self.next_sibling[before] = upper
-        else:
-            self.first_child[parent] = upper
-        if after:
-            self.prev_sibling[after] = upper
-        self.prev_sibling[node] = self.next_sibling[node] = 0
+        self._replace_child(node, upper)
         self.first_child[upper] = node
         self.parent[node] = upper
         if marks := self.content.pop(node, ()):
@@ -291,6 +285,19 @@ class RadixTree:
         self.index.add(node)
         self.num_nodes += 1
         return upper
+
+    def _replace_child(self, node: int, replacement: int) -> None:
+        """Put `replacement` in a node's place among its siblings; 0 closes the gap."""
+        before, after = self.prev_sibling[node], self.next_sibling[node]
+        if replacement:
+            self.prev_sibling[replacement], self.next_sibling[replacement] = before, after
+        if before:
+            self.next_sibling[before] = replacement or after
+        else:
+            self.first_child[self.parent[node]] = replacement or after
+        if after:
+            self.prev_sibling[after] = replacement or before
+        self.prev_sibling[node] = self.next_sibling[node] = 0
 
     def grow(self, node: int, atoms: bytes | memoryview, packed: bytes) -> None:
         """Append pages to a leaf that is resident in full."""
@@ -346,15 +353,7 @@ class RadixTree:
             return
         assert not self.first_child[node] and not self.ref_count[node]
         self.index.remove(node)
-        before, after = self.prev_sibling[node], self.next_sibling[node]
-        if before:
-            self.next_sibling[before] = after
-            self.prev_sibling[node] = 0
-        else:
-            self.first_child[self.parent[node]] = after
-        if after:
-            self.prev_sibling[after] = before
-            self.next_sibling[node] = 0
+        self._replace_child(node, 0)
         self.edges[node] = self.pages[node] = b""
         if self.content:
             self.content.pop(node, None)

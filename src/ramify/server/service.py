@@ -16,8 +16,8 @@ from ramify import __version__
 from ramify.cache.explain import Explanation
 from ramify.cache.inspection import count_pages
 from ramify.cache.key import CacheKey
+from ramify.cache.maintenance import evict_suffix
 from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.trim import evict_suffix
 from ramify.cache.types import Node
 from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.core import EngineCore, StepOutput
