@@ -1,4 +1,4 @@
-"""What every request does with the cache: look up, publish, let go. Compiled where that is possible."""
+"""`LeaseOps`: the calls that every request makes: acquire, publish, release, reserve."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NEVER_S: Final = float("inf")
 
 
 class LeaseOps:
-    """Leases over the pages of a store, some of which are pins.
+    """The hot path of `PrefixCache`: operations on leases and their pages.
 
-    What callers of `PrefixCache` hand over comes here as it is (`Any`), and is looked at before
-    anything changes.
+    Arguments typed `Any` come from callers unchecked (compiled code would refuse them with a bare
+    TypeError); they are checked before anything changes.
     """
 
     def __init__(self, store: NodeStore, registry: LeaseRegistry, max_pinned: int) -> None:
@@ -29,15 +29,15 @@ class LeaseOps:
         self.pins = PinTable(store.tree, max_pinned, store.clock, self.cancel_pin)
 
     def matchable_bytes(self, key: Any) -> int:
-        """Bytes of a key that may be found: at least one token is always computed."""
+        """Bytes of a key's atoms that a lookup may match; at least one token is left to compute."""
         page_bytes = self._tree.page_bytes
         return max(0, len(atoms_of(key)) - 1) // page_bytes * page_bytes
 
     def acquire(self, key: Any, pending: bool) -> Lease:
-        """Pin the longest usable prefix of a key that is there, and count the lookup.
+        """Pin the longest cached proper prefix of a key, and count the lookup.
 
         Args:
-            pending: whether announced pages count.
+            pending: match announced pages too.
         """
         lease = self.pin_prefix(key, self.matchable_bytes(key), pending, count_lookup=True)
         if self.pins.next_expiry_s < NEVER_S:
@@ -47,7 +47,7 @@ class LeaseOps:
     def pin_prefix(
         self, key: Any, end: int, pending: bool = False, count_lookup: bool = False
     ) -> Lease:
-        """Pin the longest prefix of a key that is there, up to byte `end` of its atoms."""
+        """Pin the longest cached prefix of a key, up to byte `end` of its atoms."""
         tree, store = self._tree, self._store
         atoms: bytes = key.atoms
         root = tree.roots.get(key.namespace, 0)
@@ -63,11 +63,11 @@ class LeaseOps:
             node, packed = path[-1], tree.path_pages(path)
             if tree.leader[node]:
                 num_pending = sum([tree.resident[at] for at in path if tree.leader[at]])
-        found = len(packed) // ID_BYTES * self._page_size
+        num_tokens = len(packed) // ID_BYTES * self._page_size
         if not count_lookup:
-            return self._registry.open(key, found, packed, node, num_pending)
-        counts = store.count_lookup(path, node, atoms, found, end)
-        return self._registry.open(key, found, packed, node, num_pending, counts)
+            return self._registry.open(key, num_tokens, packed, node, num_pending)
+        counts = store.count_lookup(path, node, atoms, num_tokens, end)
+        return self._registry.open(key, num_tokens, packed, node, num_pending, counts)
 
     def publish(self, lease: Any, key: Any, private: Any) -> Lease:
         """See `PrefixCache.publish`."""
@@ -91,23 +91,23 @@ class LeaseOps:
         packed = pack_pages(private)
         if self._tree.leader[lease.node] and (announced := self._registry.pending_nodes(lease)):
             self._store.ledger.require_private(packed)
-            pins = self._tree.ref_count[announced[0]]
-            if pins > 1:
+            num_leases = self._tree.ref_count[announced[0]]
+            if num_leases > 1:
                 raise LeaseError(
-                    f"{pins - 1} other leases depend on pages that lease {lease.id} announced and "
+                    f"{num_leases - 1} other leases depend on pages that lease {lease.id} announced and "
                     "did not compute; withdraw it first"
                 )
             self._store.drop_pending(self._registry.withdraw(announced[0], [lease]))
         if packed:
             self._store.ledger.give_back(packed)
         self._registry.close(lease)
-        self._store.release_used(
-            lease.node, lease.lookup_counts[1] // self._page_size, lease.lookup_counts[4]
-        )
+        _, hit_tokens, _, _, lookup_number = lease.lookup_counts
+        self._store.release_used(lease.node, hit_tokens // self._page_size, lookup_number)
 
     def reserve(self, num_pages: Any) -> Pages:
         """See `PrefixCache.reserve`."""
-        is_count = type(num_pages) is int and num_pages >= 0  # as a rule: it need not be checked
+        # The usual case needs no validation.
+        is_count = type(num_pages) is int and num_pages >= 0
         count: int = num_pages if is_count else validate_int("num_pages", num_pages)
         store = self._store
         missing = count - store.ledger.num_free
@@ -118,6 +118,6 @@ class LeaseOps:
         return Pages(store.ledger.take(count))
 
     def cancel_pin(self, lease: Lease) -> None:
-        """End a lease that was not used."""
+        """End a lease without counting its pages as used."""
         self._registry.close(lease)
         self._store.unpin(lease.node)
