@@ -69,6 +69,40 @@ class LeaseOps:
         counts = store.count_lookup(path, node, atoms, num_tokens, end)
         return self._registry.open(key, num_tokens, packed, node, num_pending, counts)
 
+    def fork(self, lease: Any, num_tokens: Any) -> Lease:
+        """See `PrefixCache.fork`."""
+        self._registry.require(lease)
+        tree, node = self._tree, lease.node
+        if tree.leader[node]:
+            raise LeaseError(
+                f"lease {lease.id} has announced or attached to pages that are not computed yet; "
+                "publish them first"
+            )
+        length = lease.num_tokens if num_tokens is None else num_tokens
+        if not 0 <= length <= lease.num_tokens:
+            raise LeaseError(
+                f"num_tokens={length} but lease {lease.id} has {lease.num_tokens} tokens"
+            )
+        num_pages = validate_int("num_tokens", length) // self._page_size
+        node = self._store.node_ending_at(node, num_pages)
+        self._store.pin_path(tree.root[node], tree.path(node))
+        packed = lease.packed_pages[: num_pages * ID_BYTES]
+        return self._registry.open(lease.full_key, num_pages * self._page_size, packed, node)
+
+    def announce(self, lease: Any, key: Any, private: Any) -> Lease:
+        """See `PrefixCache.announce`."""
+        self._registry.require(lease)
+        packed = self._registry.pack_extension(lease, key, private)
+        tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
+        child = tree.index.find(lease.node, key.atoms, start) if packed else 0
+        if not packed or tree.resident[child]:
+            store.ledger.require_private(packed)
+            return lease
+        store.ledger.adopt(packed)
+        lease.node = store.insert_nodes(lease.node, child, key, start, packed, lease.leader)
+        end = lease.num_tokens + len(packed) // ID_BYTES * self._page_size
+        return self._registry.replace(lease, key, end, lease.packed_pages + packed)
+
     def publish(self, lease: Any, key: Any, private: Any) -> Lease:
         """See `PrefixCache.publish`."""
         self._registry.require(lease)
@@ -84,6 +118,42 @@ class LeaseOps:
         lease.node, pages = store.insert(lease.node, key, lease.num_tokens * ATOM_BYTES, packed)
         end = lease.num_tokens + len(pages) // ID_BYTES * self._page_size
         return self._registry.replace(lease, key, end, lease.packed_pages + pages)
+
+    def withdraw(self, lease: Any) -> list[Lease]:
+        """See `PrefixCache.withdraw`."""
+        self._registry.require(lease)
+        announced = self._registry.pending_nodes(lease)
+        if not announced:
+            return []
+        dependents = self._registry.dependents(announced[0])
+        self._store.drop_pending(self._registry.withdraw(announced[0], dependents))
+        return [other for other in dependents if other is not lease]
+
+    def can_retract(self, lease: Any, num_tokens: Any) -> bool:
+        """See `PrefixCache.can_retract`."""
+        self._registry.require(lease)
+        tree, start = self._tree, validate_int("num_tokens", num_tokens) // self._page_size
+        return all(
+            tree.ref_count[node] == 1  # the lease's own
+            for node in self._registry.pending_nodes(lease)
+            if tree.start[node] + tree.length[node] > start
+        )
+
+    def retract(self, lease: Any, num_tokens: Any) -> tuple[Lease, Pages]:
+        """See `PrefixCache.retract`."""
+        num_tokens = validate_int("num_tokens", num_tokens)
+        if not self.can_retract(lease, num_tokens):
+            raise LeaseError(
+                f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"
+            )
+        announced, size = self._registry.pending_nodes(lease), self._page_size
+        if not announced:
+            return lease, Pages()
+        start = max(num_tokens // size, self._tree.start[announced[0]])
+        lease.node, packed = self._store.retract(announced, start)
+        left = lease.packed_pages[: len(lease.packed_pages) - len(packed)]
+        length = len(left) // ID_BYTES * size
+        return self._registry.replace(lease, lease.full_key, length, left), Pages(packed)
 
     def release(self, lease: Any, private: Any) -> None:
         """See `PrefixCache.release`."""
@@ -116,6 +186,18 @@ class LeaseOps:
                 self.pins.expire()
             store.evict_for(count, missing)
         return Pages(store.ledger.take(count))
+
+    def cancel(self, lease: Any) -> None:
+        """See `PrefixCache.cancel`."""
+        self._registry.require(lease, withdrawn=True)
+        _, hit_tokens, *_ = lease.lookup_counts
+        if lease.num_tokens != hit_tokens:
+            raise LeaseError(
+                f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
+                "from no lookup; release it instead"
+            )
+        self._store.cancel_lookup(lease.node, lease.lookup_counts)
+        self.cancel_pin(lease)
 
     def cancel_pin(self, lease: Lease) -> None:
         """End a lease without counting its pages as used."""

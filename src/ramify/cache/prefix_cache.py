@@ -21,13 +21,12 @@ from ramify.cache.key import CacheKey, atoms_of, pack
 from ramify.cache.lease_ops import LeaseOps
 from ramify.cache.leases import Lease, LeaseRegistry
 from ramify.cache.node_store import NodeStore
-from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.pages import ID_BYTES, Pages, pack_pages
+from ramify.cache.pages import Pages, pack_pages
 from ramify.cache.pins import Pin, validate_ttl
 from ramify.cache.policies import POLICIES
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
-from ramify.errors import ConfigError, LeaseError
+from ramify.errors import ConfigError
 
 # Times `num_pages`: below 2 the policy learns too little, beyond 4 no gain was measured.
 GHOST_POOLS = 4
@@ -219,23 +218,7 @@ class PrefixCache:
             LeaseError: the lease is not live, is shorter, or depends on pages that are not
                 computed yet.
         """
-        self._registry.require(lease)
-        tree, node = self._tree, lease.node
-        if tree.leader[node]:
-            raise LeaseError(
-                f"lease {lease.id} has announced or attached to pages that are not computed yet; "
-                "publish them first"
-            )
-        length = lease.num_tokens if num_tokens is None else num_tokens
-        if not 0 <= length <= lease.num_tokens:
-            raise LeaseError(
-                f"num_tokens={length} but lease {lease.id} has {lease.num_tokens} tokens"
-            )
-        num_pages = validate_int("num_tokens", length) // self.page_size
-        node = self._store.node_ending_at(node, num_pages)
-        self._store.pin_path(tree.root[node], tree.path(node))
-        packed = lease.packed_pages[: num_pages * ID_BYTES]
-        return self._registry.open(lease.full_key, num_pages * self.page_size, packed, node)
+        return self._lease_ops.fork(lease, num_tokens)
 
     def cancel(self, lease: Lease) -> None:
         """End an unused lease of `acquire` or `attach`, and take its lookup off the statistics.
@@ -243,15 +226,7 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or grew by `announce` or `publish` (`release` it).
         """
-        self._registry.require(lease, withdrawn=True)
-        _, hit_tokens, *_ = lease.lookup_counts
-        if lease.num_tokens != hit_tokens:
-            raise LeaseError(
-                f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
-                "from no lookup; release it instead"
-            )
-        self._store.cancel_lookup(lease.node, lease.lookup_counts)
-        self._lease_ops.cancel_pin(lease)
+        self._lease_ops.cancel(lease)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
         """End a lease. The `private` pages become free; published pages stay cached.
@@ -364,17 +339,7 @@ class PrefixCache:
             LeaseError: the lease is not live, or `key` does not extend its prefix.
             PageOwnershipError: too few pages, or one that is not private.
         """
-        self._registry.require(lease)
-        packed = self._registry.pack_extension(lease, key, private)
-        tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
-        child = tree.index.find(lease.node, key.atoms, start) if packed else 0
-        if not packed or tree.resident[child]:
-            store.ledger.require_private(packed)
-            return lease
-        store.ledger.adopt(packed)
-        lease.node = store.insert_nodes(lease.node, child, key, start, packed, lease.leader)
-        end = lease.num_tokens + len(packed) // ID_BYTES * self.page_size
-        return self._registry.replace(lease, key, end, lease.packed_pages + packed)
+        return self._lease_ops.announce(lease, key, private)
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
         """Share the whole pages of `key`, whose K/V is computed; returns the lease on them.
@@ -401,23 +366,11 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or was withdrawn already.
         """
-        self._registry.require(lease)
-        announced = self._registry.pending_nodes(lease)
-        if not announced:
-            return []
-        dependents = self._registry.dependents(announced[0])
-        self._store.drop_pending(self._registry.withdraw(announced[0], dependents))
-        return [other for other in dependents if other is not lease]
+        return self._lease_ops.withdraw(lease)
 
     def can_retract(self, lease: Lease, num_tokens: int) -> bool:
         """Whether no other lease depends on pages announced by this lease beyond `num_tokens`."""
-        self._registry.require(lease)
-        tree, start = self._tree, validate_int("num_tokens", num_tokens) // self.page_size
-        return all(
-            tree.ref_count[node] == 1  # the lease's own
-            for node in self._registry.pending_nodes(lease)
-            if tree.start[node] + tree.length[node] > start
-        )
+        return self._lease_ops.can_retract(lease, num_tokens)
 
     def retract(self, lease: Lease, num_tokens: int) -> tuple[Lease, Pages]:
         """Make announced pages beyond the whole pages of the first `num_tokens` tokens private.
@@ -428,19 +381,7 @@ class PrefixCache:
         Raises:
             LeaseError: the lease is not live, or others depend on those pages.
         """
-        num_tokens = validate_int("num_tokens", num_tokens)
-        if not self.can_retract(lease, num_tokens):
-            raise LeaseError(
-                f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"
-            )
-        announced, size = self._registry.pending_nodes(lease), self.page_size
-        if not announced:
-            return lease, Pages()
-        start = max(num_tokens // size, self._tree.start[announced[0]])
-        lease.node, packed = self._store.retract(announced, start)
-        left = lease.packed_pages[: len(lease.packed_pages) - len(packed)]
-        length = len(left) // ID_BYTES * size
-        return self._registry.replace(lease, lease.full_key, length, left), Pages(packed)
+        return self._lease_ops.retract(lease, num_tokens)
 
     def is_blocked(self, lease: Lease) -> bool:
         """Whether a lease's prefix has pages that another leader has still to publish."""
