@@ -97,7 +97,8 @@ class LeaseOps:
         child = tree.index.find(lease.node, key.atoms, start) if packed else 0
         if not packed or tree.resident[child]:
             store.ledger.require_private(packed)
-            return lease
+            unchanged: Lease = lease
+            return unchanged
         store.ledger.adopt(packed)
         lease.node = store.insert_nodes(lease.node, child, key, start, packed, lease.leader)
         end = lease.num_tokens + len(packed) // ID_BYTES * self._page_size
