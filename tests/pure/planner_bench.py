@@ -84,7 +84,7 @@ class Bench:
 
     def warm(self, tokens: Iterable[int], namespace: bytes = b"") -> None:
         """Compute a prompt and leave it in the cache."""
-        one = sequence(tokens, namespace)
+        one = sequence_of(tokens, namespace)
         self.run(one)
         self.planner.release([one])
 
@@ -107,7 +107,9 @@ class Bench:
         self.cache.check()
 
 
-def sequence(tokens: Iterable[int], namespace: bytes = b"", *, reuse: bool = True) -> RadixSequence:
+def sequence_of(
+    tokens: Iterable[int], namespace: bytes = b"", *, reuse: bool = True
+) -> RadixSequence:
     return RadixSequence(array("i", tokens), namespace, reuse)
 
 

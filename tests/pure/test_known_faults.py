@@ -15,7 +15,7 @@ from ramify.cache import CacheKey, PrefixCache
 from ramify.errors import CacheError, ConfigError, OutOfPagesError, RamifyError
 from ramify.kv.block_table import PagedBlockTable
 from tests.pure import engine_bench
-from tests.pure.planner_bench import Bench, sequence
+from tests.pure.planner_bench import Bench, sequence_of
 from tests.pure.test_prefix_cache import begin, drained, key, publish, serve
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -230,7 +230,7 @@ def test_ab12_ids_are_pages_and_slots_are_converted_once(page_size: int) -> None
     """Every page of a batch is one of the pool, every slot lies in the page that the table names."""
     bench = Bench(num_pages=40, page_size=page_size)
     bench.warm(range(20))
-    one = sequence([*range(20), *range(50, 60)])
+    one = sequence_of([*range(20), *range(50, 60)])
 
     batch = bench.plan(one)
 
@@ -244,7 +244,7 @@ def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
     """What is appended and not yet computed makes no page complete, and names none."""
     bench = Bench(num_pages=16, page_size=4)
     subscription = bench.cache.subscribe()
-    one = sequence(range(7))
+    one = sequence_of(range(7))
     bench.run(one)
     one.tokens.extend([70, 71, 72])
 
@@ -259,12 +259,12 @@ def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
 def test_ab19_a_preempted_sequence_has_a_row_left_to_compute(num_generated: int) -> None:
     """All that it had computed is read again but the last tokens, and it goes on as before."""
     bench = Bench(num_pages=16, page_size=2)
-    one = sequence(range(5))
+    one = sequence_of(range(5))
     for _ in range(num_generated):
         one.tokens.extend(bench.run(one))
     bench.planner.release([one])
 
-    again = sequence(one.tokens)
+    again = sequence_of(one.tokens)
     batch = bench.plan(again)
 
     assert 1 <= batch.num_tokens <= (2 if num_generated else 5)

@@ -10,7 +10,7 @@ from ramify.cache import CacheKey, Lease, PrefixCache
 from ramify.errors import CacheError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 from ramify.testing import fake_next_token
-from tests.pure.planner_bench import VOCAB, Bench, pages_of, sequence
+from tests.pure.planner_bench import VOCAB, Bench, pages_of, sequence_of
 
 # -- the metadata of a plan ------------------------------------------------------------------
 
@@ -18,7 +18,7 @@ from tests.pure.planner_bench import VOCAB, Bench, pages_of, sequence
 def test_a_fresh_sequence_gets_pages_for_all_its_tokens() -> None:
     """Three tokens in pages of one: three slots, positions 0..2, three query rows."""
     bench = Bench(page_size=1)
-    one = sequence([7, 8, 9])
+    one = sequence_of([7, 8, 9])
 
     batch = bench.plan(one)
 
@@ -34,9 +34,9 @@ def test_only_what_the_cache_lacks_is_a_query() -> None:
     """A cached prefix is named by its pages; the query is the suffix behind it."""
     bench = Bench(page_size=1)
     bench.warm([1, 2, 3, 4])
-    decoy = sequence([9, 9, 9])
+    decoy = sequence_of([9, 9, 9])
     bench.plan(decoy)
-    one = sequence([1, 2, 3, 7, 8])
+    one = sequence_of([1, 2, 3, 7, 8])
 
     batch = bench.plan(one)
 
@@ -68,7 +68,7 @@ def test_a_fully_cached_prompt_still_has_a_query_row(page_size: int) -> None:
     bench = Bench(num_pages=32, page_size=page_size)
     tokens = range(1, page_size * 2 + 1)
     bench.warm(tokens)
-    one = sequence(tokens)
+    one = sequence_of(tokens)
 
     batch = bench.plan(one)
 
@@ -81,7 +81,7 @@ def test_a_matched_prefix_never_ends_inside_a_page(page_size: int) -> None:
     """Prompts that part inside a page share the whole pages before it, and no token more."""
     bench = Bench(num_pages=64, page_size=page_size)
     bench.warm(range(20))
-    one = sequence([*range(13), 99, 98])
+    one = sequence_of([*range(13), 99, 98])
 
     bench.run(one)
 
@@ -105,10 +105,10 @@ def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     """Pages, pins, tables, statistics and cached entries stay, and the sequences can go on."""
     bench = Bench(num_pages=8, page_size=4)
     bench.warm(range(100, 112))
-    live = sequence(range(8))
+    live = sequence_of(range(8))
     bench.run(live)
     live.tokens.append(5)
-    reader, big = sequence([*range(100, 112), 1]), sequence(range(200, 220))
+    reader, big = sequence_of([*range(100, 112), 1]), sequence_of(range(200, 220))
     before = bench.state()
 
     with pytest.raises(OutOfPagesError) as caught:
@@ -133,9 +133,9 @@ def test_a_request_larger_than_the_pool_evicts_nothing() -> None:
     bench.warm(range(6))
 
     with pytest.raises(OutOfPagesError):
-        bench.plan(sequence(range(50, 150)))
+        bench.plan(sequence_of(range(50, 150)))
 
-    assert bench.cache.match(sequence(range(7)).key(7)).num_tokens == 6
+    assert bench.cache.match(sequence_of(range(7)).key(7)).num_tokens == 6
 
 
 def test_no_eviction_takes_the_prefix_of_another_sequence_of_the_batch() -> None:
@@ -143,7 +143,7 @@ def test_no_eviction_takes_the_prefix_of_another_sequence_of_the_batch() -> None
     bench = Bench(num_pages=7, page_size=1)
     for tokens in ([7, 8], [1, 2], [5]):  # the second sequence's prefix would be the first victim
         bench.warm(tokens)
-    first, second = sequence([1, 2, 3, 4]), sequence([7, 8, 9])
+    first, second = sequence_of([1, 2, 3, 4]), sequence_of([7, 8, 9])
 
     bench.run(first, second)
 
@@ -156,7 +156,7 @@ def test_the_prefix_of_another_sequence_is_refused_rather_than_evicted() -> None
     bench = Bench(num_pages=4, page_size=1)
     bench.warm([1, 2])
     bench.warm([7, 8])
-    first, second = sequence([1, 2, 3]), sequence([7, 8, 9])
+    first, second = sequence_of([1, 2, 3]), sequence_of([7, 8, 9])
 
     with pytest.raises(OutOfPagesError):
         bench.plan(first, second)
@@ -172,7 +172,7 @@ def test_the_prefix_of_another_sequence_is_refused_rather_than_evicted() -> None
 def test_a_plan_is_validated_whole_before_it_acts(fault: str) -> None:
     """One wrong sequence in the batch: the error says what is wrong, the others are untouched."""
     bench = Bench(num_pages=8, page_size=2)
-    good, bad = sequence([1, 2, 3]), sequence([4, 5])
+    good, bad = sequence_of([1, 2, 3]), sequence_of([4, 5])
     batch, num_new, told = [good, bad], [3, 2], ""
     if fault == "released":
         bench.planner.release([bad])
@@ -205,12 +205,12 @@ def test_a_plan_is_validated_whole_before_it_acts(fault: str) -> None:
 def test_too_few_rows_are_told_before_anything_happens() -> None:
     """A batch with more fresh sequences than free rows is refused whole."""
     bench = Bench(num_rows=2)
-    live = sequence([1, 2])
+    live = sequence_of([1, 2])
     bench.run(live)
     before = bench.state()
 
     with pytest.raises(CacheError, match="2 new sequences but 1 free rows"):
-        bench.plan(sequence([3]), sequence([4]))
+        bench.plan(sequence_of([3]), sequence_of([4]))
 
     assert bench.state() == before
 
@@ -230,7 +230,7 @@ class Interrupted(PrefixCache):
 def test_an_interrupt_inside_a_plan_leaves_a_whole_planner() -> None:
     """Ctrl-C after half of the batch: its sequences hold nothing and can be planned again."""
     bench = Bench(num_pages=16, page_size=2, cache_type=Interrupted)
-    batch = [sequence([1, 2, 3, 4, 5, at]) for at in range(3)]
+    batch = [sequence_of([1, 2, 3, 4, 5, at]) for at in range(3)]
 
     with pytest.raises(KeyboardInterrupt):
         bench.plan(*batch)
@@ -249,7 +249,7 @@ def test_an_interrupt_inside_a_plan_leaves_a_whole_planner() -> None:
 def test_identical_cold_prompts_compute_their_prefix_once(page_size: int) -> None:
     """The first one computes, the others attach to its pages and compute one page at most."""
     bench = Bench(num_pages=120, page_size=page_size)
-    batch = [sequence(range(1, 41)) for _ in range(3)]
+    batch = [sequence_of(range(1, 41)) for _ in range(3)]
 
     bench.run(*batch)
 
@@ -263,7 +263,7 @@ def test_identical_cold_prompts_compute_their_prefix_once(page_size: int) -> Non
 def test_nested_prompts_share_level_by_level() -> None:
     """A, A+B and A+B+C in one batch: every page is computed once."""
     bench = Bench(num_pages=32, page_size=2)
-    a, ab, abc = sequence(range(5)), sequence(range(9)), sequence(range(13))
+    a, ab, abc = sequence_of(range(5)), sequence_of(range(9)), sequence_of(range(13))
 
     bench.run(a, ab, abc)
 
@@ -274,7 +274,7 @@ def test_nested_prompts_share_level_by_level() -> None:
 def test_a_shorter_prompt_attaches_to_a_longer_leader() -> None:
     """A prompt that is a prefix of its leader's computes its last token only."""
     bench = Bench(num_pages=32, page_size=4)
-    long, short = sequence(range(16)), sequence(range(9))
+    long, short = sequence_of(range(16)), sequence_of(range(9))
 
     bench.run(long, short)
 
@@ -286,7 +286,7 @@ def test_a_shorter_prompt_attaches_to_a_longer_leader() -> None:
 def test_a_follower_attaches_to_the_chunk_that_is_computed_now() -> None:
     """A leader in chunks shares what this step computes; the rest is the follower's to plan."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, follower = sequence(range(12)), sequence(range(12))
+    leader, follower = sequence_of(range(12)), sequence_of(range(12))
     bench.run(leader, num_new=[4])
 
     bench.run(leader, follower, num_new=[4, 3])
@@ -297,19 +297,19 @@ def test_a_follower_attaches_to_the_chunk_that_is_computed_now() -> None:
 def test_sharing_inside_the_batch_counts_for_capacity() -> None:
     """A batch that fits only because its members share is planned, chunks and warm ones too."""
     bench = Bench(num_pages=6, page_size=2)
-    batch = [sequence([*range(8), 50 + at]) for at in range(2)]
+    batch = [sequence_of([*range(8), 50 + at]) for at in range(2)]
     bench.run(*batch)
     assert bench.cache.stats().free_pages == 0
     bench.planner.release(batch)
 
     chunked = Bench(num_pages=6, page_size=2)
-    leader, follower = sequence(range(9)), sequence([*range(8), 70])
+    leader, follower = sequence_of(range(9)), sequence_of([*range(8), 70])
     chunked.run(leader, num_new=[4])
     chunked.run(leader, follower)
     assert chunked.cache.stats().free_pages == 0
 
     scored = Bench(num_pages=6, page_size=2)
-    leader, follower = sequence(range(9), reuse=False), sequence([*range(8), 70])
+    leader, follower = sequence_of(range(9), reuse=False), sequence_of([*range(8), 70])
     scored.run(leader, follower)
     assert follower.num_shared == 8
     assert scored.cache.stats().free_pages == 0
@@ -319,7 +319,7 @@ def test_namespaces_never_meet() -> None:
     """Equal tokens in two namespaces share neither cached pages nor pages in flight."""
     bench = Bench(num_pages=32, page_size=2)
     bench.warm(range(8), b"one")
-    batch = [sequence(range(8), b"two"), sequence(range(8), b"three"), sequence(range(8))]
+    batch = [sequence_of(range(8), b"two"), sequence_of(range(8), b"three"), sequence_of(range(8))]
 
     bench.run(*batch)
 
@@ -330,7 +330,7 @@ def test_namespaces_never_meet() -> None:
 def test_pages_in_flight_are_never_matched() -> None:
     """What is planned but not committed does not exist for `match`, before and after the forward."""
     bench = Bench(page_size=2)
-    one, key = sequence(range(8)), sequence(range(9)).key(9)
+    one, key = sequence_of(range(8)), sequence_of(range(9)).key(9)
 
     batch = bench.plan(one, num_new=[5])
     assert bench.cache.match(key).num_tokens == 0
@@ -345,7 +345,7 @@ def test_without_reuse_nothing_is_read_but_all_is_published() -> None:
     """A sequence that must see every token computes every token, and warms the cache."""
     bench = Bench(num_pages=32, page_size=2)
     bench.warm(range(4))
-    one, reader = sequence(range(10), reuse=False), sequence(range(10))
+    one, reader = sequence_of(range(10), reuse=False), sequence_of(range(10))
 
     bench.run(one, num_new=[5])
     bench.run(one)
@@ -361,7 +361,7 @@ def test_without_reuse_nothing_is_read_but_all_is_published() -> None:
 def test_without_sharing_every_sequence_has_pages_of_its_own() -> None:
     """share=False: no page in two rows, nothing cached, everything returns."""
     bench = Bench(num_pages=32, page_size=2, share=False)
-    batch = [sequence(range(8)) for _ in range(3)]
+    batch = [sequence_of(range(8)) for _ in range(3)]
 
     bench.run(*batch, num_new=[3, 8, 1])
     bench.run(batch[0], batch[2])

@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from tests.pure.planner_bench import Bench, pages_of, sequence
+from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 8])
@@ -16,9 +16,13 @@ def test_first_chunks_later_chunks_decode_and_drafts_are_one_batch(
     """Every row has its own number of cached and new tokens; nothing cached stands beside a lot."""
     bench = Bench(num_pages=300, page_size=page_size)
     bench.warm(range(100, 140))
-    later, decode, draft = sequence(range(50)), sequence(range(60, 90)), sequence(range(200, 221))
+    later, decode, draft = (
+        sequence_of(range(50)),
+        sequence_of(range(60, 90)),
+        sequence_of(range(200, 221)),
+    )
     bench.run(later, decode, draft, num_new=[17, 30, 21])
-    cold, warm = sequence(range(300, 333)), sequence([*range(100, 140), *range(400, 420)])
+    cold, warm = sequence_of(range(300, 333)), sequence_of([*range(100, 140), *range(400, 420)])
     decode.tokens.append(7)
     draft.tokens.extend(range(500, 500 + num_drafts))
     batch = [cold, later, decode, warm, draft]
@@ -57,7 +61,7 @@ def test_what_extends_a_cached_prefix_is_published(page_size: int) -> None:
     """A prompt that was read in part leaves its own tokens in the cache, step by step."""
     bench = Bench(num_pages=100, page_size=page_size)
     bench.warm(range(40))
-    one = sequence(range(60))
+    one = sequence_of(range(60))
 
     bench.run(one, num_new=[5])
     bench.run(one)
@@ -67,9 +71,9 @@ def test_what_extends_a_cached_prefix_is_published(page_size: int) -> None:
 
     whole = 80 // page_size * page_size
     assert one.released
-    assert bench.cache.match(sequence(range(81)).key(81)).num_tokens == whole
+    assert bench.cache.match(sequence_of(range(81)).key(81)).num_tokens == whole
     assert bench.cache.stats().cached_pages == whole // page_size
-    reader = sequence(range(90))
+    reader = sequence_of(range(90))
     bench.run(reader)
     assert reader.num_read == whole
 
@@ -81,7 +85,7 @@ def test_nested_and_identical_prompts_commit_in_every_order(page_size: int, toge
     for order in permutations(range(5)):
         bench = Bench(num_pages=60, page_size=page_size)
         lengths = (5, 5, 9, 13, 13)
-        batch = [sequence(range(length)) for length in lengths]
+        batch = [sequence_of(range(length)) for length in lengths]
         bench.execute(bench.plan(*batch), *batch)
 
         if together:

@@ -4,7 +4,7 @@ import pytest
 
 from ramify.cache import CacheKey
 from ramify.errors import CacheError, OutOfPagesError
-from tests.pure.planner_bench import Bench, pages_of, sequence
+from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
 # -- commit ----------------------------------------------------------------------------------
 
@@ -12,11 +12,11 @@ from tests.pure.planner_bench import Bench, pages_of, sequence
 def test_duplicates_are_replaced_by_the_canonical_pages() -> None:
     """PB21: after two equal prompts computed apart, nobody holds a page that was given back."""
     bench = Bench(num_pages=16, page_size=2)
-    first, second = sequence(range(9), reuse=False), sequence(range(9), reuse=False)
+    first, second = sequence_of(range(9), reuse=False), sequence_of(range(9), reuse=False)
     bench.execute(bench.plan(first, second), first, second)
 
     bench.planner.commit([first, second])
-    third = sequence(range(30, 41))
+    third = sequence_of(range(30, 41))
     bench.run(third)
 
     assert pages_of(bench, first)[:4] == pages_of(bench, second)[:4]
@@ -31,9 +31,9 @@ def test_duplicates_are_replaced_by_the_canonical_pages() -> None:
 def test_commit_may_come_in_any_order(order: list[int], together: bool) -> None:
     """A follower may be committed before its leader: all is published when the leader is."""
     bench = Bench(num_pages=32, page_size=2)
-    batch = [sequence(range(5)), sequence(range(9)), sequence(range(13))]
+    batch = [sequence_of(range(5)), sequence_of(range(9)), sequence_of(range(13))]
     bench.execute(bench.plan(*batch), *batch)
-    key = sequence(range(14)).key(14)
+    key = sequence_of(range(14)).key(14)
 
     if together:
         bench.planner.commit([batch[at] for at in order])
@@ -53,7 +53,11 @@ def test_commit_may_come_in_any_order(order: list[int], together: bool) -> None:
 def test_a_commit_of_the_leader_leaves_what_a_followers_next_step_reads() -> None:
     """It was planned again before its leader's commit: the batch that is under way names its pages."""
     bench = Bench(num_pages=24, page_size=4)
-    leader, *followers = sequence([1, 2, 3, 4, 9, 9]), sequence(range(1, 6)), sequence(range(1, 6))
+    leader, *followers = (
+        sequence_of([1, 2, 3, 4, 9, 9]),
+        sequence_of(range(1, 6)),
+        sequence_of(range(1, 6)),
+    )
     batch = [leader, *followers]
     bench.execute(bench.plan(*batch), *batch)
     for token in (6, 7, 8):
@@ -80,7 +84,7 @@ def test_a_commit_of_the_leader_leaves_what_a_followers_next_step_reads() -> Non
 def test_leases_of_others_on_announced_pages_are_theirs_to_end() -> None:
     """An engine may attach by itself: the planner takes back its own, and says nothing of those."""
     bench = Bench(num_pages=12, page_size=2)
-    one = sequence(range(7))
+    one = sequence_of(range(7))
     bench.plan(one)
     lease = bench.cache.attach(CacheKey(range(6)))
 
@@ -94,21 +98,21 @@ def test_leases_of_others_on_announced_pages_are_theirs_to_end() -> None:
 def test_a_follower_committed_early_is_not_matched_early() -> None:
     """Its pages hang behind pages that are not published: nobody finds them before the leader."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, follower = sequence(range(6)), sequence(range(12))
+    leader, follower = sequence_of(range(6)), sequence_of(range(12))
     bench.execute(bench.plan(leader, follower), leader, follower)
 
     bench.planner.commit([follower])
-    assert bench.cache.match(sequence(range(13)).key(13)).num_tokens == 0
+    assert bench.cache.match(sequence_of(range(13)).key(13)).num_tokens == 0
     bench.planner.commit([leader])
 
-    assert bench.cache.match(sequence(range(13)).key(13)).num_tokens == 12
+    assert bench.cache.match(sequence_of(range(13)).key(13)).num_tokens == 12
 
 
 @pytest.mark.parametrize("grown", [1, 7])
 def test_a_follower_committed_early_may_go_on(grown: int) -> None:
     """It appends and is planned again while its leader is still to be committed."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, follower = sequence(range(6)), sequence(range(12))
+    leader, follower = sequence_of(range(6)), sequence_of(range(12))
     bench.execute(bench.plan(leader, follower), leader, follower)
     bench.planner.commit([follower])
     follower.tokens.extend(range(40, 40 + grown))
@@ -118,7 +122,7 @@ def test_a_follower_committed_early_may_go_on(grown: int) -> None:
     bench.execute(batch, follower)
     bench.planner.commit([follower])
 
-    found = bench.cache.match(sequence([*follower.tokens, 1]).key(len(follower.tokens) + 1))
+    found = bench.cache.match(sequence_of([*follower.tokens, 1]).key(len(follower.tokens) + 1))
     assert found.num_tokens == len(follower.tokens) // 2 * 2
     bench.planner.release([leader, follower])
     bench.assert_nothing_leaked()
@@ -127,7 +131,7 @@ def test_a_follower_committed_early_may_go_on(grown: int) -> None:
 def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
     """Also when the one in the middle was planned again, after the one that follows it."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, middle, last = sequence(range(6)), sequence(range(10)), sequence(range(14))
+    leader, middle, last = sequence_of(range(6)), sequence_of(range(10)), sequence_of(range(14))
     batch = [leader, middle, last]
     bench.execute(bench.plan(*batch), *batch)
     bench.planner.commit([last])
@@ -138,7 +142,7 @@ def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
 
     bench.planner.commit([leader])
 
-    assert bench.cache.match(sequence(range(15)).key(15)).num_tokens == 14
+    assert bench.cache.match(sequence_of(range(15)).key(15)).num_tokens == 14
     bench.planner.release(batch)
     bench.assert_nothing_leaked()
 
@@ -146,7 +150,7 @@ def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
 def test_only_what_was_kept_counts() -> None:
     """Of a chunk, the first m tokens may be kept; announced pages that they cut are withdrawn."""
     bench = Bench(num_pages=16, page_size=4)
-    one = sequence(range(7))
+    one = sequence_of(range(7))
     bench.execute(bench.plan(one), one)
     state = bench.state()
 
@@ -168,7 +172,7 @@ def test_only_what_was_kept_counts() -> None:
 def test_pages_on_which_others_depend_are_kept() -> None:
     """A draft that another sequence has attached to cannot be taken back: nothing changes."""
     bench = Bench(num_pages=16, page_size=4)
-    one, other = sequence(range(7)), sequence([*range(4), 9])
+    one, other = sequence_of(range(7)), sequence_of([*range(4), 9])
     bench.execute(bench.plan(one, other), one, other)
     state = bench.state()
 
@@ -181,7 +185,7 @@ def test_pages_on_which_others_depend_are_kept() -> None:
 def test_nothing_is_committed_twice() -> None:
     """Without a plan there is nothing to commit, and no sequence counts twice."""
     bench = Bench(page_size=4)
-    one, other = sequence(range(6)), sequence(range(6))
+    one, other = sequence_of(range(6)), sequence_of(range(6))
 
     with pytest.raises(CacheError):
         bench.planner.commit([one])
@@ -202,7 +206,7 @@ def test_nothing_is_committed_twice() -> None:
 def test_decoding_takes_a_page_when_it_needs_one(page_size: int) -> None:
     """While tokens are appended one by one, the row has ceil(length / page) pages, no more."""
     bench = Bench(num_pages=64, page_size=page_size)
-    one, twin = sequence([3, 1, 4]), sequence([3, 1, 4])
+    one, twin = sequence_of([3, 1, 4]), sequence_of([3, 1, 4])
 
     for _ in range(2 * page_size + 5):
         for answer, each in zip(bench.run(one, twin), (one, twin), strict=True):
@@ -219,7 +223,7 @@ def test_decoding_takes_a_page_when_it_needs_one(page_size: int) -> None:
 def test_a_prefix_in_use_is_never_evicted() -> None:
     """After commit the pages of a live sequence stay, whatever is planned beside it."""
     bench = Bench(num_pages=8, page_size=2)
-    live = sequence(range(6))
+    live = sequence_of(range(6))
     bench.run(live)
 
     for start in range(100, 200, 20):
@@ -228,7 +232,7 @@ def test_a_prefix_in_use_is_never_evicted() -> None:
     bench.run(live)
 
     with pytest.raises(OutOfPagesError):
-        bench.plan(sequence(range(300, 312)))
+        bench.plan(sequence_of(range(300, 312)))
 
 
 # -- abandon and release ---------------------------------------------------------------------
@@ -237,7 +241,11 @@ def test_a_prefix_in_use_is_never_evicted() -> None:
 def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
     """Abandoning a leader puts back its followers, but not the sequence beside them."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, follower, beside = sequence(range(8)), sequence(range(8)), sequence(range(50, 58))
+    leader, follower, beside = (
+        sequence_of(range(8)),
+        sequence_of(range(8)),
+        sequence_of(range(50, 58)),
+    )
     batch = [leader, follower, beside]
     bench.execute(bench.plan(*batch), *batch)
 
@@ -248,7 +256,7 @@ def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
     for one in back:
         assert (one.row, one.lease, one.num_computed, one.num_planned) == (None, None, 0, 0)
         assert (one.num_read, one.num_shared) == (0, 0)
-    assert bench.cache.match(sequence(range(9)).key(9)).num_tokens == 0
+    assert bench.cache.match(sequence_of(range(9)).key(9)).num_tokens == 0
     bench.planner.commit([beside])
     bench.run(follower, leader)
     bench.planner.release(batch)
@@ -258,7 +266,7 @@ def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
 def test_a_failed_chunk_keeps_the_chunks_before_it() -> None:
     """What earlier steps published stays warm when a later chunk fails."""
     bench = Bench(num_pages=32, page_size=2)
-    one = sequence(range(12))
+    one = sequence_of(range(12))
     bench.run(one, num_new=[6])
     bench.execute(bench.plan(one, num_new=[4]), one)
 
@@ -272,7 +280,7 @@ def test_a_failed_chunk_keeps_the_chunks_before_it() -> None:
 def test_releasing_a_leader_in_flight_returns_its_followers() -> None:
     """They hold nothing any more and can be planned again; the leader cannot."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, follower = sequence(range(8)), sequence(range(8))
+    leader, follower = sequence_of(range(8)), sequence_of(range(8))
     bench.plan(leader, follower)
 
     assert bench.planner.release([leader]) == [follower]
@@ -288,13 +296,13 @@ def test_releasing_a_leader_in_flight_returns_its_followers() -> None:
 def test_releasing_a_follower_disturbs_nobody() -> None:
     """Its own pages return; the leader's stay and are published."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, follower = sequence(range(8)), sequence(range(12))
+    leader, follower = sequence_of(range(8)), sequence_of(range(12))
     bench.execute(bench.plan(leader, follower), leader, follower)
 
     assert bench.planner.release([follower]) == []
     bench.planner.commit([leader])
 
-    assert bench.cache.match(sequence(range(13)).key(13)).num_tokens == 8
+    assert bench.cache.match(sequence_of(range(13)).key(13)).num_tokens == 8
     bench.planner.release([leader])
     bench.assert_nothing_leaked()
 
@@ -302,7 +310,7 @@ def test_releasing_a_follower_disturbs_nobody() -> None:
 def test_releasing_one_that_was_committed_before_its_leader() -> None:
     """Whoever followed it goes back, the leader goes on, and nothing is lost."""
     bench = Bench(num_pages=32, page_size=2)
-    leader, middle, last = sequence(range(6)), sequence(range(10)), sequence(range(14))
+    leader, middle, last = sequence_of(range(6)), sequence_of(range(10)), sequence_of(range(14))
     batch = [leader, middle, last]
     bench.execute(bench.plan(*batch), *batch)
     bench.planner.commit([middle])
@@ -319,14 +327,14 @@ def test_releasing_one_that_was_committed_before_its_leader() -> None:
 def test_release_keeps_what_was_computed_warm() -> None:
     """Whole computed pages stay readable, the incomplete one and planned ones return."""
     bench = Bench(num_pages=32, page_size=4)
-    one = sequence(range(11))
+    one = sequence_of(range(11))
     bench.run(one)
     one.tokens.extend(range(40, 50))
     bench.plan(one)
 
     bench.planner.release([one])
 
-    assert bench.cache.match(sequence(range(12)).key(12)).num_tokens == 8
+    assert bench.cache.match(sequence_of(range(12)).key(12)).num_tokens == 8
     assert bench.cache.stats().free_pages == 30
     bench.assert_nothing_leaked()
 
@@ -334,7 +342,7 @@ def test_release_keeps_what_was_computed_warm() -> None:
 def test_a_released_sequence_that_was_never_planned_stays_released() -> None:
     """Release before the first plan holds nothing and ends it all the same."""
     bench = Bench()
-    one = sequence([1, 2, 3])
+    one = sequence_of([1, 2, 3])
 
     bench.planner.release([one])
 

@@ -8,7 +8,7 @@ import pytest
 from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, Media
 from ramify.errors import InvalidKeyError
-from tests.pure.planner_bench import Bench, pages_of, sequence
+from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
 IMAGE = [9] * 6  # the ids that stand where an image goes, whichever it is
 
@@ -24,7 +24,7 @@ def test_an_image_is_found_by_its_content() -> None:
     bench = Bench(num_pages=64, page_size=2)
     bench.run(first := seen("cat", [3, 4, 5]))
     bench.planner.release([first])
-    again, other, text = seen("cat", [7, 8, 9]), seen("dog", [3, 4, 5]), sequence(first.tokens)
+    again, other, text = seen("cat", [7, 8, 9]), seen("dog", [3, 4, 5]), sequence_of(first.tokens)
 
     bench.run(again, other, text)
 
@@ -76,7 +76,7 @@ def test_a_fork_sees_the_same_image() -> None:
         bench.planner.commit([twin])
 
     assert bench.cache.match(seen("cat", [3, 4, 5, 6, 7]).key(13)).num_tokens == 12
-    assert bench.cache.match(sequence(twin.tokens).key(13)).num_tokens == 2
+    assert bench.cache.match(sequence_of(twin.tokens).key(13)).num_tokens == 2
 
 
 @pytest.mark.parametrize("room", [6, 7])
@@ -96,7 +96,7 @@ def test_room_is_counted_by_content(room: int) -> None:
 def test_an_image_beyond_the_prompt_is_told_before_anything_happens(live: bool) -> None:
     """When planned first, and when the caller cut tokens away that are an image."""
     bench = Bench(num_pages=32, page_size=2)
-    good, bad = sequence(range(20, 25)), seen("cat", [])
+    good, bad = sequence_of(range(20, 25)), seen("cat", [])
     if live:
         bench.run(bad)
         bench.planner.rollback(bad, 3)

@@ -8,7 +8,7 @@ import pytest
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.planner import RadixSequence
 from ramify.errors import InvalidKeyError, OutOfPagesError
-from tests.pure.planner_bench import Bench, pages_of, sequence
+from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
 STEPS = {  # everything that `plan` changes, and what it reads last
     "cache": ("attach", "cancel", "reserve", "announce", "sharing"),
@@ -57,9 +57,9 @@ class Lot:
     def __init__(self, share: bool = True) -> None:
         self.bench = bench = Bench(num_pages=64, page_size=2, share=share, num_rows=12)
         bench.warm(range(100, 109))
-        chunk, decode = sequence(range(20)), sequence(range(30, 37))
-        draft = sequence(range(40, 45))
-        leader, waiting = sequence(range(50, 59)), sequence(range(50, 60))
+        chunk, decode = sequence_of(range(20)), sequence_of(range(30, 37))
+        draft = sequence_of(range(40, 45))
+        leader, waiting = sequence_of(range(50, 59)), sequence_of(range(50, 60))
         bench.run(chunk, decode, draft, num_new=[5, 7, 5])
         bench.execute(bench.plan(leader, waiting), leader, waiting)
         bench.planner.commit([waiting])  # before its leader: what it publishes is deferred
@@ -73,14 +73,14 @@ class Lot:
         self.apart = leader
         self.batch = [
             chunk,
-            sequence([*range(100, 109), 7, 8, 9]),  # reads a prefix, and leads
-            sequence([*range(100, 109), 7, 8, 9, 10, 11]),  # nested: follows
+            sequence_of([*range(100, 109), 7, 8, 9]),  # reads a prefix, and leads
+            sequence_of([*range(100, 109), 7, 8, 9, 10, 11]),  # nested: follows
             decode,
-            sequence([*range(100, 109), 7, 8, 9]),  # identical: follows
+            sequence_of([*range(100, 109), 7, 8, 9]),  # identical: follows
             draft,
             waiting,
-            sequence(range(50, 62)),  # attaches to what the leader outside the batch computes
-            sequence([1, 2], reuse=False),
+            sequence_of(range(50, 62)),  # attaches to what the leader outside the batch computes
+            sequence_of([1, 2], reuse=False),
         ]
         self.num_new = [6, 99, 99, 1, 99, 5, 3, 99, 2]
 
@@ -144,13 +144,13 @@ def test_whatever_breaks_off_a_plan_changes_nothing(
 def test_a_token_that_is_none_is_told_before_anything_happens(where: str) -> None:
     """A negative id, as placeholders are in some tokenizers: the others keep what they have."""
     bench = Bench(num_pages=32, page_size=2)
-    live, reader = sequence(range(8)), sequence(range(9))
+    live, reader = sequence_of(range(8)), sequence_of(range(9))
     bench.run(live)
     bad = {
-        "fresh": sequence([1, -200, 3]),
-        "chunk": sequence([5, 6, 7, 8]),
-        "decode": sequence([5, 6, 7, 8]),
-        "unread": sequence([-200], reuse=False),
+        "fresh": sequence_of([1, -200, 3]),
+        "chunk": sequence_of([5, 6, 7, 8]),
+        "decode": sequence_of([5, 6, 7, 8]),
+        "unread": sequence_of([-200], reuse=False),
     }[where]
     if where in ("chunk", "decode"):
         bench.run(bad)
@@ -171,8 +171,8 @@ def test_capacity_for_all_comes_before_eviction_for_any() -> None:
     bench = Bench(num_pages=8, page_size=2)
     for start in (10, 20, 30):
         bench.warm(range(start, start + 4))
-    first, second = sequence(range(50, 58)), sequence(range(60, 70))
-    kept = [sequence(range(start, start + 5)) for start in (10, 20, 30)]
+    first, second = sequence_of(range(50, 58)), sequence_of(range(60, 70))
+    kept = [sequence_of(range(start, start + 5)) for start in (10, 20, 30)]
     before = bench.state()
 
     with pytest.raises(OutOfPagesError, match="9 pages asked for"):

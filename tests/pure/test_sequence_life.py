@@ -9,7 +9,7 @@ from ramify.attention.planner import RadixSequence
 from ramify.cache import CacheKey, PrefixCache
 from ramify.errors import CacheError, LeaseError, OutOfPagesError
 from ramify.testing import FakeExecutor
-from tests.pure.planner_bench import Bench, pages_of, sequence
+from tests.pure.planner_bench import Bench, pages_of, sequence_of
 from tests.pure.test_prefix_cache import begin, drained, key, publish, serve, state
 
 
@@ -30,7 +30,7 @@ def fork(bench: Bench, one: RadixSequence) -> RadixSequence:
 
 def started(bench: Bench, num_prompt: int, num_decoded: int = 0) -> RadixSequence:
     """A sequence whose prompt and `num_decoded` answers are computed."""
-    one = sequence(range(100, 100 + num_prompt))
+    one = sequence_of(range(100, 100 + num_prompt))
     answer = bench.run(one)[0]
     for _ in range(num_decoded):
         one.tokens.append(answer)
@@ -135,7 +135,7 @@ def test_a_fork_after_its_original_was_released_reads_the_same_pages() -> None:
     bench.planner.release([one])
     bench.warm(range(300, 306))
     with pytest.raises(OutOfPagesError):
-        bench.plan(sequence(range(400, 408)))
+        bench.plan(sequence_of(range(400, 408)))
 
     assert pages_of(bench, twin) == shared
     twin.tokens.append(3)
@@ -143,7 +143,7 @@ def test_a_fork_after_its_original_was_released_reads_the_same_pages() -> None:
 
 
 def never_planned(bench: Bench) -> RadixSequence:
-    return sequence([1, 2])
+    return sequence_of([1, 2])
 
 
 def planned(bench: Bench) -> RadixSequence:
@@ -155,7 +155,7 @@ def planned(bench: Bench) -> RadixSequence:
 
 def waiting(bench: Bench) -> RadixSequence:
     """One that is committed before its leader."""
-    leader, one = sequence(range(6)), sequence(range(10))
+    leader, one = sequence_of(range(6)), sequence_of(range(10))
     bench.execute(bench.plan(leader, one), leader, one)
     bench.planner.commit([one])
     return one
@@ -186,7 +186,7 @@ def test_only_a_committed_sequence_is_forked_or_rolled_back(
 def test_a_fork_needs_a_row_and_a_page() -> None:
     """Refused for want of either, with nothing changed; with both it succeeds."""
     bench = Bench(num_pages=4, page_size=2, num_rows=2)
-    one, other = started(bench, 3), sequence(range(50, 52))
+    one, other = started(bench, 3), sequence_of(range(50, 52))
     bench.run(other)
     before = bench.state()
 
@@ -315,7 +315,7 @@ def test_of_n_planned_tokens_any_m_may_be_kept(page_size: int, share: bool) -> N
 def test_drafts_that_others_depend_on_are_kept() -> None:
     """Refused with the number of tokens, nothing changed; what nobody has attached to may go."""
     bench = Bench(num_pages=16, page_size=2)
-    leader, follower = sequence(range(8)), sequence([*range(6), 9, 9])
+    leader, follower = sequence_of(range(8)), sequence_of([*range(6), 9, 9])
     bench.execute(bench.plan(leader, follower), leader, follower)
     before = bench.state()
 

@@ -9,7 +9,7 @@ from ramify.cache import PrefixCache
 from ramify.errors import CacheError, OutOfPagesError
 from ramify.kv.block_table import PagedBlockTable
 from tests.pure.cache_traffic import Clock
-from tests.pure.planner_bench import Bench, sequence
+from tests.pure.planner_bench import Bench, sequence_of
 from tests.pure.test_prefix_cache import key, serve, state
 
 
@@ -40,11 +40,11 @@ def test_can_append_is_true_just_when_the_plan_succeeds(
     bench = Bench(num_pages=num_pages, page_size=page_size)
     live = []
     for at, length in enumerate(lengths):
-        each = sequence(range(100 * at, 100 * at + length))
+        each = sequence_of(range(100 * at, 100 * at + length))
         if bench.planner.can_allocate([each]):
             bench.run(each)
             live.append(each)
-    if bench.planner.can_allocate([sequence(range(500, 501 + warm))]):
+    if bench.planner.can_allocate([sequence_of(range(500, 501 + warm))]):
         bench.warm(range(500, 501 + warm))
 
     for one in live:
@@ -79,12 +79,12 @@ def test_can_allocate_is_true_just_when_the_plan_succeeds(
     """AB1: warm pages are found or free, never both; prompts of one batch share; rows count."""
     bench = Bench(num_pages, page_size, num_rows=num_rows)
     for each in warm:
-        if bench.planner.can_allocate([sequence(prompt(page_size, *each))]):
+        if bench.planner.can_allocate([sequence_of(prompt(page_size, *each))]):
             bench.warm(prompt(page_size, *each))
-    one = sequence(prompt(page_size, *live))
+    one = sequence_of(prompt(page_size, *live))
     if bench.planner.can_allocate([one]):
         bench.run(one)
-    batch = [sequence(prompt(page_size, *each), reuse=reuse) for each, reuse in asked]
+    batch = [sequence_of(prompt(page_size, *each), reuse=reuse) for each, reuse in asked]
     before = bench.state()
 
     promised = bench.planner.can_allocate(batch)
@@ -102,7 +102,7 @@ def test_ab1_a_warm_page_is_not_free_as_well() -> None:
     bench = Bench(num_pages=4, page_size=2)
     bench.warm(range(6))
     held = bench.cache.reserve(1)
-    long, short = sequence(range(8)), sequence(range(6))
+    long, short = sequence_of(range(8)), sequence_of(range(6))
 
     assert not bench.planner.can_allocate([long])
     with pytest.raises(OutOfPagesError):
@@ -120,8 +120,8 @@ def test_an_expired_pin_denies_no_room() -> None:
     bench.cache = PrefixCache(4, 2, clock=clock)
     bench.planner = RadixAttentionPlanner(bench.cache, bench.table)
     bench.warm(range(4))
-    bench.cache.pin(sequence(range(4)).key(4), "me", ttl=1)
-    one = sequence(range(50, 58))
+    bench.cache.pin(sequence_of(range(4)).key(4), "me", ttl=1)
+    one = sequence_of(range(50, 58))
     assert not bench.planner.can_allocate([one])
 
     clock.now_s += 1
@@ -133,7 +133,7 @@ def test_an_expired_pin_denies_no_room() -> None:
 def test_tokens_to_come_are_shared_with_nobody() -> None:
     """Equal prompts may go on differently, and not as a cached one does."""
     bench = Bench(num_pages=5, page_size=2)
-    batch = [sequence([1, 2, 3]), sequence([1, 2, 3])]
+    batch = [sequence_of([1, 2, 3]), sequence_of([1, 2, 3])]
     assert not bench.planner.can_allocate(batch, 5)
     assert bench.planner.can_allocate(batch, 3)
 
@@ -146,7 +146,7 @@ def test_tokens_to_come_are_shared_with_nobody() -> None:
 def test_who_cannot_be_planned_is_promised_nothing() -> None:
     """Released, in a plan or without a token to compute."""
     bench = Bench(num_pages=16, page_size=2)
-    over, busy, done = sequence([1]), sequence([2]), sequence([3])
+    over, busy, done = sequence_of([1]), sequence_of([2]), sequence_of([3])
     bench.run(over, done)
     bench.planner.release([over])
     bench.plan(busy)
@@ -156,7 +156,7 @@ def test_who_cannot_be_planned_is_promised_nothing() -> None:
         assert not bench.planner.can_allocate([one])
     assert not bench.planner.can_append(done, 0)
     assert bench.planner.can_append(done, 1)
-    assert not bench.planner.can_allocate([sequence([])])
+    assert not bench.planner.can_allocate([sequence_of([])])
 
 
 @pytest.mark.parametrize("too_long", [False, True])
@@ -164,7 +164,7 @@ def test_can_allocate_counts_tokens_to_come(too_long: bool) -> None:
     """A row of the table must hold them, and so must the pool."""
     cache = PrefixCache(6, 2)
     planner = RadixAttentionPlanner(cache, PagedBlockTable(2, 4 if too_long else 9, 2))
-    one = sequence(range(5))
+    one = sequence_of(range(5))
 
     room = [planner.can_append(one, num_tokens) for num_tokens in range(10)]
 
