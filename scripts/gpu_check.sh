@@ -10,5 +10,5 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     exec "$python" benchmarks/gpu_attention.py --json gpu-attention.json "$@"
 fi
 echo "no CUDA device: the kernels run in Triton's interpreter instead"
-exec "$python" -m pytest tests/pure/test_tiles.py tests/cpu/test_triton.py tests/cpu/test_parity_grid.py \
+exec "$python" -m pytest tests/pure/test_triton_partition.py tests/cpu/test_triton.py tests/cpu/test_parity_grid.py \
     tests/cpu/test_triton_compiles.py

@@ -1,4 +1,4 @@
-"""A planner over a small pool and a fake device that sees every wrong page."""
+"""A planner over a small pool, and a fake device that detects every wrong page."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,13 @@ from ramify.testing import FakeExecutor, fake_next_token
 VOCAB = 1000
 
 
-def most_in_common(rows: Sequence[Sequence[int]], at: int, page_size: int) -> tuple[int, int]:
-    """The first of the earlier rows that begins with most of the same pages; tokens in common."""
+def most_in_common(rows: Sequence[Sequence[int]], index: int, page_size: int) -> tuple[int, int]:
+    """(earlier row that shares most leading pages with row `index`, or -1; tokens shared)."""
     best = (-1, 0)
-    for other in range(at):
-        run = takewhile(lambda pair: pair[0] == pair[1], zip(rows[at], rows[other], strict=False))
+    for other in range(index):
+        run = takewhile(
+            lambda pair: pair[0] == pair[1], zip(rows[index], rows[other], strict=False)
+        )
         common = sum(1 for _ in run) * page_size
         if common > best[1]:
             best = (other, common)
@@ -30,7 +32,7 @@ def most_in_common(rows: Sequence[Sequence[int]], at: int, page_size: int) -> tu
 
 
 class Bench:
-    """A planner over a small pool, and a fake device that sees every wrong page."""
+    """A planner over a small pool, and a fake device that detects every wrong page."""
 
     def __init__(
         self,
@@ -50,46 +52,50 @@ class Bench:
         self, *sequences: RadixSequence, num_new: Sequence[int] | None = None
     ) -> AttentionBatch:
         batch = self.planner.plan(sequences, num_new)
-        rows = [self.table.pages(one.row) for one in sequences if one.row is not None]
+        rows = [
+            self.table.pages(sequence.row) for sequence in sequences if sequence.row is not None
+        ]
         assert list(zip(batch.shared_with.tolist(), batch.shared_len.tolist(), strict=True)) == [
-            most_in_common(rows, at, self.table.page_size) for at in range(len(rows))
+            most_in_common(rows, index, self.table.page_size) for index in range(len(rows))
         ]
         return batch
 
     def execute(self, batch: AttentionBatch, *sequences: RadixSequence) -> list[int | None]:
-        """Run the step; answers of the sequences whose last token was in it."""
+        """Run the step; returns the drawn token of each sequence whose last token was in it."""
         ids: list[int] = []
         draws = []
-        for at, one in enumerate(sequences):
-            end = one.num_computed + one.num_planned
-            ids += one.tokens[one.num_computed : end]
-            if end == len(one.tokens):
-                row = int(batch.cu_seqlens_q[at + 1]) - 1
-                draws.append(SampleSpec(at, row, end, SamplingParams(), 0, None))
+        for index, sequence in enumerate(sequences):
+            end = sequence.num_computed + sequence.num_planned
+            ids += sequence.tokens[sequence.num_computed : end]
+            if end == len(sequence.tokens):
+                row = int(batch.cu_seqlens_q[index + 1]) - 1
+                draws.append(SampleSpec(index, row, end, SamplingParams(), 0, None))
         plan = StepPlan(
             batch, np.array(ids, np.int64), tuple(draws), (), tuple(range(batch.num_seqs))
         )
         drawn = self.device.execute(plan).sampled
         self.cache.check()
-        return [drawn[at].token_ids[0] if at in drawn else None for at in range(len(sequences))]
+        return [
+            drawn[index].token_ids[0] if index in drawn else None for index in range(len(sequences))
+        ]
 
     def run(self, *sequences: RadixSequence, num_new: Sequence[int] | None = None) -> list[Any]:
-        """Plan, execute and commit; every answer must be that of the whole context."""
+        """Plan, execute and commit; every drawn token must be that of the whole context."""
         answers = self.execute(self.plan(*sequences, num_new=num_new), *sequences)
         self.planner.commit(sequences)
         self.cache.check()
-        for one, answer in zip(sequences, answers, strict=True):
-            assert answer in (None, fake_next_token(one.tokens, VOCAB))
+        for sequence, answer in zip(sequences, answers, strict=True):
+            assert answer in (None, fake_next_token(sequence.tokens, VOCAB))
         return answers
 
     def warm(self, tokens: Iterable[int], namespace: bytes = b"") -> None:
-        """Compute a prompt and leave it in the cache."""
-        one = sequence_of(tokens, namespace)
-        self.run(one)
-        self.planner.release([one])
+        """Compute a prompt and release it: it stays in the cache."""
+        sequence = sequence_of(tokens, namespace)
+        self.run(sequence)
+        self.planner.release([sequence])
 
     def state(self) -> tuple[object, ...]:
-        """All that a call which fails must leave as it was."""
+        """All that a failed call must leave unchanged."""
         stats = self.cache.stats()
         held = (stats.free_pages, stats.private_pages, stats.cached_pages, stats.evictable_pages)
         counted = (stats.num_leases, stats.lookups, stats.lookup_tokens, stats.hit_tokens)
@@ -97,7 +103,7 @@ class Bench:
         return held, counted, stats.evicted_pages, rows, self.table.num_free_rows
 
     def assert_nothing_leaked(self) -> None:
-        """With every sequence released, evicting gives all pages back."""
+        """With every sequence released, clearing the cache frees all pages."""
         self.cache.check()
         assert self.cache.stats().num_leases == 0
         assert self.cache.stats().private_pages == 0
@@ -113,6 +119,6 @@ def sequence_of(
     return RadixSequence(array("i", tokens), namespace, reuse)
 
 
-def pages_of(bench: Bench, one: RadixSequence) -> list[int]:
-    assert one.row is not None
-    return bench.table.pages(one.row)
+def pages_of(bench: Bench, sequence: RadixSequence) -> list[int]:
+    assert sequence.row is not None
+    return bench.table.pages(sequence.row)

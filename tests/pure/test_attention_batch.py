@@ -1,4 +1,4 @@
-"""The metadata of a step, against a plain loop over its tokens."""
+"""`AttentionBatch` against a plain loop over its tokens."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from ramify.kv.block_table import PagedBlockTable
 
 
 def test_slots_follow_the_pages_not_the_positions() -> None:
-    """A request whose pages are 7 then 2 writes token 4 to the first slot of page 2."""
+    """A request with pages 7, 2 writes token 4 to the first slot of page 2."""
     table = PagedBlockTable.of([[7, 2]], page_size=4)
 
     batch = AttentionBatch.build([Extend(0, row=0, num_cached=3, num_new=2)], table)
@@ -22,7 +22,7 @@ def test_slots_follow_the_pages_not_the_positions() -> None:
 
 
 def test_a_query_row_sits_behind_what_is_cached() -> None:
-    """Query row i of a request is at position kv_len - q_len + i, whoever is beside it."""
+    """Query row i of a request has position kv_len - q_len + i, whatever else is in the batch."""
     table = PagedBlockTable.of([[0, 1], [2], [3, 4]], page_size=4)
     extends = [Extend(5, 2, num_cached=5, num_new=1), Extend(6, 1, 0, 3), Extend(7, 0, 4, 4)]
 
@@ -37,7 +37,7 @@ def test_a_query_row_sits_behind_what_is_cached() -> None:
 
 
 def test_a_page_beyond_the_step_is_hidden() -> None:
-    """A row may own pages that this step does not reach: they are -1 in the batch."""
+    """Pages of a row beyond this step are -1 in the batch."""
     table = PagedBlockTable.of([[6, 5, 4], [3]], page_size=2)
 
     batch = AttentionBatch.build([Extend(0, 0, 0, 3), Extend(1, 1, 0, 1)], table)
@@ -57,7 +57,7 @@ def test_an_empty_batch_is_legal() -> None:
 
 
 def test_a_batch_is_frozen() -> None:
-    """Neither its fields nor its arrays can be written, and it is no view of the table."""
+    """Its fields and arrays are read-only, and it is no view of the table."""
     table = PagedBlockTable.of([[1, 0]], page_size=1)
     batch = AttentionBatch.build([Extend(0, 0, 1, 1)], table)
 
@@ -71,7 +71,7 @@ def test_a_batch_is_frozen() -> None:
     assert batch.block_table.tolist() == [[1, 0]]
 
 
-def test_a_token_without_a_page_is_our_bug() -> None:
+def test_a_token_without_a_page_is_an_assertion_error() -> None:
     """A row with fewer pages than the step needs is caught before anything is written."""
     table = PagedBlockTable.of([[0]], page_size=2)
 
@@ -87,30 +87,32 @@ def test_a_token_without_a_page_is_our_bug() -> None:
 def test_arrays_are_those_of_a_plain_loop(
     page_size: int, lengths: list[tuple[int, int]], seed: int
 ) -> None:
-    """Every array equals what one gets token by token, in the stated dtype."""
+    """Every array equals the one built token by token, in the documented dtype."""
     needs = [-(-(cached + new) // page_size) for cached, new in lengths]
     shuffled = np.random.default_rng(seed).permutation(sum(needs)).tolist()
     rows = [[shuffled.pop() for _ in range(need)] for need in needs]
     table = PagedBlockTable.of(rows, page_size)
-    extends = [Extend(at, at, *length) for at, length in enumerate(lengths)][::-1]
+    extends = [Extend(row, row, *length) for row, length in enumerate(lengths)][::-1]
 
     batch = AttentionBatch.build(extends, table)
 
     positions, slots = [], []
-    for one in extends:
-        for position in range(one.num_cached, one.kv_len):
+    for extend in extends:
+        for position in range(extend.num_cached, extend.kv_len):
             positions.append(position)
-            slots.append(rows[one.row][position // page_size] * page_size + position % page_size)
+            page = rows[extend.row][position // page_size]
+            slots.append(page * page_size + position % page_size)
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
-    for at, one in enumerate(extends):
-        seen = batch.kv_slots(at).tolist()
-        assert len(seen) == one.kv_len == batch.seq_lens_kv[at]
-        assert seen[one.num_cached :] == slots[batch.cu_seqlens_q[at] : batch.cu_seqlens_q[at + 1]]
+    for seq, extend in enumerate(extends):
+        kv_slots = batch.kv_slots(seq).tolist()
+        new = slice(*batch.cu_seqlens_q[seq : seq + 2])
+        assert len(kv_slots) == extend.kv_len == batch.seq_lens_kv[seq]
+        assert kv_slots[extend.num_cached :] == slots[new]
     for name in ("cu_seqlens_q", "seq_lens_kv", "num_cached", "block_table", "positions"):
         assert getattr(batch, name).dtype == np.int32
     assert batch.slot_mapping.dtype == np.int64
-    assert batch.total_kv == sum(one.kv_len for one in extends)
+    assert batch.total_kv == sum(extend.kv_len for extend in extends)
 
 
 @given(
@@ -122,7 +124,7 @@ def test_arrays_are_those_of_a_plain_loop(
 def test_decodes_are_a_batch_like_any_other(
     lengths: list[int], page_size: int, spare: int, seed: int
 ) -> None:
-    """Both ways of building it give the same arrays, whatever pages rows have to spare."""
+    """`from_decodes` and `from_rows` give the same arrays, whatever spare pages rows have."""
     rng = np.random.default_rng(seed)
     ids = iter(rng.permutation(1_000).tolist())
     spares = rng.integers(0, spare + 1, len(lengths))
@@ -141,15 +143,15 @@ def test_decodes_are_a_batch_like_any_other(
 
     other = AttentionBatch.from_rows(rows, cached, [1] * len(lengths), table, sharing)
     for field in dataclasses.fields(AttentionBatch):
-        ours, theirs = getattr(batch, field.name), getattr(other, field.name)
-        assert np.array_equal(ours, theirs), field.name
-        if isinstance(ours, np.ndarray):
-            assert ours.dtype == theirs.dtype and not ours.flags.writeable
+        actual, expected = getattr(batch, field.name), getattr(other, field.name)
+        assert np.array_equal(actual, expected), field.name
+        if isinstance(actual, np.ndarray):
+            assert actual.dtype == expected.dtype and not actual.flags.writeable
         else:
-            assert type(ours) is type(theirs)
+            assert type(actual) is type(expected)
 
 
-def test_a_decode_without_a_page_is_our_bug() -> None:
+def test_a_decode_without_a_page_is_an_assertion_error() -> None:
     table = PagedBlockTable.of([[3, 4], [5]], page_size=2)
     rows, sharing = np.array([0, 1]), sharing_arrays((), 2)
 
@@ -159,9 +161,9 @@ def test_a_decode_without_a_page_is_our_bug() -> None:
 
 @pytest.mark.parametrize("num_last", [None, 1, 4])
 def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None:
-    """Every array, as if only those requests had been planned.
+    """`select` equals a batch of only those requests.
 
-    And of each only its last tokens, those before it having been computed earlier.
+    With `num_rows`, of only their last tokens, those before counting as cached.
     """
     table = PagedBlockTable.of([[7, 2, 5], [7, 0, 9], [7, 0, 8]], 4)
     extends = [Extend(0, 0, 3, 5), Extend(1, 1, 4, 5), Extend(2, 2, 8, 1)]
@@ -172,19 +174,19 @@ def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None
     }
 
     for seqs in ([], [0], [0, 2], [1, 2], [0, 1, 2]):
-        own = [extends[seq] for seq in seqs]
+        selected = [extends[seq] for seq in seqs]
         num_rows = None
         if num_last is not None:
-            counts = [min(num_last, one.num_new) for one in own]
-            own = [
-                dataclasses.replace(one, num_cached=one.kv_len - count, num_new=count)
-                for one, count in zip(own, counts, strict=True)
+            counts = [min(num_last, extend.num_new) for extend in selected]
+            selected = [
+                dataclasses.replace(extend, num_cached=extend.kv_len - count, num_new=count)
+                for extend, count in zip(selected, counts, strict=True)
             ]
             num_rows = np.array(counts, np.int64)
         part = batch.select(seqs, num_rows)
         sharing = list(zip(batch.shared_with, batch.shared_len, strict=True))[: len(seqs)]
         sharing = shared.get(tuple(seqs), sharing)
-        expected = AttentionBatch.build(own, table, sharing)
+        expected = AttentionBatch.build(selected, table, sharing)
         assert np.array_equal(part.shared_with, expected.shared_with)
         assert np.array_equal(part.shared_len, expected.shared_len)
         for name in ("cu_seqlens_q", "seq_lens_kv", "num_cached", "positions", "slot_mapping"):
@@ -198,15 +200,15 @@ def test_part_of_a_batch_is_the_batch_of_that_part(num_last: int | None) -> None
 
 
 @given(texts=st.lists(st.text("ab", max_size=5), min_size=1, max_size=8), mask=st.integers(0, 255))
-def test_those_that_stay_share_what_they_shared(texts: list[str], mask: int) -> None:
-    """Over every number of tokens, whoever else has left. A letter is a page of two tokens."""
+def test_selected_requests_share_what_they_shared(texts: list[str], mask: int) -> None:
+    """For every number of tokens, whichever requests are left out. A letter is a page."""
     beginnings = sorted({text[:end] for text in texts for end in range(1, len(text) + 1)})
     rows = [
-        [*(beginnings.index(text[: i + 1]) for i in range(len(text))), len(beginnings) + number]
-        for number, text in enumerate(texts)
+        [*(beginnings.index(text[: i + 1]) for i in range(len(text))), len(beginnings) + index]
+        for index, text in enumerate(texts)
     ]
     sharing = [(-1, 0)]
-    for i in range(1, len(texts)):  # with the first of those with which it shares most
+    for i in range(1, len(texts)):  # with the first of the texts that share most with it
         common = [max(n for n in range(6) if texts[i][:n] == text[:n]) for text in texts[:i]]
         common = [min(n, len(texts[i]), len(text)) for n, text in zip(common, texts, strict=False)]
         most = max(common)
@@ -218,8 +220,8 @@ def test_those_that_stay_share_what_they_shared(texts: list[str], mask: int) -> 
     part = batch.select(seqs)
 
     for num_tokens in range(2, 12, 2):
-        whole, found = batch.prefix_leaders(num_tokens), part.prefix_leaders(num_tokens)
+        whole, selected = batch.prefix_leaders(num_tokens), part.prefix_leaders(num_tokens)
         pairs = [(i, j) for i in range(len(seqs)) for j in range(i)]
         for i, j in pairs:
             together = whole[seqs[i]] == whole[seqs[j]]
-            assert (found[i] == found[j]) == together, (num_tokens, seqs[i], seqs[j])
+            assert (selected[i] == selected[j]) == together, (num_tokens, seqs[i], seqs[j])

@@ -1,4 +1,4 @@
-"""The names of ramify.attention: found on first use, and nothing heavy before that."""
+"""The names of ramify.attention resolve on first use, and load no heavy library before."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ HEAVY = ("torch", "transformers", "numba", "triton", "flashinfer", "safetensors"
 
 
 def loaded_by(code: str) -> set[str]:
-    """Which heavy libraries a fresh interpreter has loaded after running some code."""
+    """The heavy libraries that a fresh interpreter has loaded after running `code`."""
     run = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print(*({set(HEAVY)!r} & set(sys.modules)))"],
         capture_output=True,
@@ -40,7 +40,7 @@ def test_pb29_the_planner_loads_no_optional_extra_and_no_torch(code: str) -> Non
 
 
 def test_pb29_names_are_those_of_their_modules() -> None:
-    """The same object by every way to it; what is not there is an AttributeError."""
+    """Every import path gives the same object; an unknown name is an AttributeError."""
     from ramify.attention import planner, sequence
 
     assert ramify.attention.RadixSequence is ramify.RadixSequence is sequence.RadixSequence

@@ -1,4 +1,4 @@
-"""The planner alone: what `plan` gives, refuses and shares."""
+"""`RadixAttentionPlanner.plan`: its metadata, its errors, and what a batch shares."""
 
 from collections.abc import Sequence
 
@@ -18,32 +18,32 @@ from tests.pure.planner_bench import VOCAB, Bench, pages_of, sequence_of
 def test_a_fresh_sequence_gets_pages_for_all_its_tokens() -> None:
     """Three tokens in pages of one: three slots, positions 0..2, three query rows."""
     bench = Bench(page_size=1)
-    one = sequence_of([7, 8, 9])
+    sequence = sequence_of([7, 8, 9])
 
-    batch = bench.plan(one)
+    batch = bench.plan(sequence)
 
     assert batch.cu_seqlens_q.tolist() == [0, 3]
     assert batch.positions.tolist() == [0, 1, 2]
-    assert batch.slot_mapping.tolist() == pages_of(bench, one)
+    assert batch.slot_mapping.tolist() == pages_of(bench, sequence)
     assert batch.slot_mapping.dtype == np.int64
     assert batch.block_table.dtype == np.int32
     assert not batch.has_cached
 
 
 def test_only_what_the_cache_lacks_is_a_query() -> None:
-    """A cached prefix is named by its pages; the query is the suffix behind it."""
+    """The block table has the cached prefix's pages; the query is the suffix after it."""
     bench = Bench(page_size=1)
     bench.warm([1, 2, 3, 4])
     decoy = sequence_of([9, 9, 9])
     bench.plan(decoy)
-    one = sequence_of([1, 2, 3, 7, 8])
+    sequence = sequence_of([1, 2, 3, 7, 8])
 
-    batch = bench.plan(one)
+    batch = bench.plan(sequence)
 
     assert batch.positions.tolist() == [3, 4]
     assert batch.num_cached.tolist() == [3]
-    assert (one.num_read, one.num_shared) == (3, 0)
-    pages = pages_of(bench, one)
+    assert (sequence.num_read, sequence.num_shared) == (3, 0)
+    pages = pages_of(bench, sequence)
     assert batch.block_table[0].tolist() == pages
     assert not set(pages) & set(pages_of(bench, decoy))
     assert batch.slot_mapping.tolist() == pages[3:]
@@ -68,28 +68,28 @@ def test_a_fully_cached_prompt_still_has_a_query_row(page_size: int) -> None:
     bench = Bench(num_pages=32, page_size=page_size)
     tokens = range(1, page_size * 2 + 1)
     bench.warm(tokens)
-    one = sequence_of(tokens)
+    sequence = sequence_of(tokens)
 
-    batch = bench.plan(one)
+    batch = bench.plan(sequence)
 
     assert 1 <= batch.num_tokens <= page_size
-    assert bench.execute(batch, one) == [fake_next_token(tokens, VOCAB)]
+    assert bench.execute(batch, sequence) == [fake_next_token(tokens, VOCAB)]
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 5, 16])
 def test_a_matched_prefix_never_ends_inside_a_page(page_size: int) -> None:
-    """Prompts that part inside a page share the whole pages before it, and no token more."""
+    """Prompts that differ inside a page share the full pages before it, and no token more."""
     bench = Bench(num_pages=64, page_size=page_size)
     bench.warm(range(20))
-    one = sequence_of([*range(13), 99, 98])
+    sequence = sequence_of([*range(13), 99, 98])
 
-    bench.run(one)
+    bench.run(sequence)
 
-    assert one.num_read == 13 // page_size * page_size
+    assert sequence.num_read == 13 // page_size * page_size
 
 
 def test_a_cache_larger_than_the_pool_is_refused() -> None:
-    """So are a table and a cache whose pages differ."""
+    """So are a table and a cache with different page sizes."""
     cache = PrefixCache(8, 4)
 
     with pytest.raises(ValueError, match="cache of 8 pages over a pool of 7"):
@@ -118,15 +118,20 @@ def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     assert bench.state() == before
     assert bench.cache.match(reader.key(13)).num_tokens == 12
     bench.cache.check()
-    for one in (reader, big):
-        assert (one.lease, one.row, one.num_computed, one.num_planned) == (None, None, 0, 0)
+    for sequence in (reader, big):
+        assert (sequence.lease, sequence.row, sequence.num_computed, sequence.num_planned) == (
+            None,
+            None,
+            0,
+            0,
+        )
     bench.run(live, reader)
     bench.planner.release([live, reader, big])
     bench.assert_nothing_leaked()
 
 
 def test_a_request_larger_than_the_pool_evicts_nothing() -> None:
-    """PB3: what can never fit does not empty the cache on its way out."""
+    """PB3: a request that can never fit does not evict the cache."""
     bench = Bench(num_pages=4, page_size=2)
     bench.table = PagedBlockTable(2, 100, 2)
     bench.planner = RadixAttentionPlanner(bench.cache, bench.table)
@@ -161,8 +166,8 @@ def test_the_prefix_of_another_sequence_is_refused_rather_than_evicted() -> None
     with pytest.raises(OutOfPagesError):
         bench.plan(first, second)
 
-    for one in (first, second):
-        assert bench.cache.match(one.key(3)).num_tokens == 2
+    for sequence in (first, second):
+        assert bench.cache.match(sequence.key(3)).num_tokens == 2
     bench.run(first)
 
 
@@ -170,39 +175,39 @@ def test_the_prefix_of_another_sequence_is_refused_rather_than_evicted() -> None
     "fault", ["released", "planned", "empty", "limit", "long", "twice", "list"]
 )
 def test_a_plan_is_validated_whole_before_it_acts(fault: str) -> None:
-    """One wrong sequence in the batch: the error says what is wrong, the others are untouched."""
+    """One bad sequence in the batch: the error names the fault, the others are unchanged."""
     bench = Bench(num_pages=8, page_size=2)
     good, bad = sequence_of([1, 2, 3]), sequence_of([4, 5])
-    batch, num_new, told = [good, bad], [3, 2], ""
+    batch, num_new, message = [good, bad], [3, 2], ""
     if fault == "released":
         bench.planner.release([bad])
-        told = "was released"
+        message = "was released"
     elif fault == "planned":
         bench.plan(bad)
-        told = "not committed or abandoned"
+        message = "not committed or abandoned"
     elif fault == "empty":
         bench.run(bad)
-        told = "0 uncomputed tokens"
+        message = "0 uncomputed tokens"
     elif fault == "limit":
-        num_new, told = [3, 0], "may compute 0"
+        num_new, message = [3, 0], "may compute 0"
     elif fault == "long":
         bad.tokens.extend(range(20))
-        told = "22 tokens but a row of the block table holds 16"
+        message = "22 tokens but a row of the block table holds 16"
     elif fault == "twice":
-        batch, num_new, told = [good, bad, good], [3, 2, 3], "twice"
+        batch, num_new, message = [good, bad, good], [3, 2, 3], "twice"
     else:
         bad.tokens = [4, 5]  # type: ignore[assignment]
-        told = "list but must be 32-bit"
+        message = "list but must be 32-bit"
     before = bench.state()
 
-    with pytest.raises(CacheError, match=told):
+    with pytest.raises(CacheError, match=message):
         bench.planner.plan(batch, num_new)
 
     assert bench.state() == before
     bench.run(good)
 
 
-def test_too_few_rows_are_told_before_anything_happens() -> None:
+def test_too_few_rows_are_reported_before_anything_happens() -> None:
     """A batch with more fresh sequences than free rows is refused whole."""
     bench = Bench(num_rows=2)
     live = sequence_of([1, 2])
@@ -216,7 +221,7 @@ def test_too_few_rows_are_told_before_anything_happens() -> None:
 
 
 class Interrupted(PrefixCache):
-    """Ctrl-C comes while the second sequence announces its pages."""
+    """Raises KeyboardInterrupt when the second sequence announces its pages."""
 
     calls = 0
 
@@ -228,9 +233,9 @@ class Interrupted(PrefixCache):
 
 
 def test_an_interrupt_inside_a_plan_leaves_a_whole_planner() -> None:
-    """Ctrl-C after half of the batch: its sequences hold nothing and can be planned again."""
+    """Ctrl-C in the middle of a batch: its sequences hold no pages and can be planned again."""
     bench = Bench(num_pages=16, page_size=2, cache_type=Interrupted)
-    batch = [sequence_of([1, 2, 3, 4, 5, at]) for at in range(3)]
+    batch = [sequence_of([1, 2, 3, 4, 5, index]) for index in range(3)]
 
     with pytest.raises(KeyboardInterrupt):
         bench.plan(*batch)
@@ -254,9 +259,9 @@ def test_identical_cold_prompts_compute_their_prefix_once(page_size: int) -> Non
     bench.run(*batch)
 
     shared = 39 // page_size * page_size
-    assert [one.num_shared for one in batch] == [0, shared, shared]
+    assert [sequence.num_shared for sequence in batch] == [0, shared, shared]
     assert bench.device.num_computed_tokens == 40 + 2 * (40 - shared)
-    rows = [pages_of(bench, one) for one in batch]
+    rows = [pages_of(bench, sequence) for sequence in batch]
     assert all(row[: shared // page_size] == rows[0][: shared // page_size] for row in rows)
 
 
@@ -267,7 +272,7 @@ def test_nested_prompts_share_level_by_level() -> None:
 
     bench.run(a, ab, abc)
 
-    assert [one.num_shared for one in (a, ab, abc)] == [0, 4, 8]
+    assert [sequence.num_shared for sequence in (a, ab, abc)] == [0, 4, 8]
     assert bench.device.num_computed_tokens == 5 + 5 + 5
 
 
@@ -284,7 +289,7 @@ def test_a_shorter_prompt_attaches_to_a_longer_leader() -> None:
 
 
 def test_a_follower_attaches_to_the_chunk_that_is_computed_now() -> None:
-    """A leader in chunks shares what this step computes; the rest is the follower's to plan."""
+    """A follower shares the chunk that its leader computes now; it plans the remainder itself."""
     bench = Bench(num_pages=32, page_size=2)
     leader, follower = sequence_of(range(12)), sequence_of(range(12))
     bench.run(leader, num_new=[4])
@@ -297,7 +302,7 @@ def test_a_follower_attaches_to_the_chunk_that_is_computed_now() -> None:
 def test_sharing_inside_the_batch_counts_for_capacity() -> None:
     """A batch that fits only because its members share is planned, chunks and warm ones too."""
     bench = Bench(num_pages=6, page_size=2)
-    batch = [sequence_of([*range(8), 50 + at]) for at in range(2)]
+    batch = [sequence_of([*range(8), 50 + index]) for index in range(2)]
     bench.run(*batch)
     assert bench.cache.stats().free_pages == 0
     bench.planner.release(batch)
@@ -323,50 +328,50 @@ def test_namespaces_never_meet() -> None:
 
     bench.run(*batch)
 
-    assert [(one.num_read, one.num_shared) for one in batch] == [(0, 0)] * 3
-    assert len({page for one in batch for page in pages_of(bench, one)}) == 12
+    assert [(sequence.num_read, sequence.num_shared) for sequence in batch] == [(0, 0)] * 3
+    assert len({page for sequence in batch for page in pages_of(bench, sequence)}) == 12
 
 
 def test_pages_in_flight_are_never_matched() -> None:
-    """What is planned but not committed does not exist for `match`, before and after the forward."""
+    """`match` does not see planned pages before their commit, even after the forward pass."""
     bench = Bench(page_size=2)
-    one, key = sequence_of(range(8)), sequence_of(range(9)).key(9)
+    sequence, key = sequence_of(range(8)), sequence_of(range(9)).key(9)
 
-    batch = bench.plan(one, num_new=[5])
+    batch = bench.plan(sequence, num_new=[5])
     assert bench.cache.match(key).num_tokens == 0
-    bench.execute(batch, one)
+    bench.execute(batch, sequence)
     assert bench.cache.match(key).num_tokens == 0
-    bench.planner.commit([one])
+    bench.planner.commit([sequence])
 
     assert bench.cache.match(key).num_tokens == 4
 
 
 def test_without_reuse_nothing_is_read_but_all_is_published() -> None:
-    """A sequence that must see every token computes every token, and warms the cache."""
+    """A sequence with `reuse=False` computes every token, and publishes its pages."""
     bench = Bench(num_pages=32, page_size=2)
     bench.warm(range(4))
-    one, reader = sequence_of(range(10), reuse=False), sequence_of(range(10))
+    sequence, reader = sequence_of(range(10), reuse=False), sequence_of(range(10))
 
-    bench.run(one, num_new=[5])
-    bench.run(one)
+    bench.run(sequence, num_new=[5])
+    bench.run(sequence)
     bench.run(reader)
 
-    assert (one.num_read, one.num_shared, reader.num_read) == (0, 0, 8)
+    assert (sequence.num_read, sequence.num_shared, reader.num_read) == (0, 0, 8)
     assert bench.device.num_computed_tokens == 4 + 10 + 2
-    assert pages_of(bench, one)[:4] == pages_of(bench, reader)[:4]
-    bench.planner.release([one, reader])
+    assert pages_of(bench, sequence)[:4] == pages_of(bench, reader)[:4]
+    bench.planner.release([sequence, reader])
     bench.assert_nothing_leaked()
 
 
 def test_without_sharing_every_sequence_has_pages_of_its_own() -> None:
-    """share=False: no page in two rows, nothing cached, everything returns."""
+    """share=False: no page is in two rows, nothing is cached, all pages are freed."""
     bench = Bench(num_pages=32, page_size=2, share=False)
     batch = [sequence_of(range(8)) for _ in range(3)]
 
     bench.run(*batch, num_new=[3, 8, 1])
     bench.run(batch[0], batch[2])
 
-    pages = [page for one in batch for page in pages_of(bench, one)]
+    pages = [page for sequence in batch for page in pages_of(bench, sequence)]
     assert len(set(pages)) == len(pages) == 12
     assert bench.cache.stats().cached_pages == 0
     assert bench.cache.match(batch[0].key(8)).num_tokens == 0

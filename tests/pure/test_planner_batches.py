@@ -1,4 +1,4 @@
-"""What may stand side by side in one batch: everything."""
+"""Batches that mix prefill chunks, decodes, drafts and cached prefixes."""
 
 from itertools import permutations
 
@@ -13,7 +13,7 @@ from tests.pure.planner_bench import Bench, pages_of, sequence_of
 def test_first_chunks_later_chunks_decode_and_drafts_are_one_batch(
     page_size: int, num_drafts: int
 ) -> None:
-    """Every row has its own number of cached and new tokens; nothing cached stands beside a lot."""
+    """Every request has its own number of cached and new tokens, from none to many."""
     bench = Bench(num_pages=300, page_size=page_size)
     bench.warm(range(100, 140))
     later, decode, draft = (
@@ -35,42 +35,42 @@ def test_first_chunks_later_chunks_decode_and_drafts_are_one_batch(
     assert np.diff(arrays.cu_seqlens_q).tolist() == limits
     assert arrays.seq_lens_kv.tolist() == [10, 37, 31, read + 13, 21 + num_drafts]
     assert arrays.positions.tolist() == [
-        at
+        position
         for cached, new in zip(arrays.num_cached.tolist(), limits, strict=True)
-        for at in range(cached, cached + new)
+        for position in range(cached, cached + new)
     ]
     assert arrays.has_cached
     assert (arrays.max_q_len, arrays.total_kv) == (max(limits), int(arrays.seq_lens_kv.sum()))
-    for one, pages in zip(batch, arrays.block_table, strict=True):
-        held = pages_of(bench, one)
-        assert pages[: len(held)].tolist() == held
-        assert (pages[len(held) :] == -1).all()
+    for sequence, pages in zip(batch, arrays.block_table, strict=True):
+        expected = pages_of(bench, sequence)
+        assert pages[: len(expected)].tolist() == expected
+        assert (pages[len(expected) :] == -1).all()
     assert len(set(arrays.slot_mapping.tolist())) == sum(limits)
     bench.execute(arrays, *batch)
-    kept = [10, 20, 1, 13, num_drafts - 1]  # a draft is refused
+    kept = [10, 20, 1, 13, num_drafts - 1]  # a draft is rejected
     bench.planner.commit(batch, kept)
     del draft.tokens[20 + num_drafts :]
     draft.tokens.append(8)
-    bench.run(*[one for one in batch if one.num_uncomputed])
+    bench.run(*[sequence for sequence in batch if sequence.num_uncomputed])
     bench.planner.release(batch)
     bench.assert_nothing_leaked()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
 def test_what_extends_a_cached_prefix_is_published(page_size: int) -> None:
-    """A prompt that was read in part leaves its own tokens in the cache, step by step."""
+    """A prompt with a cached prefix publishes its own tokens, step by step."""
     bench = Bench(num_pages=100, page_size=page_size)
     bench.warm(range(40))
-    one = sequence_of(range(60))
+    sequence = sequence_of(range(60))
 
-    bench.run(one, num_new=[5])
-    bench.run(one)
-    one.tokens.extend(range(60, 80))
-    bench.run(one)
-    bench.planner.release([one])
+    bench.run(sequence, num_new=[5])
+    bench.run(sequence)
+    sequence.tokens.extend(range(60, 80))
+    bench.run(sequence)
+    bench.planner.release([sequence])
 
     whole = 80 // page_size * page_size
-    assert one.released
+    assert sequence.released
     assert bench.cache.match(sequence_of(range(81)).key(81)).num_tokens == whole
     assert bench.cache.stats().cached_pages == whole // page_size
     reader = sequence_of(range(90))
@@ -81,7 +81,7 @@ def test_what_extends_a_cached_prefix_is_published(page_size: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("together", [True, False])
 def test_nested_and_identical_prompts_commit_in_every_order(page_size: int, together: bool) -> None:
-    """Twice A, A+B, twice A+B+C: all 120 orders leave every page once, and nobody a wrong page."""
+    """A, A, A+B, A+B+C, A+B+C: in all 120 orders every page is cached once and is right."""
     for order in permutations(range(5)):
         bench = Bench(num_pages=60, page_size=page_size)
         lengths = (5, 5, 9, 13, 13)
@@ -89,18 +89,18 @@ def test_nested_and_identical_prompts_commit_in_every_order(page_size: int, toge
         bench.execute(bench.plan(*batch), *batch)
 
         if together:
-            bench.planner.commit([batch[at] for at in order])
+            bench.planner.commit([batch[index] for index in order])
         else:
-            for at in order:
-                bench.planner.commit([batch[at]])
+            for index in order:
+                bench.planner.commit([batch[index]])
 
         bench.cache.check()
         assert bench.cache.stats().cached_pages == 13 // page_size
         canonical = pages_of(bench, batch[3])
-        for one, length in zip(batch, lengths, strict=True):
+        for sequence, length in zip(batch, lengths, strict=True):
             whole = length // page_size
-            assert pages_of(bench, one)[:whole] == canonical[:whole]
-            one.tokens.append(90)
+            assert pages_of(bench, sequence)[:whole] == canonical[:whole]
+            sequence.tokens.append(90)
         bench.run(*batch)
         bench.planner.release(batch)
         bench.assert_nothing_leaked()

@@ -10,7 +10,7 @@ from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
 
 def test_duplicates_are_replaced_by_the_canonical_pages() -> None:
-    """PB21: after two equal prompts computed apart, nobody holds a page that was given back."""
+    """PB21: two equal prompts computed apart: neither holds a page that was freed."""
     bench = Bench(num_pages=16, page_size=2)
     first, second = sequence_of(range(9), reuse=False), sequence_of(range(9), reuse=False)
     bench.execute(bench.plan(first, second), first, second)
@@ -21,37 +21,37 @@ def test_duplicates_are_replaced_by_the_canonical_pages() -> None:
 
     assert pages_of(bench, first)[:4] == pages_of(bench, second)[:4]
     assert not set(pages_of(bench, third)) & {*pages_of(bench, first), *pages_of(bench, second)}
-    for one in (first, second):
-        one.tokens.append(1)
+    for sequence in (first, second):
+        sequence.tokens.append(1)
     bench.run(first, second)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
 @pytest.mark.parametrize("together", [True, False])
 def test_commit_may_come_in_any_order(order: list[int], together: bool) -> None:
-    """A follower may be committed before its leader: all is published when the leader is."""
+    """A follower may be committed before its leader: it is published with the leader."""
     bench = Bench(num_pages=32, page_size=2)
     batch = [sequence_of(range(5)), sequence_of(range(9)), sequence_of(range(13))]
     bench.execute(bench.plan(*batch), *batch)
     key = sequence_of(range(14)).key(14)
 
     if together:
-        bench.planner.commit([batch[at] for at in order])
+        bench.planner.commit([batch[index] for index in order])
     else:
-        for at in order:
-            bench.planner.commit([batch[at]])
+        for index in order:
+            bench.planner.commit([batch[index]])
             bench.cache.check()
 
     assert bench.cache.match(key).num_tokens == 12
-    for one in batch:
-        one.tokens.append(90)
+    for sequence in batch:
+        sequence.tokens.append(90)
     bench.run(*batch)
     bench.planner.release(batch)
     bench.assert_nothing_leaked()
 
 
 def test_a_commit_of_the_leader_leaves_what_a_followers_next_step_reads() -> None:
-    """It was planned again before its leader's commit: the batch that is under way names its pages."""
+    """A follower was planned again before its leader's commit: that batch has its pages."""
     bench = Bench(num_pages=24, page_size=4)
     leader, *followers = (
         sequence_of([1, 2, 3, 4, 9, 9]),
@@ -62,8 +62,8 @@ def test_a_commit_of_the_leader_leaves_what_a_followers_next_step_reads() -> Non
     bench.execute(bench.plan(*batch), *batch)
     for token in (6, 7, 8):
         bench.planner.commit(followers)
-        for one in followers:
-            one.tokens.append(token)
+        for sequence in followers:
+            sequence.tokens.append(token)
         bench.execute(bench.plan(*followers), *followers)
     bench.planner.commit(followers)
     late = followers[1]
@@ -82,13 +82,13 @@ def test_a_commit_of_the_leader_leaves_what_a_followers_next_step_reads() -> Non
 
 
 def test_leases_of_others_on_announced_pages_are_theirs_to_end() -> None:
-    """An engine may attach by itself: the planner takes back its own, and says nothing of those."""
+    """A lease from outside the planner on pages that are withdrawn: its owner releases it."""
     bench = Bench(num_pages=12, page_size=2)
-    one = sequence_of(range(7))
-    bench.plan(one)
+    sequence = sequence_of(range(7))
+    bench.plan(sequence)
     lease = bench.cache.attach(CacheKey(range(6)))
 
-    bench.planner.release([one])
+    bench.planner.release([sequence])
 
     assert bench.cache.is_withdrawn(lease)
     bench.cache.release(lease)
@@ -96,7 +96,7 @@ def test_leases_of_others_on_announced_pages_are_theirs_to_end() -> None:
 
 
 def test_a_follower_committed_early_is_not_matched_early() -> None:
-    """Its pages hang behind pages that are not published: nobody finds them before the leader."""
+    """Its pages follow unpublished pages: no match sees them before the leader's commit."""
     bench = Bench(num_pages=32, page_size=2)
     leader, follower = sequence_of(range(6)), sequence_of(range(12))
     bench.execute(bench.plan(leader, follower), leader, follower)
@@ -122,14 +122,14 @@ def test_a_follower_committed_early_may_go_on(grown: int) -> None:
     bench.execute(batch, follower)
     bench.planner.commit([follower])
 
-    found = bench.cache.match(sequence_of([*follower.tokens, 1]).key(len(follower.tokens) + 1))
-    assert found.num_tokens == len(follower.tokens) // 2 * 2
+    match = bench.cache.match(sequence_of([*follower.tokens, 1]).key(len(follower.tokens) + 1))
+    assert match.num_tokens == len(follower.tokens) // 2 * 2
     bench.planner.release([leader, follower])
     bench.assert_nothing_leaked()
 
 
 def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
-    """Also when the one in the middle was planned again, after the one that follows it."""
+    """Also if the middle sequence was planned again, after the one that follows it."""
     bench = Bench(num_pages=32, page_size=2)
     leader, middle, last = sequence_of(range(6)), sequence_of(range(10)), sequence_of(range(14))
     batch = [leader, middle, last]
@@ -148,80 +148,80 @@ def test_a_chain_committed_backwards_is_published_by_its_first_leader() -> None:
 
 
 def test_only_what_was_kept_counts() -> None:
-    """Of a chunk, the first m tokens may be kept; announced pages that they cut are withdrawn."""
+    """The first m tokens of a chunk may be kept; announced pages beyond are withdrawn."""
     bench = Bench(num_pages=16, page_size=4)
-    one = sequence_of(range(7))
-    bench.execute(bench.plan(one), one)
+    sequence = sequence_of(range(7))
+    bench.execute(bench.plan(sequence), sequence)
     state = bench.state()
 
     for wrong in (-1, 8):
         with pytest.raises(CacheError, match="kept of 7"):
-            bench.planner.commit([one], kept=[wrong])
+            bench.planner.commit([sequence], kept=[wrong])
     assert bench.state() == state
 
-    bench.planner.commit([one], kept=[3])
+    bench.planner.commit([sequence], kept=[3])
     assert bench.planner.cache.match(CacheKey(range(7))).num_tokens == 0
-    del one.tokens[3:]
-    one.tokens.extend([60, 61, 62, 63])
-    bench.run(one)
+    del sequence.tokens[3:]
+    sequence.tokens.extend([60, 61, 62, 63])
+    bench.run(sequence)
 
-    assert one.num_computed == 7
-    assert len(pages_of(bench, one)) == 2
+    assert sequence.num_computed == 7
+    assert len(pages_of(bench, sequence)) == 2
 
 
 def test_pages_on_which_others_depend_are_kept() -> None:
     """A draft that another sequence has attached to cannot be taken back: nothing changes."""
     bench = Bench(num_pages=16, page_size=4)
-    one, other = sequence_of(range(7)), sequence_of([*range(4), 9])
-    bench.execute(bench.plan(one, other), one, other)
+    sequence, other = sequence_of(range(7)), sequence_of([*range(4), 9])
+    bench.execute(bench.plan(sequence, other), sequence, other)
     state = bench.state()
 
     with pytest.raises(CacheError, match="others depend"):
-        bench.planner.commit([one], kept=[3])
+        bench.planner.commit([sequence], kept=[3])
 
     assert bench.state() == state
 
 
 def test_nothing_is_committed_twice() -> None:
-    """Without a plan there is nothing to commit, and no sequence counts twice."""
+    """Without a plan there is nothing to commit, and a sequence may be named once."""
     bench = Bench(page_size=4)
-    one, other = sequence_of(range(6)), sequence_of(range(6))
+    sequence, other = sequence_of(range(6)), sequence_of(range(6))
 
     with pytest.raises(CacheError):
-        bench.planner.commit([one])
-    bench.execute(bench.plan(one), one)
+        bench.planner.commit([sequence])
+    bench.execute(bench.plan(sequence), sequence)
     with pytest.raises(CacheError, match="twice"):
-        bench.planner.commit([one, one])
+        bench.planner.commit([sequence, sequence])
     with pytest.raises(CacheError):
-        bench.planner.commit([one, other])
-    assert (one.num_computed, one.num_planned) == (0, 6)
-    bench.planner.commit([one])
+        bench.planner.commit([sequence, other])
+    assert (sequence.num_computed, sequence.num_planned) == (0, 6)
+    bench.planner.commit([sequence])
     with pytest.raises(CacheError):
-        bench.planner.commit([one])
+        bench.planner.commit([sequence])
 
-    assert one.num_computed == 6
+    assert sequence.num_computed == 6
 
 
 @pytest.mark.parametrize("page_size", range(1, 17))
 def test_decoding_takes_a_page_when_it_needs_one(page_size: int) -> None:
-    """While tokens are appended one by one, the row has ceil(length / page) pages, no more."""
+    """While tokens are appended singly, the row has ceil(length / page_size) pages."""
     bench = Bench(num_pages=64, page_size=page_size)
-    one, twin = sequence_of([3, 1, 4]), sequence_of([3, 1, 4])
+    first, second = sequence_of([3, 1, 4]), sequence_of([3, 1, 4])
 
     for _ in range(2 * page_size + 5):
-        for answer, each in zip(bench.run(one, twin), (one, twin), strict=True):
-            assert len(pages_of(bench, each)) == -(-len(each.tokens) // page_size)
-            each.tokens.append(answer)
+        for answer, sequence in zip(bench.run(first, second), (first, second), strict=True):
+            assert len(pages_of(bench, sequence)) == -(-len(sequence.tokens) // page_size)
+            sequence.tokens.append(answer)
 
-    assert one.tokens == twin.tokens
-    bench.planner.release([one, twin])
-    found = bench.cache.match(one.key(len(one.tokens)))
-    assert found.num_tokens == (len(one.tokens) - 1) // page_size * page_size
+    assert first.tokens == second.tokens
+    bench.planner.release([first, second])
+    match = bench.cache.match(first.key(len(first.tokens)))
+    assert match.num_tokens == (len(first.tokens) - 1) // page_size * page_size
     bench.assert_nothing_leaked()
 
 
 def test_a_prefix_in_use_is_never_evicted() -> None:
-    """After commit the pages of a live sequence stay, whatever is planned beside it."""
+    """After commit the pages of a live sequence stay, whatever else is planned."""
     bench = Bench(num_pages=8, page_size=2)
     live = sequence_of(range(6))
     bench.run(live)
@@ -238,8 +238,8 @@ def test_a_prefix_in_use_is_never_evicted() -> None:
 # -- abandon and release ---------------------------------------------------------------------
 
 
-def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
-    """Abandoning a leader puts back its followers, but not the sequence beside them."""
+def test_a_failed_step_resets_every_sequence_that_depended_on_it() -> None:
+    """Abandoning a leader resets its followers, but not an unrelated sequence."""
     bench = Bench(num_pages=32, page_size=2)
     leader, follower, beside = (
         sequence_of(range(8)),
@@ -249,13 +249,18 @@ def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
     batch = [leader, follower, beside]
     bench.execute(bench.plan(*batch), *batch)
 
-    back = bench.planner.abandon([leader])
+    reset = bench.planner.abandon([leader])
 
     bench.cache.check()
-    assert back == [leader, follower]
-    for one in back:
-        assert (one.row, one.lease, one.num_computed, one.num_planned) == (None, None, 0, 0)
-        assert (one.num_read, one.num_shared) == (0, 0)
+    assert reset == [leader, follower]
+    for sequence in reset:
+        assert (sequence.row, sequence.lease, sequence.num_computed, sequence.num_planned) == (
+            None,
+            None,
+            0,
+            0,
+        )
+        assert (sequence.num_read, sequence.num_shared) == (0, 0)
     assert bench.cache.match(sequence_of(range(9)).key(9)).num_tokens == 0
     bench.planner.commit([beside])
     bench.run(follower, leader)
@@ -264,21 +269,21 @@ def test_a_failed_step_puts_everyone_back_who_depended_on_it() -> None:
 
 
 def test_a_failed_chunk_keeps_the_chunks_before_it() -> None:
-    """What earlier steps published stays warm when a later chunk fails."""
+    """Pages published by earlier steps stay cached when a later chunk fails."""
     bench = Bench(num_pages=32, page_size=2)
-    one = sequence_of(range(12))
-    bench.run(one, num_new=[6])
-    bench.execute(bench.plan(one, num_new=[4]), one)
+    sequence = sequence_of(range(12))
+    bench.run(sequence, num_new=[6])
+    bench.execute(bench.plan(sequence, num_new=[4]), sequence)
 
-    bench.planner.abandon([one])
-    bench.run(one)
+    bench.planner.abandon([sequence])
+    bench.run(sequence)
 
-    assert one.num_read == 6
+    assert sequence.num_read == 6
     assert bench.device.num_computed_tokens == 6 + 4 + 6
 
 
 def test_releasing_a_leader_in_flight_returns_its_followers() -> None:
-    """They hold nothing any more and can be planned again; the leader cannot."""
+    """They hold no pages and can be planned again; the leader cannot."""
     bench = Bench(num_pages=32, page_size=2)
     leader, follower = sequence_of(range(8)), sequence_of(range(8))
     bench.plan(leader, follower)
@@ -293,8 +298,8 @@ def test_releasing_a_leader_in_flight_returns_its_followers() -> None:
     bench.assert_nothing_leaked()
 
 
-def test_releasing_a_follower_disturbs_nobody() -> None:
-    """Its own pages return; the leader's stay and are published."""
+def test_releasing_a_follower_changes_no_other_sequence() -> None:
+    """Its own pages are freed; the leader's stay and are published."""
     bench = Bench(num_pages=32, page_size=2)
     leader, follower = sequence_of(range(8)), sequence_of(range(12))
     bench.execute(bench.plan(leader, follower), leader, follower)
@@ -307,8 +312,8 @@ def test_releasing_a_follower_disturbs_nobody() -> None:
     bench.assert_nothing_leaked()
 
 
-def test_releasing_one_that_was_committed_before_its_leader() -> None:
-    """Whoever followed it goes back, the leader goes on, and nothing is lost."""
+def test_releasing_a_sequence_that_was_committed_before_its_leader() -> None:
+    """Its followers are reset, its leader goes on, and no page leaks."""
     bench = Bench(num_pages=32, page_size=2)
     leader, middle, last = sequence_of(range(6)), sequence_of(range(10)), sequence_of(range(14))
     batch = [leader, middle, last]
@@ -325,14 +330,14 @@ def test_releasing_one_that_was_committed_before_its_leader() -> None:
 
 
 def test_release_keeps_what_was_computed_warm() -> None:
-    """Whole computed pages stay readable, the incomplete one and planned ones return."""
+    """Full computed pages stay cached; the partial page and planned pages are freed."""
     bench = Bench(num_pages=32, page_size=4)
-    one = sequence_of(range(11))
-    bench.run(one)
-    one.tokens.extend(range(40, 50))
-    bench.plan(one)
+    sequence = sequence_of(range(11))
+    bench.run(sequence)
+    sequence.tokens.extend(range(40, 50))
+    bench.plan(sequence)
 
-    bench.planner.release([one])
+    bench.planner.release([sequence])
 
     assert bench.cache.match(sequence_of(range(12)).key(12)).num_tokens == 8
     assert bench.cache.stats().free_pages == 30
@@ -340,12 +345,12 @@ def test_release_keeps_what_was_computed_warm() -> None:
 
 
 def test_a_released_sequence_that_was_never_planned_stays_released() -> None:
-    """Release before the first plan holds nothing and ends it all the same."""
+    """Release before the first plan ends it too."""
     bench = Bench()
-    one = sequence_of([1, 2, 3])
+    sequence = sequence_of([1, 2, 3])
 
-    bench.planner.release([one])
+    bench.planner.release([sequence])
 
     with pytest.raises(CacheError, match="was released"):
-        bench.plan(one)
+        bench.plan(sequence)
     bench.assert_nothing_leaked()

@@ -1,4 +1,4 @@
-"""A state machine over the planner and a fake device: no order of calls gives a wrong answer."""
+"""A state machine over the planner and a fake device: no order of calls gives a wrong token."""
 
 from array import array
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ MASKS, TURNS = st.integers(0, 127), st.integers(0, 5)
 
 
 class CountingCache(PrefixCache):
-    """Counts reserved pages, to compare them with what the planner said it would need."""
+    """Counts reserved pages, to compare them with the planner's estimate."""
 
     num_reserved = 0
 
@@ -42,7 +42,7 @@ class CountingCache(PrefixCache):
 
 
 class CountingPlanner(RadixAttentionPlanner):
-    """Keeps the demand of the newest plan."""
+    """Records the estimate of the last plan."""
 
     demand = 0
 
@@ -52,7 +52,7 @@ class CountingPlanner(RadixAttentionPlanner):
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """Sequences come, compute in pieces, fail, go on and leave, in any order and any mixture."""
+    """Sequences arrive, compute in chunks, fail, continue and leave, in any order and mixture."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4, 8]),
@@ -67,7 +67,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.live: list[RadixSequence] = []
         self.page_size = page_size
 
-    # -- what may happen -----------------------------------------------------------------------
+    # -- rules ---------------------------------------------------------------------------------
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -79,17 +79,17 @@ class PlannerMachine(RuleBasedStateMachine):
         self.arrive(stem, tail, namespace, reuse)
 
     def arrive(self, stem: str, tail: int, namespace: bytes, reuse: list[bool]) -> None:
-        """Equal prompts, of whole pages and a few tokens more; other tokens in the other namespace."""
+        """Equal prompts of full pages and a few tokens; other tokens in the other namespace."""
         first = 1 + 9 * len(namespace)
-        pages = ([first + ord(one) % 3] * self.page_size for one in stem)
+        pages = ([first + ord(letter) % 3] * self.page_size for letter in stem)
         tokens = [token for page in pages for token in page][: MAX_TOKENS - 12]
         tokens += [first + 4] * tail or [first] * (not tokens)
-        for each in reuse[: MAX_LIVE - len(self.live)]:
-            self.live.append(RadixSequence(array("i", tokens), namespace, each))
+        for reads_cache in reuse[: MAX_LIVE - len(self.live)]:
+            self.live.append(RadixSequence(array("i", tokens), namespace, reads_cache))
 
     def choose(self, able: list[RadixSequence], mask: int, turn: int) -> list[RadixSequence]:
-        """A part of the sequences, never none of them, in one of several orders."""
-        chosen = [one for at, one in enumerate(able) if mask >> at & 1] or able
+        """A subset of the sequences, not empty if there are any, in one of several orders."""
+        chosen = [sequence for index, sequence in enumerate(able) if mask >> index & 1] or able
         turn %= len(chosen) or 1
         chosen = chosen[turn:] + chosen[:turn]
         return chosen[::-1] if mask & 64 else chosen
@@ -97,9 +97,15 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(mask=MASKS, turn=TURNS, limit=st.sampled_from([1, 2, 5, 99, 99, 99]))
     def plan_and_execute(self, mask: int, turn: int, limit: int) -> None:
         """Some of the sequences that have something to compute, all of it or a chunk."""
-        able = [one for one in self.live if not one.num_planned and one.num_uncomputed]
+        able = [
+            sequence
+            for sequence in self.live
+            if not sequence.num_planned and sequence.num_uncomputed
+        ]
         chosen = self.choose(able, mask, turn)
-        limits = [min(limit + at % 2, one.num_uncomputed) for at, one in enumerate(chosen)]
+        limits = [
+            min(limit + index % 2, sequence.num_uncomputed) for index, sequence in enumerate(chosen)
+        ]
         self.run_step(chosen, limits)
 
     @rule(stem=st.sampled_from(["a", "aaa", "ab"]), early=st.integers(0, 7))
@@ -109,13 +115,17 @@ class PlannerMachine(RuleBasedStateMachine):
         for more in ("", "b", "bb"):
             self.arrive(stem + more, 1, b"", [True])
         family = self.live[first:]
-        self.run_step(family, [one.num_uncomputed for one in family])
+        self.run_step(family, [sequence.num_uncomputed for sequence in family])
         self.planner.commit(
-            [one for at, one in enumerate(family) if early >> at & 1 and one.num_planned]
+            [
+                sequence
+                for index, sequence in enumerate(family)
+                if early >> index & 1 and sequence.num_planned
+            ]
         )
 
     def run_step(self, chosen: list[RadixSequence], limits: list[int]) -> None:
-        """Plan and execute; the answers are right, or nothing has changed."""
+        """Plan and execute; the drawn tokens are right, or nothing has changed."""
         before, reserved = self.state(), self.cache.num_reserved
         try:
             batch = self.planner.plan(chosen, limits)
@@ -123,100 +133,111 @@ class PlannerMachine(RuleBasedStateMachine):
             assert self.state() == before
             return
         assert self.cache.num_reserved - reserved == self.planner.demand
-        self.assert_made_anew(batch, chosen)
+        self.assert_built_anew(batch, chosen)
         ids: list[int] = []
         draws = []
-        for at, one in enumerate(chosen):
-            end = one.num_computed + one.num_planned
-            ids += one.tokens[one.num_computed : end]
-            if end == len(one.tokens):
-                row = int(batch.cu_seqlens_q[at + 1]) - 1
-                draws.append(SampleSpec(at, row, end, SamplingParams(), 0, None))
+        for index, sequence in enumerate(chosen):
+            end = sequence.num_computed + sequence.num_planned
+            ids += sequence.tokens[sequence.num_computed : end]
+            if end == len(sequence.tokens):
+                row = int(batch.cu_seqlens_q[index + 1]) - 1
+                draws.append(SampleSpec(index, row, end, SamplingParams(), 0, None))
         result = self.device.execute(
             StepPlan(batch, np.array(ids, np.int64), tuple(draws), (), tuple(range(batch.num_seqs)))
         )
         for draw in draws:
-            wanted = fake_next_token(chosen[draw.request_id].tokens, VOCAB)
-            assert result.sampled[draw.request_id].token_ids[0] == wanted
+            expected = fake_next_token(chosen[draw.request_id].tokens, VOCAB)
+            assert result.sampled[draw.request_id].token_ids[0] == expected
 
-    def assert_made_anew(self, batch: AttentionBatch, chosen: list[RadixSequence]) -> None:
-        """What the planner keeps from one step to the next does not show."""
-        rows = [one.row for one in chosen if one.row is not None]
+    def assert_built_anew(self, batch: AttentionBatch, chosen: list[RadixSequence]) -> None:
+        """The batch equals one built from scratch, whatever the planner reuses of the last step."""
+        rows = [sequence.row for sequence in chosen if sequence.row is not None]
         extends = [
-            Extend(at, row, one.num_computed, one.num_planned)
-            for at, (one, row) in enumerate(zip(chosen, rows, strict=True))
+            Extend(index, row, sequence.num_computed, sequence.num_planned)
+            for index, (sequence, row) in enumerate(zip(chosen, rows, strict=True))
         ]
-        leases = [one.lease for one in chosen if one.lease is not None]
+        leases = [sequence.lease for sequence in chosen if sequence.lease is not None]
         anew = AttentionBatch.build(extends, self.planner.table, self.cache.sharing(leases))
-        for name in (one.name for one in fields(AttentionBatch)):
-            found, expected = getattr(batch, name), getattr(anew, name)
-            assert np.array_equal(found, expected), name
-            assert getattr(found, "dtype", None) == getattr(expected, "dtype", None), name
-            assert not isinstance(found, np.ndarray) or not found.flags.writeable, name
+        for name in (field.name for field in fields(AttentionBatch)):
+            actual, expected = getattr(batch, name), getattr(anew, name)
+            assert np.array_equal(actual, expected), name
+            assert getattr(actual, "dtype", None) == getattr(expected, "dtype", None), name
+            assert not isinstance(actual, np.ndarray) or not actual.flags.writeable, name
 
     @rule(mask=MASKS, turn=TURNS, num_steps=st.integers(2, 9))
     def decode(self, mask: int, turn: int, num_steps: int) -> None:
-        """Some go on token by token, as long as there is room."""
-        able = [one for one in self.live if not one.num_planned and one.num_uncomputed == 1]
+        """Some sequences decode for `num_steps`, or until pages run out."""
+        able = [
+            sequence
+            for sequence in self.live
+            if not sequence.num_planned and sequence.num_uncomputed == 1
+        ]
         chosen = self.choose(able, mask, turn)
         for step in range(num_steps):
-            if any(len(one.tokens) >= MAX_TOKENS for one in chosen):
+            if any(len(sequence.tokens) >= MAX_TOKENS for sequence in chosen):
                 return
             self.run_step(chosen, [1] * len(chosen))
-            if not all(one.num_planned for one in chosen):
+            if not all(sequence.num_planned for sequence in chosen):
                 return
             self.planner.commit(chosen)
-            for one in chosen:
-                one.tokens.append((step + len(one.tokens)) % VOCAB)
+            for sequence in chosen:
+                sequence.tokens.append((step + len(sequence.tokens)) % VOCAB)
 
     @rule(mask=MASKS, turn=TURNS, drop=st.sampled_from([0, 0, 0, 1, 2]))
     def commit(self, mask: int, turn: int, drop: int) -> None:
-        """Some of the planned ones; their last tokens may turn out not to count."""
-        chosen = self.choose([one for one in self.live if one.num_planned], mask, turn)
+        """Commit some planned sequences; their last tokens may be dropped."""
+        chosen = self.choose(
+            [sequence for sequence in self.live if sequence.num_planned], mask, turn
+        )
         kept = []
-        for one in chosen:
-            assert one.lease is not None
-            certain = max(0, one.lease.num_tokens - one.num_computed)
-            kept.append(max(certain, one.num_planned - drop))
+        for sequence in chosen:
+            assert sequence.lease is not None
+            certain = max(0, sequence.lease.num_tokens - sequence.num_computed)
+            kept.append(max(certain, sequence.num_planned - drop))
         self.planner.commit(chosen, kept)
         if drop:
-            for one in chosen:  # as a draft that was refused: other tokens come in its place
-                del one.tokens[max(one.num_computed, 1) :]
+            for sequence in chosen:  # as with rejected drafts: other tokens follow
+                del sequence.tokens[max(sequence.num_computed, 1) :]
 
     @rule(mask=MASKS)
     def commit_the_newest(self, mask: int) -> None:
-        """One or two that came last, so that followers are committed before their leaders."""
-        planned = [one for one in self.live if one.num_planned]
+        """The last one or two planned: followers are committed before their leaders."""
+        planned = [sequence for sequence in self.live if sequence.num_planned]
         self.planner.commit(planned[-1 - mask % 2 :][::-1])
 
     @rule(mask=MASKS)
     def abandon(self, mask: int) -> None:
-        planned = [one for one in self.live if one.num_planned]
+        planned = [sequence for sequence in self.live if sequence.num_planned]
         chosen = planned[mask % 8 :][:1]
-        for one in self.planner.abandon(chosen):
-            assert one in self.live
-            assert (one.row, one.lease, one.num_planned, one.num_computed) == (None, None, 0, 0)
+        for sequence in self.planner.abandon(chosen):
+            assert sequence in self.live
+            assert (sequence.row, sequence.lease, sequence.num_planned, sequence.num_computed) == (
+                None,
+                None,
+                0,
+                0,
+            )
 
     @rule(mask=MASKS, count=st.sampled_from([1, 1, 4, 9]))
     def append(self, mask: int, count: int) -> None:
-        """A token, or a whole turn, after what is there."""
-        for at, one in enumerate(self.live):
-            if mask >> at & 1 and len(one.tokens) + count <= MAX_TOKENS:
-                one.tokens.extend([1 + 9 * len(one.namespace)] * count)
+        """Append a token, or a whole turn."""
+        for index, sequence in enumerate(self.live):
+            if mask >> index & 1 and len(sequence.tokens) + count <= MAX_TOKENS:
+                sequence.tokens.extend([1 + 9 * len(sequence.namespace)] * count)
 
     @rule(mask=MASKS)
     def release(self, mask: int) -> None:
         chosen = self.live[mask % MAX_LIVE :][: 1 + mask // 64]
-        back = self.planner.release(chosen)
-        for one in chosen:
-            self.live.remove(one)
-        assert all(one in self.live and one.lease is None for one in back)
+        reset = self.planner.release(chosen)
+        for sequence in chosen:
+            self.live.remove(sequence)
+        assert all(sequence in self.live and sequence.lease is None for sequence in reset)
 
     @rule(num_pages=st.sampled_from([1, 2, 3, 1000]))
     def evict(self, num_pages: int) -> None:
         self.cache.evict(num_pages)
 
-    # -- what must hold ------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------
 
     @invariant()
     def counts_agree(self) -> None:
@@ -227,27 +248,31 @@ class PlannerMachine(RuleBasedStateMachine):
     def every_live_page_has_one_owner(self) -> None:
         """No row holds a free page; private pages are in one row, the others in its lease."""
         owned: set[int] = set()
-        for one in getattr(self, "live", ()):
-            if one.row is None:
-                assert one.lease is None
-                assert not one.private
+        for sequence in getattr(self, "live", ()):
+            if sequence.row is None:
+                assert sequence.lease is None
+                assert not sequence.private
                 continue
-            assert one.lease is not None
-            pages = self.table.pages(one.row)
-            assert pages == [*one.lease.pages, *one.private]
-            assert len(pages) >= -(-(one.num_computed + one.num_planned) // self.page_size)
+            assert sequence.lease is not None
+            pages = self.table.pages(sequence.row)
+            assert pages == [*sequence.lease.pages, *sequence.private]
+            assert len(pages) >= -(
+                -(sequence.num_computed + sequence.num_planned) // self.page_size
+            )
             assert not any(self.cache.is_free(page) for page in pages)
-            assert not owned & set(one.private)
-            owned |= set(one.private)
+            assert not owned & set(sequence.private)
+            owned |= set(sequence.private)
         if hasattr(self, "cache"):
             assert self.cache.stats().private_pages == len(owned)
 
     @invariant()
     def every_live_sequence_can_read_its_context(self) -> None:
-        for one in getattr(self, "live", ()):
-            if one.row is not None:
-                length = one.num_computed + one.num_planned
-                assert self.read(self.table.pages(one.row), length) == list(one.tokens[:length])
+        for sequence in getattr(self, "live", ()):
+            if sequence.row is not None:
+                length = sequence.num_computed + sequence.num_planned
+                assert self.read(self.table.pages(sequence.row), length) == list(
+                    sequence.tokens[:length]
+                )
 
     @invariant()
     def what_is_matched_is_computed(self) -> None:
@@ -264,12 +289,12 @@ class PlannerMachine(RuleBasedStateMachine):
                 assert self.read(pages, num_tokens) == list(atoms[:num_tokens])
 
     def read(self, pages: Sequence[int], num_tokens: int) -> list[int]:
-        at = np.arange(num_tokens)
-        page_of = np.array(pages, np.int64)[at // self.page_size]
-        return self.device.read(page_of * self.page_size + at % self.page_size)
+        positions = np.arange(num_tokens)
+        page_of = np.array(pages, np.int64)[positions // self.page_size]
+        return self.device.read(page_of * self.page_size + positions % self.page_size)
 
     def state(self) -> tuple[object, ...]:
-        """All that a failed plan must leave; a node may have been split."""
+        """All that a failed plan must leave unchanged; a node may have been split."""
         stats = self.cache.stats()
         counts = (
             stats.free_pages,
@@ -282,15 +307,21 @@ class PlannerMachine(RuleBasedStateMachine):
             stats.hit_tokens,
             stats.evicted_pages,
         )
-        held = [
-            (one.lease, one.row, tuple(one.private), one.num_computed, one.num_planned)
-            for one in self.live
+        sequences = [
+            (
+                sequence.lease,
+                sequence.row,
+                tuple(sequence.private),
+                sequence.num_computed,
+                sequence.num_planned,
+            )
+            for sequence in self.live
         ]
-        matches = [self.cache.match(one.key(len(one.tokens))) for one in self.live]
-        return counts, held, matches, self.table.array.tolist(), self.table.num_free_rows
+        matches = [self.cache.match(sequence.key(len(sequence.tokens))) for sequence in self.live]
+        return counts, sequences, matches, self.table.array.tolist(), self.table.num_free_rows
 
     def teardown(self) -> None:
-        """When all have left, no pin is left and evicting gives every page back."""
+        """When all sequences have left, nothing is pinned and clearing frees every page."""
         if not hasattr(self, "cache"):
             return
         self.planner.release(self.live)

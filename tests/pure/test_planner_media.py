@@ -1,4 +1,4 @@
-"""Prompts with images: the planner knows their tokens by content, not by the ids in their places."""
+"""Prompts with images: the cache key has an image's content instead of its token ids."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,93 +10,108 @@ from ramify.cache import CacheKey, Media
 from ramify.errors import InvalidKeyError
 from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
-IMAGE = [9] * 6  # the ids that stand where an image goes, whichever it is
+IMAGE = [9] * 6  # placeholder ids, the same for every image
 
 
-def seen(image: str, text: Sequence[int], *, before: Sequence[int] = (1, 2)) -> RadixSequence:
+def prompt_with(
+    image: str, text: Sequence[int], *, before: Sequence[int] = (1, 2)
+) -> RadixSequence:
     """Some text, six tokens of an image, and more text."""
     media = Media(Media.digest_of(image.encode()), len(before), len(IMAGE))
     return RadixSequence(array("i", [*before, *IMAGE, *text]), media=[media])
 
 
 def test_an_image_is_found_by_its_content() -> None:
-    """The same image is read; another one, or text with the same ids, shares what lies before."""
+    """The same image hits; another image, or text with the same ids, shares the text before."""
     bench = Bench(num_pages=64, page_size=2)
-    bench.run(first := seen("cat", [3, 4, 5]))
+    bench.run(first := prompt_with("cat", [3, 4, 5]))
     bench.planner.release([first])
-    again, other, text = seen("cat", [7, 8, 9]), seen("dog", [3, 4, 5]), sequence_of(first.tokens)
+    again, other, text = (
+        prompt_with("cat", [7, 8, 9]),
+        prompt_with("dog", [3, 4, 5]),
+        sequence_of(first.tokens),
+    )
 
     bench.run(again, other, text)
 
-    assert [one.num_read for one in (again, other, text)] == [8, 2, 2]
+    assert [sequence.num_read for sequence in (again, other, text)] == [8, 2, 2]
     bench.planner.release([again, other, text])
     bench.assert_nothing_leaked()
 
 
 def test_images_in_one_batch_share_by_content_too() -> None:
-    """One computes, those with the same image attach, and no more pages are asked for than used."""
+    """The first computes, those with the same image attach; pages are counted exactly."""
     bench = Bench(num_pages=18, page_size=2)
-    batch = [seen("cat", [3, at]) for at in range(3)] + [seen("dog", [3, at]) for at in range(2)]
-    for one in batch:
-        one.tokens.append(9)
+    batch = [prompt_with("cat", [3, index]) for index in range(3)] + [
+        prompt_with("dog", [3, index]) for index in range(2)
+    ]
+    for sequence in batch:
+        sequence.tokens.append(9)
 
-    bench.run(*batch)  # 6 + 2 + 2 pages, and 5 + 2 behind the page that all share
+    bench.run(*batch)  # 6 + 2 + 2 pages, and 5 + 2 after the page that all share
 
-    assert [one.num_shared for one in batch] == [0, 8, 8, 2, 8]
+    assert [sequence.num_shared for sequence in batch] == [0, 8, 8, 2, 8]
     assert bench.cache.stats().free_pages == 1
-    first, *_, dog, _ = (pages_of(bench, one) for one in batch)
+    first, *_, dog, _ = (pages_of(bench, sequence) for sequence in batch)
     assert first[0] == dog[0]
     assert not set(first[1:]) & set(dog[1:])
 
 
 def test_a_chunk_may_end_inside_an_image() -> None:
-    """Its whole pages are published and read like any others."""
+    """Its full pages are published and reused like any others."""
     bench = Bench(num_pages=32, page_size=2)
-    one, reader, other = seen("cat", [3, 4, 5]), seen("cat", [6]), seen("dog", [6])
+    sequence, reader, other = (
+        prompt_with("cat", [3, 4, 5]),
+        prompt_with("cat", [6]),
+        prompt_with("dog", [6]),
+    )
 
-    bench.run(one, num_new=[5])
+    bench.run(sequence, num_new=[5])
     bench.run(reader, other)
-    bench.run(one)
+    bench.run(sequence)
 
     assert (reader.num_read, other.num_read) == (4, 2)
-    assert bench.cache.match(one.key(11)).num_tokens == 10
-    assert bench.cache.match(CacheKey(one.tokens, media=one.media)).num_tokens == 10
-    assert bench.cache.match(CacheKey(one.tokens)).num_tokens == 2
+    assert bench.cache.match(sequence.key(11)).num_tokens == 10
+    assert bench.cache.match(CacheKey(sequence.tokens, media=sequence.media)).num_tokens == 10
+    assert bench.cache.match(CacheKey(sequence.tokens)).num_tokens == 2
 
 
 def test_a_fork_sees_the_same_image() -> None:
-    """What it computes later is published behind the image, not behind its placeholders."""
+    """Later tokens are published after the image's content, not after its placeholders."""
     bench = Bench(num_pages=32, page_size=2)
-    bench.run(one := seen("cat", [3, 4]))
-    twin, _ = bench.planner.fork(one)
+    bench.run(sequence := prompt_with("cat", [3, 4]))
+    twin, _ = bench.planner.fork(sequence)
 
     for token in (5, 6, 7):
         twin.tokens.append(token)
         bench.plan(twin)
         bench.planner.commit([twin])
 
-    assert bench.cache.match(seen("cat", [3, 4, 5, 6, 7]).key(13)).num_tokens == 12
+    assert bench.cache.match(prompt_with("cat", [3, 4, 5, 6, 7]).key(13)).num_tokens == 12
     assert bench.cache.match(sequence_of(twin.tokens).key(13)).num_tokens == 2
 
 
-@pytest.mark.parametrize("room", [6, 7])
-def test_room_is_counted_by_content(room: int) -> None:
+@pytest.mark.parametrize("num_pages", [6, 7])
+def test_pages_are_counted_by_content(num_pages: int) -> None:
     """`can_allocate` is true just when the plan of two different images succeeds."""
-    bench = Bench(num_pages=room, page_size=2)
-    batch = [seen("cat", []), seen("dog", [])]  # 4 pages, and 3 behind the page they share
+    bench = Bench(num_pages=num_pages, page_size=2)
+    batch = [
+        prompt_with("cat", []),
+        prompt_with("dog", []),
+    ]  # 4 pages, and 3 after the page they share
 
     fits = bench.planner.can_allocate(batch)
 
-    assert fits == (room == 7)
+    assert fits == (num_pages == 7)
     if fits:
         bench.run(*batch)
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_an_image_beyond_the_prompt_is_told_before_anything_happens(live: bool) -> None:
-    """When planned first, and when the caller cut tokens away that are an image."""
+def test_an_image_beyond_the_prompt_is_reported_before_anything_happens(live: bool) -> None:
+    """At the first plan, and after the caller cut off tokens of an image."""
     bench = Bench(num_pages=32, page_size=2)
-    good, bad = sequence_of(range(20, 25)), seen("cat", [])
+    good, bad = sequence_of(range(20, 25)), prompt_with("cat", [])
     if live:
         bench.run(bad)
         bench.planner.rollback(bad, 3)
@@ -111,7 +126,7 @@ def test_an_image_beyond_the_prompt_is_told_before_anything_happens(live: bool) 
 
 
 class Counted(RadixSequence):
-    """Counts how often its key is made."""
+    """Counts how often its key is built."""
 
     __slots__ = ("num_keys",)
 
@@ -120,17 +135,17 @@ class Counted(RadixSequence):
         return super().key(num_tokens)
 
 
-def test_a_key_is_made_once_for_a_plan() -> None:
-    """Pinning, counting, sharing and announcing use one; a decode step makes none."""
+def test_a_key_is_built_once_per_plan() -> None:
+    """Attaching, counting and announcing use the same key; a decode step builds none."""
     bench = Bench(num_pages=32, page_size=4)
     batch = [Counted(array("i", range(9))) for _ in range(2)]
 
     bench.plan(*batch)
-    assert [one.num_keys for one in batch] == [1, 1]
+    assert [sequence.num_keys for sequence in batch] == [1, 1]
     bench.planner.commit(batch)
-    before = [one.num_keys for one in batch]
-    for one in batch:
-        one.tokens.append(5)
+    before = [sequence.num_keys for sequence in batch]
+    for sequence in batch:
+        sequence.tokens.append(5)
     bench.plan(*batch)
 
-    assert [one.num_keys for one in batch] == before
+    assert [sequence.num_keys for sequence in batch] == before

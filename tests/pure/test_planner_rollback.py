@@ -1,4 +1,4 @@
-"""A plan that breaks off at any of its steps leaves everything as it was."""
+"""A plan that fails at any of its calls leaves everything as it was."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,30 +10,30 @@ from ramify.attention.planner import RadixSequence
 from ramify.errors import InvalidKeyError, OutOfPagesError
 from tests.pure.planner_bench import Bench, pages_of, sequence_of
 
-STEPS = {  # everything that `plan` changes, and what it reads last
+STEPS = {  # the calls of `plan` that change state, and its last reads
     "cache": ("attach", "cancel", "reserve", "announce", "sharing"),
     "table": ("allocate", "append", "rewrite", "array"),
 }
 
 
 class Broken:
-    """Passes everything on to `real`, and breaks off before the n-th of `steps`."""
+    """Forwards to `real`; raises instead of the n-th call of `steps`."""
 
     def __init__(self, real: Any, steps: Sequence[str], fuse: "Fuse") -> None:
         self.__dict__.update(real=real, steps=steps, fuse=fuse)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.real, name)
+        value = getattr(self.real, name)
         if name not in self.steps:
-            return found
-        if callable(found):
-            return self.fuse.before(found)
+            return value
+        if callable(value):
+            return self.fuse.before(value)
         self.fuse.burn()
-        return found
+        return value
 
 
 class Fuse:
-    """Counts calls down; raises `error` once, instead of the call at which it reaches zero."""
+    """Counts calls down; raises `error` once, when the count reaches zero."""
 
     def __init__(self, left: int, error: type[BaseException]) -> None:
         self.left, self.error = left, error
@@ -51,8 +51,8 @@ class Fuse:
         return broken
 
 
-class Lot:
-    """A batch of everything: readers, followers, later chunks, decode, drafts, waiting ones."""
+class MixedBatch:
+    """Cache hits, followers, a later chunk, a decode, drafts, a sequence that awaits its leader."""
 
     def __init__(self, share: bool = True) -> None:
         self.bench = bench = Bench(num_pages=64, page_size=2, share=share, num_rows=12)
@@ -62,8 +62,8 @@ class Lot:
         leader, waiting = sequence_of(range(50, 59)), sequence_of(range(50, 60))
         bench.run(chunk, decode, draft, num_new=[5, 7, 5])
         bench.execute(bench.plan(leader, waiting), leader, waiting)
-        bench.planner.commit([waiting])  # before its leader: what it publishes is deferred
-        for token in (1, 2, 3):  # a whole page of its own, which was never announced
+        bench.planner.commit([waiting])  # before its leader: publishing is deferred
+        for token in (1, 2, 3):  # a full page of its own, never announced
             waiting.tokens.append(token)
             bench.execute(bench.plan(waiting), waiting)
             bench.planner.commit([waiting])
@@ -88,51 +88,58 @@ class Lot:
         return self.bench.planner.plan(self.batch, self.num_new)
 
     def state(self) -> tuple[object, ...]:
-        """Everything but the numbers of leases."""
-        held = [
+        """All state but the lease ids."""
+        sequences = [
             (
-                None if one.lease is None else (one.lease.num_tokens, list(one.lease.pages)),
-                one.row,
-                list(one.private),
-                (one.num_computed, one.num_planned, one.num_read, one.num_shared),
-                self.bench.cache.match(one.key(len(one.tokens))),
+                None
+                if sequence.lease is None
+                else (sequence.lease.num_tokens, list(sequence.lease.pages)),
+                sequence.row,
+                list(sequence.private),
+                (
+                    sequence.num_computed,
+                    sequence.num_planned,
+                    sequence.num_read,
+                    sequence.num_shared,
+                ),
+                self.bench.cache.match(sequence.key(len(sequence.tokens))),
             )
-            for one in [self.apart, *self.batch]
+            for sequence in [self.apart, *self.batch]
         ]
-        return self.bench.state(), held, len(self.bench.planner._by_lease)
+        return self.bench.state(), sequences, len(self.bench.planner._by_lease)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt, GeneratorExit])
 @pytest.mark.parametrize("share", [True, False])
-def test_whatever_breaks_off_a_plan_changes_nothing(
+def test_a_plan_that_fails_at_any_call_changes_nothing(
     error: type[BaseException], share: bool
 ) -> None:
-    """At each call that it makes, in turn: pages, pins, rows, statistics and sequences are kept.
+    """At each of its calls in turn: pages, pins, rows, statistics and sequences are unchanged.
 
     Afterwards the same batch is planned, computes the right answers and leaks nothing.
     """
     num_calls = 0
     for left in range(1, 1000):
-        lot = Lot(share)
-        bench, before = lot.bench, lot.state()
+        mixed = MixedBatch(share)
+        bench, before = mixed.bench, mixed.state()
         fuse = Fuse(left, error)
         planner = bench.planner
         planner.cache = Broken(bench.cache, STEPS["cache"], fuse)  # type: ignore[assignment]
         planner.table = Broken(bench.table, STEPS["table"], fuse)  # type: ignore[assignment]
 
         try:
-            batch = lot.plan()
+            batch = mixed.plan()
         except error:
-            assert lot.state() == before, f"broken off at call {left}"
+            assert mixed.state() == before, f"failed at call {left}"
             bench.cache.check()
-            batch = lot.plan()
+            batch = mixed.plan()
         num_calls = left
         planner.cache, planner.table = bench.cache, bench.table
 
-        bench.execute(batch, *lot.batch)
-        planner.commit([*lot.batch, lot.apart])
-        bench.execute(bench.plan(lot.batch[0]), lot.batch[0])
-        bench.planner.release([*lot.batch, lot.apart])
+        bench.execute(batch, *mixed.batch)
+        planner.commit([*mixed.batch, mixed.apart])
+        bench.execute(bench.plan(mixed.batch[0]), mixed.batch[0])
+        bench.planner.release([*mixed.batch, mixed.apart])
         bench.assert_nothing_leaked()
         if fuse.left > 0:
             break
@@ -141,8 +148,8 @@ def test_whatever_breaks_off_a_plan_changes_nothing(
 
 
 @pytest.mark.parametrize("where", ["fresh", "chunk", "decode", "unread"])
-def test_a_token_that_is_none_is_told_before_anything_happens(where: str) -> None:
-    """A negative id, as placeholders are in some tokenizers: the others keep what they have."""
+def test_a_negative_token_is_reported_before_anything_happens(where: str) -> None:
+    """Some tokenizers have negative placeholder ids: the other sequences are unchanged."""
     bench = Bench(num_pages=32, page_size=2)
     live, reader = sequence_of(range(8)), sequence_of(range(9))
     bench.run(live)
@@ -167,37 +174,37 @@ def test_a_token_that_is_none_is_told_before_anything_happens(where: str) -> Non
 
 
 def test_capacity_for_all_comes_before_eviction_for_any() -> None:
-    """What cannot fit as a whole evicts nothing for its first sequence, which alone would fit."""
+    """A batch that does not fit evicts nothing for its first sequence, which alone would fit."""
     bench = Bench(num_pages=8, page_size=2)
     for start in (10, 20, 30):
         bench.warm(range(start, start + 4))
     first, second = sequence_of(range(50, 58)), sequence_of(range(60, 70))
-    kept = [sequence_of(range(start, start + 5)) for start in (10, 20, 30)]
+    cached = [sequence_of(range(start, start + 5)) for start in (10, 20, 30)]
     before = bench.state()
 
     with pytest.raises(OutOfPagesError, match="9 pages asked for"):
         bench.plan(first, second)
 
     assert bench.state() == before
-    assert [bench.cache.match(one.key(5)).num_tokens for one in kept] == [4, 4, 4]
+    assert [bench.cache.match(sequence.key(5)).num_tokens for sequence in cached] == [4, 4, 4]
     bench.run(first)
     assert bench.cache.stats().evicted_pages == 2
 
 
-def test_a_sequence_that_was_put_back_is_as_new() -> None:
-    """After a plan that broke off, a sequence holds no row, no lease and no page."""
-    lot = Lot()
+def test_a_sequence_that_was_rolled_back_is_as_new() -> None:
+    """After a failed plan, a fresh sequence holds no row, no lease and no page."""
+    mixed = MixedBatch()
     fuse = Fuse(25, KeyboardInterrupt)
-    lot.bench.planner.cache = Broken(  # type: ignore[assignment]
-        lot.bench.cache, STEPS["cache"], fuse
+    mixed.bench.planner.cache = Broken(  # type: ignore[assignment]
+        mixed.bench.cache, STEPS["cache"], fuse
     )
 
     with pytest.raises(KeyboardInterrupt):
-        lot.plan()
+        mixed.plan()
 
-    fresh = [one for one in lot.batch if one.num_computed == 0]
+    fresh = [sequence for sequence in mixed.batch if sequence.num_computed == 0]
     new = RadixSequence(fresh[0].tokens)
-    for one in fresh:
-        assert (one.row, one.lease, one.private) == (new.row, new.lease, new.private)
-    chunk = lot.batch[0]
-    assert (chunk.num_computed, len(pages_of(lot.bench, chunk))) == (5, 3)
+    for sequence in fresh:
+        assert (sequence.row, sequence.lease, sequence.private) == (new.row, new.lease, new.private)
+    chunk = mixed.batch[0]
+    assert (chunk.num_computed, len(pages_of(mixed.bench, chunk))) == (5, 3)

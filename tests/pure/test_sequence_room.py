@@ -1,4 +1,4 @@
-"""Promises of room: what is said to fit fits, and what is said not to fit is refused."""
+"""`can_append`, `can_allocate` and `can_reserve` are true exactly if the call succeeds."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from tests.pure.test_prefix_cache import key, serve, state
 
 
 def can_run(bench: Bench, *batch: RadixSequence) -> bool:
-    """Whether a plan takes them; if so, they have been computed, with the right answers."""
+    """Plan and run them; False if the plan raises CacheError."""
     try:
         bench.run(*batch)
     except CacheError:
@@ -22,7 +22,7 @@ def can_run(bench: Bench, *batch: RadixSequence) -> bool:
     return True
 
 
-# -- room ----------------------------------------------------------------------------------
+# -- planner -------------------------------------------------------------------------------
 
 
 @settings(max_examples=100)
@@ -36,24 +36,24 @@ def can_run(bench: Bench, *batch: RadixSequence) -> bool:
 def test_can_append_is_true_just_when_the_plan_succeeds(
     page_size: int, num_pages: int, lengths: list[int], warm: int, num_new: int
 ) -> None:
-    """Whatever else is live or warm: what is promised can be had, what is denied cannot."""
+    """Whatever else is live or cached."""
     bench = Bench(num_pages=num_pages, page_size=page_size)
     live = []
-    for at, length in enumerate(lengths):
-        each = sequence_of(range(100 * at, 100 * at + length))
-        if bench.planner.can_allocate([each]):
-            bench.run(each)
-            live.append(each)
+    for index, length in enumerate(lengths):
+        sequence = sequence_of(range(100 * index, 100 * index + length))
+        if bench.planner.can_allocate([sequence]):
+            bench.run(sequence)
+            live.append(sequence)
     if bench.planner.can_allocate([sequence_of(range(500, 501 + warm))]):
         bench.warm(range(500, 501 + warm))
 
-    for one in live:
-        promised, before = bench.planner.can_append(one, num_new), bench.state()
-        one.tokens.extend(range(700, 700 + num_new))
-        assert can_run(bench, one) == promised
+    for sequence in live:
+        promised, before = bench.planner.can_append(sequence, num_new), bench.state()
+        sequence.tokens.extend(range(700, 700 + num_new))
+        assert can_run(bench, sequence) == promised
         if not promised:
             assert bench.state() == before
-            del one.tokens[-num_new:]
+            del sequence.tokens[-num_new:]
 
 
 STEMS = ("", "a", "aa", "aaa", "ab", "abb", "b")
@@ -71,37 +71,38 @@ def prompt(page_size: int, stem: str, tail: int) -> list[int]:
     num_rows=st.integers(1, 3),
     warm=st.lists(PROMPTS, max_size=3),
     live=PROMPTS,
-    asked=st.lists(st.tuples(PROMPTS, st.booleans()), min_size=1, max_size=4),
+    prompts=st.lists(st.tuples(PROMPTS, st.booleans()), min_size=1, max_size=4),
 )
 def test_can_allocate_is_true_just_when_the_plan_succeeds(
-    page_size: int, num_pages: int, num_rows: int, warm: list, live: tuple, asked: list
+    page_size: int, num_pages: int, num_rows: int, warm: list, live: tuple, prompts: list
 ) -> None:
-    """AB1: warm pages are found or free, never both; prompts of one batch share; rows count."""
+    """AB1: cached pages are reused or free, never both; prompts of a batch share; rows count."""
     bench = Bench(num_pages, page_size, num_rows=num_rows)
-    for each in warm:
-        if bench.planner.can_allocate([sequence_of(prompt(page_size, *each))]):
-            bench.warm(prompt(page_size, *each))
-    one = sequence_of(prompt(page_size, *live))
-    if bench.planner.can_allocate([one]):
-        bench.run(one)
-    batch = [sequence_of(prompt(page_size, *each), reuse=reuse) for each, reuse in asked]
+    for stem_and_tail in warm:
+        tokens = prompt(page_size, *stem_and_tail)
+        if bench.planner.can_allocate([sequence_of(tokens)]):
+            bench.warm(tokens)
+    sequence = sequence_of(prompt(page_size, *live))
+    if bench.planner.can_allocate([sequence]):
+        bench.run(sequence)
+    batch = [sequence_of(prompt(page_size, *args), reuse=reuse) for args, reuse in prompts]
     before = bench.state()
 
     promised = bench.planner.can_allocate(batch)
 
     assert bench.state() == before
-    assert all(each.lease is None for each in batch)
+    assert all(sequence.lease is None for sequence in batch)
     assert can_run(bench, *batch) == promised
     assert promised or bench.state() == before
-    bench.planner.release([one, *batch])
+    bench.planner.release([sequence, *batch])
     bench.assert_nothing_leaked()
 
 
 def test_ab1_a_warm_page_is_not_free_as_well() -> None:
-    """A prompt whose prefix is all that could be evicted does not fit; one page less does."""
+    """A prompt that reuses all evictable pages does not fit; a page less does."""
     bench = Bench(num_pages=4, page_size=2)
     bench.warm(range(6))
-    held = bench.cache.reserve(1)
+    reserved = bench.cache.reserve(1)
     long, short = sequence_of(range(8)), sequence_of(range(6))
 
     assert not bench.planner.can_allocate([long])
@@ -111,49 +112,49 @@ def test_ab1_a_warm_page_is_not_free_as_well() -> None:
     bench.run(short)
 
     assert short.num_read == 4
-    bench.cache.give_back(held)
+    bench.cache.give_back(reserved)
 
 
 def test_an_expired_pin_denies_no_room() -> None:
-    """Neither to the promise nor to the plan."""
+    """Its pages count as free for `can_allocate` and for the plan."""
     clock, bench = Clock(), Bench(num_pages=4, page_size=2)
     bench.cache = PrefixCache(4, 2, clock=clock)
     bench.planner = RadixAttentionPlanner(bench.cache, bench.table)
     bench.warm(range(4))
     bench.cache.pin(sequence_of(range(4)).key(4), "me", ttl=1)
-    one = sequence_of(range(50, 58))
-    assert not bench.planner.can_allocate([one])
+    sequence = sequence_of(range(50, 58))
+    assert not bench.planner.can_allocate([sequence])
 
     clock.now_s += 1
 
-    assert bench.planner.can_allocate([one])
-    bench.run(one)
+    assert bench.planner.can_allocate([sequence])
+    bench.run(sequence)
 
 
 def test_tokens_to_come_are_shared_with_nobody() -> None:
-    """Equal prompts may go on differently, and not as a cached one does."""
+    """Equal prompts may continue differently, and match no cached continuation."""
     bench = Bench(num_pages=5, page_size=2)
     batch = [sequence_of([1, 2, 3]), sequence_of([1, 2, 3])]
     assert not bench.planner.can_allocate(batch, 5)
     assert bench.planner.can_allocate(batch, 3)
 
-    for at, each in enumerate(batch):
-        each.tokens.extend([10 + at] * 3)
+    for index, sequence in enumerate(batch):
+        sequence.tokens.extend([10 + index] * 3)
 
     bench.run(*batch)
 
 
-def test_who_cannot_be_planned_is_promised_nothing() -> None:
+def test_a_sequence_that_cannot_be_planned_fits_nowhere() -> None:
     """Released, in a plan or without a token to compute."""
     bench = Bench(num_pages=16, page_size=2)
-    over, busy, done = sequence_of([1]), sequence_of([2]), sequence_of([3])
-    bench.run(over, done)
-    bench.planner.release([over])
-    bench.plan(busy)
+    released, planned, done = sequence_of([1]), sequence_of([2]), sequence_of([3])
+    bench.run(released, done)
+    bench.planner.release([released])
+    bench.plan(planned)
 
-    for one in (over, busy):
-        assert not bench.planner.can_append(one)
-        assert not bench.planner.can_allocate([one])
+    for sequence in (released, planned):
+        assert not bench.planner.can_append(sequence)
+        assert not bench.planner.can_allocate([sequence])
     assert not bench.planner.can_append(done, 0)
     assert bench.planner.can_append(done, 1)
     assert not bench.planner.can_allocate([sequence_of([])])
@@ -161,31 +162,33 @@ def test_who_cannot_be_planned_is_promised_nothing() -> None:
 
 @pytest.mark.parametrize("too_long", [False, True])
 def test_can_allocate_counts_tokens_to_come(too_long: bool) -> None:
-    """A row of the table must hold them, and so must the pool."""
+    """Both the table's row and the pool must have pages for them."""
     cache = PrefixCache(6, 2)
     planner = RadixAttentionPlanner(cache, PagedBlockTable(2, 4 if too_long else 9, 2))
-    one = sequence_of(range(5))
+    sequence = sequence_of(range(5))
 
-    room = [planner.can_append(one, num_tokens) for num_tokens in range(10)]
+    can_append = [planner.can_append(sequence, num_tokens) for num_tokens in range(10)]
 
-    assert room == [5 + num_tokens <= (8 if too_long else 12) for num_tokens in range(10)]
-    planner.plan([one])
-    planner.commit([one])
-    assert [planner.can_append(one, num_tokens) for num_tokens in range(1, 10)] == room[1:]
+    assert can_append == [5 + num_tokens <= (8 if too_long else 12) for num_tokens in range(10)]
+    planner.plan([sequence])
+    planner.commit([sequence])
+    assert [planner.can_append(sequence, num_tokens) for num_tokens in range(1, 10)] == can_append[
+        1:
+    ]
 
 
-@pytest.mark.parametrize("held", [0, 2])
-def test_can_reserve_is_what_reserve_does(held: int) -> None:
-    """Free and evictable pages count, pinned ones do not, and a negative number cannot be had."""
+@pytest.mark.parametrize("num_pinned", [0, 2])
+def test_can_reserve_is_what_reserve_does(num_pinned: int) -> None:
+    """Free and evictable pages count, pinned pages do not; false for a negative number."""
     cache = PrefixCache(6, 2)
     serve(cache, "abcdef")
-    lease = cache.acquire(key("abcde") if held else key("x"))
+    lease = cache.acquire(key("abcde") if num_pinned else key("x"))
 
     assert [cache.can_reserve(count) for count in range(-1, 9)] == [
         False,
-        *[count <= 6 - held for count in range(9)],
+        *[count <= 6 - num_pinned for count in range(9)],
     ]
-    assert len(cache.reserve(6 - held)) == 6 - held
+    assert len(cache.reserve(6 - num_pinned)) == 6 - num_pinned
     cache.release(lease)
 
 
@@ -194,27 +197,27 @@ def test_can_reserve_is_what_reserve_does(held: int) -> None:
     num_pages=st.integers(1, 10),
     served=st.lists(st.sampled_from(["ab", "abcd", "abcdef", "abxy", "uv"]), max_size=4),
     leased=st.lists(st.sampled_from(["abc", "abcdefg", "abxyz", "uvw"]), max_size=2),
-    asked=st.sampled_from(["a", "abc", "abcdefg", "abcdefghi", "uvwxyz", "abxyzzz"]),
+    text=st.sampled_from(["a", "abc", "abcdefg", "abcdefghi", "uvwxyz", "abxyzzz"]),
     num_tokens=st.integers(0, 6),
     index=st.sampled_from(["radix", "hash"]),
 )
 def test_can_allocate_of_a_key_is_true_just_when_its_pages_can_be_had(
-    num_pages: int, served: list, leased: list, asked: str, num_tokens: int, index: str
+    num_pages: int, served: list, leased: list, text: str, num_tokens: int, index: str
 ) -> None:
-    """AB1: acquire, then reserve the rest: both succeed or the answer was no."""
+    """AB1: true exactly if acquiring the key and reserving the missing pages succeeds."""
     cache = PrefixCache(num_pages, 2, index=index)
-    for text in served:
-        if cache.can_allocate(key(text)):
-            serve(cache, text)
-    for text in leased:
-        cache.acquire(key(text))
+    for served_text in served:
+        if cache.can_allocate(key(served_text)):
+            serve(cache, served_text)
+    for leased_text in leased:
+        cache.acquire(key(leased_text))
     before = state(cache)
 
-    promised = cache.can_allocate(key(asked), num_tokens)
+    promised = cache.can_allocate(key(text), num_tokens)
 
     assert state(cache) == before
-    lease = cache.acquire(key(asked))
-    missing = -(-(len(asked) + num_tokens) // 2) - len(lease.pages)
+    lease = cache.acquire(key(text))
+    missing = -(-(len(text) + num_tokens) // 2) - len(lease.pages)
     assert promised == cache.can_reserve(missing)
     if promised:
         assert len(cache.reserve(missing)) == missing

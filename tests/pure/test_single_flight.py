@@ -1,4 +1,4 @@
-"""A prefix that is not cached is computed once, whoever leads, fails, ends or is sent back."""
+"""A shared prefix is computed once, whichever request leads, fails, ends or is preempted."""
 
 import random
 from typing import Any
@@ -11,20 +11,20 @@ from ramify.outputs import FinishReason
 from tests.pure.engine_bench import Bench, expected
 from tests.pure.test_engine_branches import Guesser
 
-STEM = [1 + place * 7 % 40 for place in range(8192)]
+STEM = [1 + index * 7 % 40 for index in range(8192)]
 
 
 def suffixes(count: int) -> int:
-    """At most what `count` followers compute of their own: the page in which they part, and more."""
+    """Most tokens that `count` followers compute alone: the page in which they diverge, and a tail."""
     return count * (16 + 16)
 
 
 @pytest.mark.parametrize("budget", [512, 2048, 16_384])
 @pytest.mark.parametrize("order", ["together", "trickle", "backwards"])
 def test_64_requests_on_8k_shared_tokens_compute_them_once(budget: int, order: str) -> None:
-    """At once, while the first one is part-way, and when the shortest suffix is at the end."""
+    """All at once, one per step, and with the shortest suffix last."""
     bench = Bench(200_000, 16, max_batch_tokens=budget, max_model_len=9000)
-    tails = [[41 + at % 8] * (1 + at // 8) for at in range(64)]
+    tails = [[41 + index % 8] * (1 + index // 8) for index in range(64)]
     if order == "backwards":
         tails.reverse()
     for tail in tails:
@@ -41,11 +41,13 @@ def test_64_requests_on_8k_shared_tokens_compute_them_once(budget: int, order: s
 
 @pytest.mark.parametrize("num_steps", range(6))
 @pytest.mark.parametrize("ends", ["abort", "fails"])
-def test_whoever_follows_takes_over_at_each_chunk(num_steps: int, ends: str) -> None:
-    """The leader is gone after so many chunks: they stay, and are computed by nobody again."""
+def test_a_follower_takes_over_at_each_chunk(num_steps: int, ends: str) -> None:
+    """The leader ends after `num_steps` chunks: they stay cached and are not computed again."""
     fail_at = {num_steps} if ends == "fails" else set[int]()
     bench = Bench(20_000, 16, max_batch_tokens=128, fail_at=fail_at)
-    keys = [bench.add([*STEM[:600], 41 + at], max_tokens=2, ignore_eos=True) for at in range(8)]
+    keys = [
+        bench.add([*STEM[:600], 41 + index], max_tokens=2, ignore_eos=True) for index in range(8)
+    ]
     for _ in range(num_steps):
         bench.step()
 
@@ -53,22 +55,24 @@ def test_whoever_follows_takes_over_at_each_chunk(num_steps: int, ends: str) -> 
         bench.abort(keys[0])
     outputs = bench.run()
 
-    slack = 128 if ends == "abort" and num_steps else 0  # of the last chunk, what fills no page
+    slack = 128 if ends == "abort" and num_steps else 0  # partial page of the last chunk
     assert bench.device.num_computed_tokens <= 600 + suffixes(8) + slack
-    for at, key in enumerate(keys):
+    for index, key in enumerate(keys):
         if outputs[key].finish_reason is not FinishReason.ABORT:
-            assert list(outputs[key].token_ids) == expected([*STEM[:600], 41 + at], 2, ends=())
+            assert list(outputs[key].token_ids) == expected([*STEM[:600], 41 + index], 2, ends=())
     bench.assert_nothing_leaked()
 
 
 def test_every_leader_in_turn_is_aborted() -> None:
-    """Each computes one chunk and is gone; together they have computed the prompt once."""
+    """Each computes one chunk and ends; together they compute the prompt once."""
     bench = Bench(20_000, 16, max_batch_tokens=64)
-    keys = [bench.add([*STEM[:640], 38 + at], max_tokens=1, ignore_eos=True) for at in range(12)]
+    keys = [
+        bench.add([*STEM[:640], 38 + index], max_tokens=1, ignore_eos=True) for index in range(12)
+    ]
     live = list(keys)
     while len(live) > 2:
         bench.step()
-        leading = [one.id for one in bench.core.scheduler.running if one.id in live]
+        leading = [request.id for request in bench.core.scheduler.running if request.id in live]
         assert len(leading) == 1
         bench.abort(leading[0])
         live.remove(leading[0])
@@ -81,25 +85,27 @@ def test_every_leader_in_turn_is_aborted() -> None:
         assert list(outputs[key].token_ids) == answer
 
 
-def test_a_leader_that_is_sent_back_loses_nothing_and_its_followers_go_on() -> None:
-    """Pages run out in the middle of the shared prompt: what was published is read again."""
+def test_a_preempted_leader_loses_nothing_and_its_followers_go_on() -> None:
+    """Pages run out in the middle of the shared prompt: its published pages hit again."""
     bench = Bench(700, 4, max_batch_tokens=64, max_num_seqs=8)
     first = bench.add([45] * 30, max_tokens=300, ignore_eos=True)
     bench.step()
-    keys = [bench.add([*STEM[:300], 41 + at], max_tokens=60, ignore_eos=True) for at in range(6)]
+    keys = [
+        bench.add([*STEM[:300], 41 + index], max_tokens=60, ignore_eos=True) for index in range(6)
+    ]
 
     outputs = bench.run()
 
     assert bench.core.scheduler.num_preemptions > 0
     assert outputs[first].metrics.preemptions == 0
-    for at, key in enumerate(keys):
-        assert list(outputs[key].token_ids) == expected([*STEM[:300], 41 + at], 60, ends=())
-    repeated = sum(one.cache.recomputed_tokens for one in outputs.values())
+    for index, key in enumerate(keys):
+        assert list(outputs[key].token_ids) == expected([*STEM[:300], 41 + index], 60, ends=())
+    repeated = sum(output.cache.recomputed_tokens for output in outputs.values())
     ideal = 30 + 299 + 300 + 6 * (1 + 3 + 59)
     assert bench.device.num_computed_tokens <= ideal + repeated + 6 * 4
 
 
-def test_followers_of_another_namespace_follow_nobody() -> None:
+def test_namespaces_do_not_follow_one_another() -> None:
     """The same prompt under two salts is computed for each, at the same time."""
     bench = Bench(4096, 4, max_batch_tokens=32)
     for tenant in ("a", "b", "a", "b"):
@@ -115,8 +121,7 @@ def test_followers_of_another_namespace_follow_nobody() -> None:
 def test_under_any_arrivals_and_aborts_a_document_costs_itself_once(data: st.DataObject) -> None:
     """Questions about two documents in a pool that holds all: each page is computed once.
 
-    Allowed on top: what each request computes of its own, and of each aborted one the last chunk,
-    whose end fills no page.
+    Allowed on top: each request's own tokens, and the partial page of each aborted request.
     """
     page_size = data.draw(st.sampled_from([1, 4, 16]))
     budget = data.draw(st.sampled_from([7, 33, 128, 600]))
@@ -129,14 +134,14 @@ def test_under_any_arrivals_and_aborts_a_document_costs_itself_once(data: st.Dat
         )
     )
     bench = Bench(40_000, page_size, max_batch_tokens=budget, max_num_seqs=16)
-    todo = sorted(enumerate(jobs), key=lambda one: one[1][0])
+    todo = sorted(enumerate(jobs), key=lambda job: job[1][0])
     aborts: dict[int, int] = {}
     prompts: dict[int, list[int]] = {}
     step = num_aborted = 0
     while todo or bench.core.has_unfinished:
         while todo and todo[0][1][0] <= step:
-            at, (_, which, abort_after) = todo.pop(0)
-            prompt = [*documents[which], 41 + at % 9, at]
+            index, (_, which, abort_after) = todo.pop(0)
+            prompt = [*documents[which], 41 + index % 9, index]
             key = bench.add(prompt, max_tokens=2, ignore_eos=True)
             prompts[key] = prompt
             if abort_after is not None:
@@ -150,21 +155,21 @@ def test_under_any_arrivals_and_aborts_a_document_costs_itself_once(data: st.Dat
 
     used = {which for _, which, _ in jobs}
     own = len(jobs) * (page_size + 2 + 2) + num_aborted * page_size
-    assert bench.device.num_computed_tokens <= sum(len(documents[at]) for at in used) + own
+    assert bench.device.num_computed_tokens <= sum(len(documents[index]) for index in used) + own
     for key, prompt in prompts.items():
-        got = list(bench.outputs[key].token_ids)
-        assert got == expected(prompt, 2, ends=())[: len(got)]
+        tokens = list(bench.outputs[key].token_ids)
+        assert tokens == expected(prompt, 2, ends=())[: len(tokens)]
     bench.assert_nothing_leaked()
 
 
-# -- everything at once ----------------------------------------------------------------------
+# -- all combined ----------------------------------------------------------------------------
 
 JOBS = st.tuples(
-    st.integers(0, 12),  # the step in which it comes
+    st.integers(0, 12),  # the step in which it arrives
     st.sampled_from([0, 5, 16, 30]),  # tokens of the stem
-    st.integers(1, 5),  # of its own
+    st.integers(1, 5),  # own tokens
     st.integers(1, 9),  # max_tokens
-    st.sampled_from([None, None, None, 0, 1, 3, 6]),  # aborted so many steps later
+    st.sampled_from([None, None, None, 0, 1, 3, 6]),  # aborted after this many steps
     st.integers(-1, 1),  # priority
     st.sampled_from(["", "", "a", "b"]),  # tenant
     st.sampled_from([1, 1, 1, 3]),  # answers
@@ -182,7 +187,7 @@ JOBS = st.tuples(
     hold=st.sampled_from([0, 0, 3]),
     drafting=st.booleans(),
 )
-@example(  # two prompts, each with room for one alone, took each other's place in every step
+@example(  # pages for one of two prompts: they preempted each other in every step
     jobs=[
         (9, 0, 3, 9, None, -1, "a", 1),
         (3, 30, 3, 7, None, -1, "b", 1),
@@ -227,16 +232,16 @@ def test_every_request_ends_once_with_its_own_answer(
         options={"coalesce_steps": hold},
         drafter=Guesser(0.6, 4, random.Random(len(jobs))) if drafting else None,
     )
-    todo = sorted(enumerate(jobs), key=lambda one: one[1][0])
+    todo = sorted(enumerate(jobs), key=lambda job: job[1][0])
     prompts: dict[int, tuple[list[int], int]] = {}
     aborts: dict[int, int] = {}
     step = 0
     while todo or bench.core.has_unfinished:
         while todo and todo[0][1][0] <= step:
-            at, (_, stem, own, max_tokens, abort_after, priority, tenant, n) = todo.pop(0)
-            prompt = STEM[:stem] + [41 + at % 3] * own
-            asked: dict[str, Any] = {"max_tokens": max_tokens, "n": n, "ignore_eos": True}
-            key = bench.add(prompt, priority=priority, tenant=tenant, **asked)
+            index, (_, stem, own, max_tokens, abort_after, priority, tenant, n) = todo.pop(0)
+            prompt = STEM[:stem] + [41 + index % 3] * own
+            params: dict[str, Any] = {"max_tokens": max_tokens, "n": n, "ignore_eos": True}
+            key = bench.add(prompt, priority=priority, tenant=tenant, **params)
             prompts[key] = prompt, max_tokens
             if abort_after is not None:
                 aborts[key] = step + abort_after
@@ -253,12 +258,12 @@ def test_every_request_ends_once_with_its_own_answer(
     for key, (prompt, max_tokens) in prompts.items():
         answer = expected(prompt, max_tokens, ends=())
         for completion in bench.outputs[key].completions:
-            got = list(completion.token_ids)
+            tokens = list(completion.token_ids)
             assert completion.finish_reason is not FinishReason.ERROR
             if completion.finish_reason is FinishReason.ABORT:
-                assert got == answer[: len(got)]
+                assert tokens == answer[: len(tokens)]
             else:
-                assert got == answer
+                assert tokens == answer
     queue = bench.core.scheduler.waiting
     assert queue.num_uncached == 0
     assert not queue.leaders()

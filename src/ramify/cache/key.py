@@ -171,7 +171,7 @@ class CacheKey:
     def prefix(self, num_tokens: int) -> CacheKey:
         """The first `num_tokens` atoms, or all there are, in the same namespace."""
         if num_tokens < 0:
-            raise InvalidKeyError(f"num_tokens={num_tokens} but it must be 0 or more")
+            raise InvalidKeyError(f"a prefix of {num_tokens} tokens; num_tokens must be 0 or more")
         key = CacheKey.__new__(CacheKey)
         object.__setattr__(key, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
         object.__setattr__(key, "namespace", self.namespace)

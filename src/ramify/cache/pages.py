@@ -232,7 +232,7 @@ class PageLedger:
         return heads
 
     def _isolate(self, page: bytes) -> None:
-        """Cut a run so that `page` is the head of one.
+        """Cut a run so that `page` is the head of a run.
 
         Raises:
             PageOwnershipError: the page is not private.

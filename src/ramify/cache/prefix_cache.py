@@ -337,7 +337,7 @@ class PrefixCache:
 
         Raises:
             LeaseError: the lease is not live, or `key` does not extend its prefix.
-            PageOwnershipError: too few pages, or one that is not private.
+            PageOwnershipError: too few pages, or a page that is not private.
         """
         return self._lease_ops.announce(lease, key, private)
 
@@ -353,7 +353,7 @@ class PrefixCache:
             LeaseError: the lease is not live; `key` does not begin with its prefix, announced
                 pages included; or it depends on pages that their leader has not published
                 (publish the leader first).
-            PageOwnershipError: too few pages, or one that is not private.
+            PageOwnershipError: too few pages, or a page that is not private.
         """
         return self._lease_ops.publish(lease, key, private)
 

@@ -10,7 +10,7 @@ from ramify.cache.pages import Pages
 from ramify.errors import ConfigError
 
 NUM_BUCKETS: Final = 24
-PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further one at twice that
+PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further bucket at twice that
 
 
 def validate_int(

@@ -176,8 +176,8 @@ class RadixAttentionBlock(nn.Module):
         ):
             raise ConfigError(
                 f"attention_mask {list(mask.shape)} must be [{batch}, {kv_tokens}] or "
-                f"[{batch} or 1, {self.num_heads} or 1, {tokens}, {kv_tokens}]; the last dimension "
-                f"is {past} past tokens and {tokens} new tokens"
+                f"[{batch} or 1, {self.num_heads} or 1, {tokens}, {kv_tokens}]; the last counts "
+                f"{past} tokens of the past and {tokens} new ones"
             )
         if not mask.is_floating_point():
             return causal & (mask != 0), None
