@@ -246,7 +246,7 @@ class EngineConfig:
             raise ConfigError(
                 f"attention_backend={self.attention.attention_backend!r} but it must be a name"
             )
-        # A tuple: it can be asked about values that have no hash.
+        # A tuple: `in` on a dict raises TypeError for an unhashable value.
         policies = tuple(POLICIES)
         if self.cache.policy not in policies:
             raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {policies}")

@@ -27,9 +27,7 @@ ASKED: dict[str, Any] = {
         "messages",
         "parts",
         "tools",
-        "continue_final_message",
         "known",
-        "tenant",
         "add_generation_prompt",
     ],
 )

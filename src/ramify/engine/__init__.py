@@ -1,4 +1,4 @@
-"""The engine: continuous batching around the prefix cache. `LLM` and `AsyncLLM` are its two faces.
+"""The engine: continuous batching around the prefix cache. `LLM` and `AsyncLLM` are its public interfaces.
 
 A request's way: `core.add_request` validates and queues it → `scheduler.schedule` chooses the
 step's requests and has `attention.planner` plan their pages → `step_plan` builds the `StepPlan` →
@@ -17,7 +17,7 @@ In reading order. A line imports only lines above it; names in a line with `|` a
 - `lifecycle`: creates, emits, finishes and fails requests
 - `failure_recovery`: roll-back, isolation, rebuild
 - `core`: the step loop
-- `execution/` (runner, sampler, assembly; the torch room) `| serving/` (engine thread, streams)
+- `execution/` (runner, sampler, assembly; imports torch) `| serving/` (engine thread, streams)
   `| offline` (batch driver) `| weight_reload`
 - `cache_admin/`: what operators see and do
 - `sessions/`: conversations

@@ -202,7 +202,7 @@ class ExactnessCheck:
         longest, limit = max(map(len, self.prompts)) + 2 * num_new + 3, llm.config.max_model_len
         if longest > limit:
             raise ConfigError(
-                f"a prompt of {max(map(len, self.prompts))} tokens and those after it need {longest} "
+                f"a prompt of {max(map(len, self.prompts))} tokens and its answers need {longest} "
                 f"positions, the limit is {limit}; use shorter prompts"
             )
         self._alone: dict[tuple[TokenIds, int], tuple[_Answer, list[tuple[int, str, Tensor]]]] = {}
@@ -213,11 +213,11 @@ class ExactnessCheck:
         total = sum(map(len, self.prompts)) + len(self.prompts) * (
             longest - max(map(len, self.prompts))
         )
-        roomy = EngineSizes(total + longest, 1 << 20, len(self.prompts))
-        yield self._warm(roomy)
-        yield self._scenario("chunked", replace(roomy, max_batch_tokens=CHUNK, max_num_seqs=1))
-        yield self._scenario("batched", roomy)
-        yield self._scenario("batched and chunked", replace(roomy, max_batch_tokens=3 * CHUNK))
+        unlimited = EngineSizes(total + longest, 1 << 20, len(self.prompts))
+        yield self._warm(unlimited)
+        yield self._scenario("chunked", replace(unlimited, max_batch_tokens=CHUNK, max_num_seqs=1))
+        yield self._scenario("batched", unlimited)
+        yield self._scenario("batched and chunked", replace(unlimited, max_batch_tokens=3 * CHUNK))
         yield self._preempted()
 
     def _preempted(self) -> Scenario:

@@ -52,7 +52,7 @@ class Server:
         """The ASGI application.
 
         Args:
-            lifespan: in place of `serving`, for tests that start and stop the server themselves.
+            lifespan: in place of the server's own, for tests that start and stop the server themselves.
         """
         return Starlette(
             routes=[self._route(endpoint) for endpoint in ENDPOINTS],

@@ -7,5 +7,6 @@ In reading order:
     engine_thread  `EngineThread`: runs commands and steps of an `EngineCore` in a thread of its own
 
 The way of an output: `EngineThread._step` → `LoopDispatcher.put`, `flush` → (event loop)
-`OutputCollector.receive`, `wake` → `Stream.__anext__`. `async_llm` and `sessions` import this room.
+`OutputCollector.receive`, `wake` → `Stream.__anext__`. `async_llm`, `sessions` and the
+server import this package.
 """

@@ -6,5 +6,5 @@ In reading order:
     session     `Session` over an `LLM`, `AsyncSession` and `SessionStream` over an `AsyncLLM`
 
 `session` names what it calls of the two by protocols, so it imports neither. `llm` and `async_llm`
-import this room, and nothing below it does.
+import this package, and nothing below it does.
 """

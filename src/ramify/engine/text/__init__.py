@@ -1,4 +1,4 @@
-"""Text to token ids and back; the only room of the engine that imports tokenizers and Jinja.
+"""Text to token ids and back; the only package of the engine that imports tokenizers and Jinja.
 
 In reading order:
 

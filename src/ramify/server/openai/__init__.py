@@ -6,5 +6,6 @@
 - `responses_request`, `responses_response`: the Responses API, translated to and from chat.
 - `endpoints`: the handlers of the routes.
 
-Read in this order. Only `routes` and `operations.cache_admin` import it.
+Read in this order. `routes` and `operations.cache_admin` import it; `anthropic.protocol` takes scalar
+types from `protocol`.
 """

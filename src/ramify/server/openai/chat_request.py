@@ -31,9 +31,7 @@ from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
 
 # Names that `chat_template_kwargs` must not have: the server sets these itself.
-RESERVED_TEMPLATE_NAMES = frozenset(
-    "self messages parts tools continue_final_message add_generation_prompt known tenant".split()
-)
+RESERVED_TEMPLATE_NAMES = frozenset("self messages parts tools known add_generation_prompt".split())
 
 
 def chat_to_generation(

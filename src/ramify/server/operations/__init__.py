@@ -1,4 +1,4 @@
-"""What operators use. `app`, `routes`, `context` and `run` import it.
+"""What operators use. `app`, `routes`, `context`, `run` and `http.uvicorn_server` import it.
 
 - `cache_admin`: endpoints that look at the cache, pin, explain and evict.
 - `health`: liveness and readiness, which `http.uvicorn_server` sets to draining.
