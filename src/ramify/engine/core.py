@@ -400,7 +400,7 @@ class EngineCore:
         self.lifecycle.emit(request)
 
     def _start_child(self, child: Request, parent: Request) -> None:
-        """Fork a child from its leader's computed prompt; queue it if no row or page is free."""
+        """Fork a child from its parent's computed prompt; queue it if no row or page is free."""
         child.first_step_s = parent.first_step_s
         child.max_computed = parent.max_computed
         child.cache_counts = parent.cache_counts

@@ -380,8 +380,8 @@ class FailureRecovery:
                 self._lifecycle.detokenize_failed(request, error)
         if request.pending_finish_reason is None and not request.is_finished:
             request.reset_for_recompute()
-            leader = request.parent
-            if leader is None or leader.output_ids or leader.is_finished:
+            parent = request.parent
+            if parent is None or parent.output_ids or parent.is_finished:
                 self._context.scheduler.add(request)
             return
         if not request.is_finished:

@@ -22,7 +22,7 @@ from ramify.params import SamplingParams, StructuredOutput
 class RequestLifecycle:
     """Live requests by id, and the outputs that `EngineCore.step` has not returned yet.
 
-    A *group* is what one `add_request` creates: a leader and its `n - 1` children. It is live from
+    A *group* is what one `add_request` creates: a parent and its `n - 1` children. It is live from
     `register` to `make_output`. `EngineCore` describes the arguments.
     """
 
@@ -81,7 +81,7 @@ class RequestLifecycle:
         tenant: str,
         max_shared: int | None,
     ) -> Request:
-        """A leader with its n - 1 children, complete but neither registered nor queued.
+        """A parent with its n - 1 children, complete but neither registered nor queued.
 
         Args:
             scope: namespace and salts of the prompt, see `PrefixNamespaces.scope_of`.
@@ -90,18 +90,18 @@ class RequestLifecycle:
         Raises:
             RequestError: the grammar of the structured output is invalid.
         """
-        leader = self.create(ids, params, scope, max_len)
-        leader.prompt = prompt
+        parent = self.create(ids, params, scope, max_len)
+        parent.prompt = prompt
         for index in range(1, params.n):
             child = self.create(ids, replace(params, prompt_logprobs=None), scope, max_len)
-            child.seed = leader.seed + index
-            child.index, child.parent = index, leader
-            leader.children.append(child)
-        for request in (leader, *leader.children):
+            child.seed = parent.seed + index
+            child.index, child.parent = index, parent
+            parent.children.append(child)
+        for request in (parent, *parent.children):
             request.priority, request.tenant = priority, tenant
             request.sequence.max_shared = max_shared
             self.rebuild_text_state(request)
-        return leader
+        return parent
 
     def rebuild_text_state(self, request: Request) -> None:
         """Give a request a new logits processor, and a detokenizer that has seen its output.
@@ -131,13 +131,13 @@ class RequestLifecycle:
             matcher=matcher,
         )
 
-    def register(self, leader: Request) -> None:
+    def register(self, parent: Request) -> None:
         """Make a group live."""
-        self.requests.update((request.id, request) for request in (leader, *leader.children))
+        self.requests.update((request.id, request) for request in (parent, *parent.children))
 
-    def unregister(self, leader: Request) -> None:
+    def unregister(self, parent: Request) -> None:
         """Undo `register`, even if an interrupt cut it off."""
-        for request in (leader, *leader.children):
+        for request in (parent, *parent.children):
             self.requests.pop(request.id, None)
 
     # -- outputs -----------------------------------------------------------------------------
@@ -165,33 +165,33 @@ class RequestLifecycle:
 
     def emit(self, request: Request) -> None:
         """Append a `StepOutput` of the tokens since the last one, and of the end if it came."""
-        leader, with_logprobs = request.parent_or_self, request.params.logprobs is not None
-        output = self.make_output(leader) if leader.has_ended and not leader.has_output else None
+        parent, with_logprobs = request.parent_or_self, request.params.logprobs is not None
+        output = self.make_output(parent) if parent.has_ended and not parent.has_output else None
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
         request.end_emitted = request.is_finished
-        if leader.id not in self.hit_verifier.running:
+        if parent.id not in self.hit_verifier.running:
             self._outputs.append(
                 StepOutput(
-                    leader.id,
+                    parent.id,
                     tuple(request.output_ids[start:]),
                     output,
                     request.index,
                     take_stable_text(request),
                     tuple(request.logprobs[start:]) if with_logprobs else (),
                     request.finish_reason,
-                    leader.cache_report(cache_on=self._context.planner.share)
-                    if request is leader and start == 0 < request.num_tokens_emitted
+                    parent.cache_report(cache_on=self._context.planner.share)
+                    if request is parent and start == 0 < request.num_tokens_emitted
                     else None,
                 )
             )
         elif output is not None:
-            self.hit_verifier.compare(leader.id, leader.prompt_logprobs)
+            self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
 
-    def make_output(self, leader: Request) -> RequestOutput:
+    def make_output(self, parent: Request) -> RequestOutput:
         """The final output of a group whose answers have all ended; it is not live any more."""
-        output = leader.output(cache_on=self._context.planner.share)
-        leader.has_output = True
-        for request in (leader, *leader.children):
+        output = parent.output(cache_on=self._context.planner.share)
+        parent.has_output = True
+        for request in (parent, *parent.children):
             del self.requests[request.id]
         return output
 

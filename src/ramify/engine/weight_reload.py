@@ -34,7 +34,7 @@ def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
     core.planner.release([request.sequence for request in running])
     for request in waiting:
         scheduler.waiting.remove(request)
-    for request in live:  # includes children in no queue, whose leader computes the prompt
+    for request in live:  # includes children in no queue, whose parent computes the prompt
         request.verify_cold = False
         request.namespace = _with_base(request.namespace, old, core.namespaces.base)
         request.reset_for_recompute()
