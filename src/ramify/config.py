@@ -246,10 +246,10 @@ class EngineConfig:
             raise ConfigError(
                 f"attention_backend={self.attention.attention_backend!r} but it must be a name"
             )
-        if self.cache.policy not in POLICIES:
-            raise ConfigError(
-                f"policy={self.cache.policy!r} but it must be one of {tuple(POLICIES)}"
-            )
+        # A tuple: it can be asked about values that have no hash.
+        policies = tuple(POLICIES)
+        if self.cache.policy not in policies:
+            raise ConfigError(f"policy={self.cache.policy!r} but it must be one of {policies}")
         self._validate_speculation()
 
     def _validate_speculation(self) -> None:

@@ -192,4 +192,4 @@ def test_an_id_that_a_token_cannot_have_is_logged(
     tokenizer = Tokenizer.load(tmp_path)
 
     assert tokenizer.encode("<|far|>")[0] < 5000
-    assert "the files of the tokenizer say 5000" in caplog.text
+    assert "the tokenizer's files say 5000" in caplog.text

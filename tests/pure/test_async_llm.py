@@ -178,9 +178,8 @@ def test_a_request_cancelled_before_it_was_queued_never_is() -> None:
                 await late
             made.gate.open()
             assert list((await other).token_ids) == expected(PROMPT, 1)
-            assert (
-                await llm.run(lambda core: next(core.lifecycle._ids)) == 1
-            )  # one id was given out
+            # one id was given out
+            assert await llm.run(lambda core: next(core.lifecycle._ids)) == 1
 
     run(main())
     made.assert_nothing_left()

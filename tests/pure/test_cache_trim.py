@@ -1,7 +1,7 @@
 """The end of a prompt that nobody will ask for goes; all before it, and what others use, stays."""
 
 from ramify.cache import PrefixCache
-from ramify.cache.trim import evict_suffix
+from ramify.cache.maintenance import evict_suffix
 from tests.pure.test_prefix_cache import cached_nodes, drained, key, serve
 
 

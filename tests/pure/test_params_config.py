@@ -94,6 +94,7 @@ def test_counts_are_positive_integers(name: str, value: object) -> None:
         ("dtype", "float16"),
         ("dtype", None),
         ("policy", "mru"),
+        ("policy", ["lru"]),
         ("page_size", None),
         ("coalesce_steps", None),
         ("max_draft_tokens", None),

@@ -175,9 +175,8 @@ class SparseIndex:
         rows = q.new_zeros(padded, num_heads, dim, dtype=torch.float32)
         rows[:num_rows] = q
         rows = rows.flatten(0, 1)
-        head_weights = weights.unbind(
-            1
-        )  # without DeepSeek's scales: positive, they change no order
+        # without DeepSeek's scales: positive, they change no order
+        head_weights = weights.unbind(1)
         scores = rows.new_empty(num_rows, len(keys))
         for begin in range(0, len(keys), KEY_TILE):
             tile = keys[begin : begin + KEY_TILE].T

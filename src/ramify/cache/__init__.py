@@ -1,4 +1,20 @@
-"""The cache core: who holds which page, and which prefixes are known. Standard library only."""
+"""The prefix cache: a radix tree over token pages, with leases, eviction and page ownership.
+
+It imports the standard library and `ramify.errors` only; every other package may import it. Other
+engines use it alone, by the names below (docs/cache-reference.md).
+
+Read in this order:
+1. `prefix_cache`: the public calls. `key` (with `content_atoms` for media and salts), `types` and
+   `pages`: what they take and return.
+2. `tree`, over `packed`: the nodes; `node_store`: the nodes together with their pages.
+3. `leases` and `lease_ops`: what requests hold; `pins`: what operators keep.
+4. `eviction_queue`, `policies`, `adaptive_policy`, `ghosts`: what is evicted, what is remembered.
+5. `counters`, `events`, `explain`, `inspection`, `invariants`, `maintenance`, `draft_lookup`.
+
+hatch_build.py compiles the modules of the hot path with mypyc (its `MODULES`). Three stay plain
+Python: `prefix_cache` for its own errors on wrong types, `types` for copy and pickle, and `policies`
+because users subclass it.
+"""
 
 from ramify.cache.content_atoms import Media, Salt
 from ramify.cache.events import CacheEvent, Evicted, Snapshot, Subscription

@@ -1,11 +1,9 @@
-"""Content that is no token: images, audio, video and salts, as atoms that cannot collide.
+"""Content atoms: images, audio, video and salts as negative atoms that cannot collide with tokens.
 
-A prompt with media is a stream of atoms like any other, of which some stand for content. The first
-atom of a segment is a negative number that belongs to one (kind, 256-bit digest) in this process;
-the others are `CONTINUED`. Token ids are never negative, equal numbers mean equal digests exactly,
-and what follows the first atom of a segment lies behind it in the tree: no two contents and no
-text can be taken for each other. A number lives as long as a key or a cached page uses it; then
-another content may get it.
+A media segment of 3 atoms becomes `[-n, CONTINUED, CONTINUED]`: the number n is interned for the
+segment's (kind, 256-bit digest) in this process. Token ids are never negative, and equal numbers mean
+equal digests, so a page of media matches only the same media. A number is reused once no key and no
+cached page has it.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ from weakref import WeakValueDictionary, finalize
 from ramify.errors import InvalidKeyError
 
 DIGEST_BYTES = 32
-CONTINUED = -1  # an atom of media content after its first
-_HASHED_CONTENT = -2  # stands for any marked atom where its digest is written out: in page hashes
+CONTINUED = -1  # every atom of a media segment after its first
+_HASHED_CONTENT = -2  # any content atom in page hashes, which add its digest
 _FIRST, _LAST = 3, 2**31
 _SETTINGS = (bytes, str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """`length` atoms from `start` on are content with this digest, whatever ids stand there.
+    """A media segment: atoms `start` to `start + length - 1` of a prompt stand for this content.
 
     Args:
-        digest: 32 bytes that name the content *and everything that shapes its K/V* (processor
+        digest: 32 bytes that identify the content *and everything that shapes its K/V* (processor
             settings, resolution); `Media.digest_of` makes one.
-        start: position of the first of its atoms in the prompt.
-        length: how many atoms it takes, at least 1.
+        start: position of its first atom in the prompt.
+        length: number of its atoms, at least 1.
     """
 
     digest: bytes
@@ -50,10 +48,10 @@ class Media:
     def digest_of(
         content: bytes | bytearray | memoryview, *settings: str | bytes | float | None
     ) -> bytes:
-        """BLAKE2b-256 of raw content and of what else shapes its K/V, each framed by its length.
+        """BLAKE2b-256 of raw content and the settings that shape its K/V, each framed by its length.
 
         Raises:
-            InvalidKeyError: the content is no bytes (an array has `tobytes()`, but its shape and
+            InvalidKeyError: the content is not bytes (an array has `tobytes()`, but its shape and
                 dtype belong to the settings), or a setting is no text, bytes, number or None.
         """
         if not isinstance(content, bytes | bytearray | memoryview):
@@ -61,22 +59,22 @@ class Media:
                 f"the content is a {type(content).__name__}, not bytes; an array has tobytes(), "
                 "and its shape and dtype are settings"
             )
-        named = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ramify-media")
+        hasher = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"ramify-media")
         for part in (bytes(content), *settings):
-            if type(part) not in _SETTINGS:  # the repr of anything else may leave something out
+            if type(part) not in _SETTINGS:  # the repr of another type may be incomplete
                 raise InvalidKeyError(
                     f"a setting is a {type(part).__name__}; give text, bytes, numbers or None"
                 )
             raw = part if isinstance(part, bytes) else repr(part).encode()
-            named.update(type(part).__name__.encode() + len(raw).to_bytes(8, "big") + raw)
-        return named.digest()
+            hasher.update(type(part).__name__.encode() + len(raw).to_bytes(8, "big") + raw)
+        return hasher.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Salt:
-    """From position `start` on, nothing is shared with a prompt that has no such salt there.
+    """From position `start` on, a prompt shares pages only with prompts of the same salt there.
 
-    What lies before stays shared: a public system prompt, then a private tail.
+    Pages before `start` stay shared: a public system prompt, then a private tail.
     """
 
     start: int
@@ -84,19 +82,19 @@ class Salt:
 
 
 class ContentAtom:
-    """One (kind, digest) and the atom that stands for it in this process."""
+    """A (kind, digest) and the negative atom that stands for it in this process."""
 
     __slots__ = ("__weakref__", "atom", "digest", "kind", "salt")
 
     def __init__(self, kind: bytes, digest: bytes, atom: int, salt: bytes | None) -> None:
         self.kind, self.digest, self.atom = kind, digest, atom
-        self.salt = salt  # what begins to be private here; None at the content of a segment
+        self.salt = salt  # the salt that begins here; None for media
 
     def __reduce__(self) -> tuple[object, ...]:
         return intern_content, (self.kind, self.digest, self.salt)
 
 
-ContentAtoms = tuple[tuple[int, ContentAtom], ...]  # positions of marked atoms, ascending
+ContentAtoms = tuple[tuple[int, ContentAtom], ...]  # (position, atom), positions ascending
 _position = itemgetter(0)
 
 _interned: WeakValueDictionary[tuple[bytes, bytes], ContentAtom] = WeakValueDictionary()
@@ -106,32 +104,32 @@ _interning_lock = Lock()
 
 
 def intern_content(kind: bytes, digest: bytes, salt: bytes | None = None) -> ContentAtom:
-    """The mark of a digest: the same object for the same digest while anybody uses it."""
-    mark = _interned.get((kind, digest))
-    return mark if mark is not None else _create(kind, digest, salt)
+    """The content atom of a digest; as long as it is in use, the same object for equal digests."""
+    atom = _interned.get((kind, digest))
+    return atom if atom is not None else _create(kind, digest, salt)
 
 
 def _create(kind: bytes, digest: bytes, salt: bytes | None) -> ContentAtom:
     with _interning_lock:  # keys are made in any thread
-        mark = _interned.get((kind, digest))
-        if mark is not None:
-            return mark
+        atom = _interned.get((kind, digest))
+        if atom is not None:
+            return atom
         try:
             number = _free_numbers.pop()
-        except IndexError:  # not looked at before: another thread may take the last one
+        except IndexError:  # finalizers of any thread append numbers: pop without a look first
             number = next(_numbers)
         if number > _LAST:
             raise InvalidKeyError(
                 f"{number - _FIRST} different contents and salts are in use in this process, which "
                 "is all there are numbers for; end some requests or clear the cache"
             )
-        mark = _interned[kind, digest] = ContentAtom(kind, digest, -number, salt)
-        finalize(mark, _free_numbers.append, number).atexit = False
-    return mark
+        atom = _interned[kind, digest] = ContentAtom(kind, digest, -number, salt)
+        finalize(atom, _free_numbers.append, number).atexit = False
+    return atom
 
 
 def utf8(text: str) -> bytes:
-    """Text as bytes, different ones for different texts, lone surrogates included."""
+    """Text as UTF-8, lone surrogates included: different texts give different bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -143,10 +141,10 @@ def _as_index(number: SupportsIndex) -> int:
 
 
 def validate_media(segment: Media) -> Media:
-    """A segment, its position and length as Python's own integers.
+    """A segment with its start and length as plain ints.
 
     Raises:
-        InvalidKeyError: it is none, or they are none.
+        InvalidKeyError: `segment` is no Media, or its start or length no integer.
     """
     if not isinstance(segment, Media):
         raise InvalidKeyError(f"{segment!r} is no Media")
@@ -154,80 +152,83 @@ def validate_media(segment: Media) -> Media:
 
 
 def zero_placeholders(atoms: array[int], media: Sequence[Media]) -> array[int]:
-    """Atoms without the placeholders of segments, which may be any int32."""
+    """A copy of the atoms with 0 for the placeholders of segments, which may be any int32."""
     atoms = atoms[:]
-    for one in media:
-        if 0 <= one.start < one.start + one.length <= len(atoms):  # else `place_content` tells
-            atoms[one.start : one.start + one.length] = array("i", [0]) * one.length
+    for segment in media:
+        end = segment.start + segment.length
+        if 0 <= segment.start < end <= len(atoms):  # else `place_content` raises
+            atoms[segment.start : end] = array("i", [0]) * segment.length
     return atoms
 
 
 def place_content(
     atoms: array[int], media: Sequence[Media], salts: Sequence[Salt]
 ) -> tuple[array[int], ContentAtoms]:
-    """Atoms with content and salts in their places, and where these are.
+    """Atoms with content atoms in place of media and salts, and those content atoms by position.
 
     Raises:
         InvalidKeyError: segments overlap, leave the prompt or have no whole digest; a salt begins
             outside the prompt, inside a segment, or where another begins.
     """
-    atoms, found, end = atoms[:], dict[int, ContentAtom](), 0
-    for one in sorted(media, key=lambda each: each.start):
-        if not isinstance(one.digest, bytes) or len(one.digest) != DIGEST_BYTES:
+    atoms, content, end = atoms[:], dict[int, ContentAtom](), 0
+    for segment in sorted(media, key=lambda segment: segment.start):
+        if not isinstance(segment.digest, bytes) or len(segment.digest) != DIGEST_BYTES:
             raise InvalidKeyError(
-                f"the digest of the segment at {one.start} is {one.digest!r}, not {DIGEST_BYTES} "
+                f"the digest of the segment at {segment.start} is {segment.digest!r}, not {DIGEST_BYTES} "
                 "bytes; Media.digest_of makes one"
             )
-        if one.length < 1 or one.start < 0 or one.start + one.length > len(atoms):
+        if segment.length < 1 or segment.start < 0 or segment.start + segment.length > len(atoms):
             raise InvalidKeyError(
-                f"a media segment takes atoms {one.start} to {one.start + one.length} of a prompt "
+                f"a media segment takes atoms {segment.start} to {segment.start + segment.length} of a prompt "
                 f"of {len(atoms)}; it needs at least 1 atom, all inside the prompt"
             )
-        if one.start < end:
+        if segment.start < end:
             raise InvalidKeyError(
-                f"a media segment begins at {one.start} but the one before ends at {end}; "
+                f"a media segment begins at {segment.start} but the one before ends at {end}; "
                 "segments must not overlap"
             )
-        end = one.start + one.length
-        found[one.start] = intern_content(b"media", one.digest)
-        atoms[one.start : end] = array("i", [CONTINUED]) * one.length
-        atoms[one.start] = found[one.start].atom
-    salted = set[int]()
+        end = segment.start + segment.length
+        content[segment.start] = intern_content(b"media", segment.digest)
+        atoms[segment.start : end] = array("i", [CONTINUED]) * segment.length
+        atoms[segment.start] = content[segment.start].atom
+    salt_starts = set[int]()
     for salt in salts:
         if not isinstance(salt, Salt) or not isinstance(salt.salt, str | bytes):
             raise InvalidKeyError(f"{salt!r} is no Salt of a position and a string or bytes")
         at = _as_index(salt.start)
-        if not 0 <= at < len(atoms) or at in salted or atoms[at] == CONTINUED:
+        if not 0 <= at < len(atoms) or at in salt_starts or atoms[at] == CONTINUED:
             raise InvalidKeyError(
                 f"a salt begins at {at} of a prompt of {len(atoms)} atoms; it must begin inside "
                 "the prompt, not inside a media segment, and not where another salt does"
             )
-        salted.add(at)
+        salt_starts.add(at)
         raw = utf8(salt.salt) if isinstance(salt.salt, str) else salt.salt
-        below = found[at].digest if at in found else atoms[at].to_bytes(4, "little", signed=True)
-        named = hashlib.blake2b(below, digest_size=DIGEST_BYTES, person=b"ramify-salt")
-        named.update(raw)  # `below` has one of two lengths, and the kind says which
-        kind = b"salted media" if at in found else b"salted token"
-        found[at] = intern_content(kind, named.digest(), raw)
-        atoms[at] = found[at].atom
-    return atoms, tuple(sorted(found.items()))
+        if at in content:
+            kind, salted = b"salted media", content[at].digest
+        else:
+            kind, salted = b"salted token", atoms[at].to_bytes(4, "little", signed=True)
+        hasher = hashlib.blake2b(salted, digest_size=DIGEST_BYTES, person=b"ramify-salt")
+        hasher.update(raw)  # needs no frame: the kind implies the length of `salted`
+        content[at] = intern_content(kind, hasher.digest(), raw)
+        atoms[at] = content[at].atom
+    return atoms, tuple(sorted(content.items()))
 
 
 def slice_atoms(content: ContentAtoms, start: int, end: int) -> ContentAtoms:
-    """The marks at positions start .. end - 1, counted from `start`."""
+    """The content atoms at positions start .. end - 1, positions counted from `start`."""
     low = bisect_left(content, start, key=_position)
     high = bisect_left(content, end, low, key=_position)
-    return tuple((at - start, mark) for at, mark in content[low:high])
+    return tuple((at - start, atom) for at, atom in content[low:high])
 
 
 def bytes_for_hash(page: bytes, content: ContentAtoms) -> bytes:
-    """A page's atoms, little-endian, and the digests that its marks stand for.
+    """A page's atoms, little-endian, then the digests of its content atoms.
 
-    The same in every process, as the numbers of marks are not.
+    The same in every process, unlike the numbers of content atoms.
     """
     atoms = array("i", page)
     for at, _ in content:
         atoms[at] = _HASHED_CONTENT
     if sys.byteorder == "big":
         atoms.byteswap()
-    return atoms.tobytes() + b"".join(mark.kind + b"\0" + mark.digest for _, mark in content)
+    return atoms.tobytes() + b"".join(atom.kind + b"\0" + atom.digest for _, atom in content)

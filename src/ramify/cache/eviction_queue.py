@@ -13,7 +13,8 @@ from ramify.cache.tree import RadixTree
 class Policy(Protocol):
     """Puts evictable leaves into segments, and ranks them within.
 
-    A node's segment and rank may change only in `on_release`, which is never called for a queued leaf.
+    The segment and rank of a queued leaf never change. They may change while a lease holds the node:
+    when the lease is released (recency, and `on_release`) and in `PrefixCache.set_priority`.
     """
 
     def segment(self, node: int) -> int:
@@ -26,10 +27,10 @@ class Policy(Protocol):
         """The leaf to evict next, given the segments that are not empty; 0 if there are none."""
 
     def on_release(self, new: Sequence[int], known: Sequence[int], num_pages: int) -> None:
-        """A request of `num_pages` pages has ended.
+        """A lease of `num_pages` pages is being released; its nodes are not queued yet.
 
-        `known` are the nodes of its path that its lookup found, ghosts included; `new` are the nodes
-        that it added. Both are in order from the root.
+        `known` are the nodes of its path that were cached or ghosts at its lookup; `new` are the nodes
+        that its request added. Both are in order from the root.
         """
 
     def on_evict(self, node: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tree compares: packed atoms inside a namespace."""
+"""`CacheKey`: packed token ids in a namespace, what the tree compares. Also chained page hashes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ramify.cache.packed import ATOM_BYTES
 from ramify.errors import InvalidKeyError
 
 HASH_BYTES = 16  # of a page hash
-_SIGN = 3 if sys.byteorder == "little" else 0  # the byte of an atom that has its sign
+_SIGN = 3 if sys.byteorder == "little" else 0  # index of the byte with the sign bit of an atom
 _page_hasher = hashlib.blake2b(digest_size=HASH_BYTES)
 
 
 def pack(tokens: Iterable[int]) -> bytes:
-    """Token ids as native int32 bytes, the form in which the tree keeps and compares them.
+    """Token ids as native int32 bytes, the form in which the tree stores and compares them.
 
     Raises:
         InvalidKeyError: an id does not fit in an int32, or is negative.
@@ -67,13 +67,13 @@ def _packed(tokens: Iterable[int]) -> bytes:
 
 
 def namespace_of(**parts: str | bytes | int) -> bytes:
-    """One namespace from named parts (model, weights epoch, K/V dtype, adapter, tenant, salt).
+    """A namespace from named parts (model, weights epoch, K/V dtype, adapter, tenant, salt).
 
-    Every part is framed by its type and length, so that no two different sets of parts give
-    the same bytes; the order in which they are named does not matter.
+    Every part is framed by its type and length: different sets of parts give different bytes. The
+    order of the parts does not matter.
 
     Raises:
-        InvalidKeyError: a part is none of str, bytes and int (a bool is not an int here).
+        InvalidKeyError: a part is no str, bytes or int (a bool is no int here).
     """
     kinds = {str: b"s", bytes: b"b", int: b"i"}
     framed = bytearray()
@@ -86,25 +86,25 @@ def namespace_of(**parts: str | bytes | int) -> bytes:
             raw = value if isinstance(value, bytes) else utf8(str(value))
         except ValueError as error:  # an integer of thousands of digits
             raise InvalidKeyError(f"{name} is no namespace part: {error}") from None
-        for piece in (utf8(name), raw):
-            framed += len(piece).to_bytes(4, "big") + piece
+        for field in (utf8(name), raw):
+            framed += len(field).to_bytes(4, "big") + field
         framed += kind
     return bytes(framed)
 
 
 def namespace_parts(namespace: bytes) -> dict[str, str | bytes | int]:
-    """The parts that `namespace_of` made a namespace of; none if it is no such namespace."""
+    """The parts of a namespace made by `namespace_of`; empty for any other namespace."""
     parts: dict[str, str | bytes | int] = {}
-    rest = namespace
+    unread = namespace
     try:
-        while rest:
-            pieces = []
+        while unread:
+            fields = []
             for _ in range(2):
-                end = 4 + int.from_bytes(rest[:4], "big")
-                pieces.append(rest[4:end])
-                rest = rest[end:]
-            name, raw = pieces[0].decode("utf-8", "surrogatepass"), pieces[1]
-            kind, rest = rest[:1], rest[1:]
+                end = 4 + int.from_bytes(unread[:4], "big")
+                fields.append(unread[4:end])
+                unread = unread[end:]
+            name, raw = fields[0].decode("utf-8", "surrogatepass"), fields[1]
+            kind, unread = unread[:1], unread[1:]
             text = raw if kind == b"b" else raw.decode("utf-8", "surrogatepass")
             parts[name] = int(text) if kind == b"i" else text
     except ValueError:
@@ -114,14 +114,14 @@ def namespace_parts(namespace: bytes) -> dict[str, str | bytes | int]:
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """A sequence of atoms in a namespace; nothing is ever shared between namespaces.
+    """A sequence of atoms in a namespace; different namespaces share nothing.
 
     Args:
         atoms: token ids, or their packed int32 bytes.
-        namespace: any string or bytes; `namespace_of` builds one from parts.
-        media: segments that stand for images, audio or video; the ids in their places are ignored,
-            also negative ones.
-        salts: positions from which on the prompt is private to those who know the salt.
+        namespace: any string or bytes; `namespace_of` builds a namespace from parts.
+        media: segments that stand for images, audio or video; their placeholder ids are ignored and
+            may be negative.
+        salts: from each salt's position on, only prompts with the same salt share pages.
 
     Raises:
         InvalidKeyError: an id is negative or wider than an int32, the bytes are no whole atoms, or
@@ -156,14 +156,14 @@ class CacheKey:
         object.__setattr__(self, "marks", marks)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Marked atoms are numbers of this process: another one puts its own in their places."""
+        """Content atoms are numbers of this process; the unpickling process puts in its own."""
         return _unpickled, (self.atoms, self.namespace, self.marks)
 
     def __len__(self) -> int:
         return len(self.atoms) // ATOM_BYTES
 
     def num_pages(self, page_size: int) -> int:
-        """How many whole pages the atoms fill."""
+        """The number of whole pages that the atoms fill."""
         if page_size < 1:
             raise InvalidKeyError(f"page_size={page_size} but it must be 1 or more")
         return len(self) // page_size
@@ -171,21 +171,20 @@ class CacheKey:
     def prefix(self, num_tokens: int) -> CacheKey:
         """The first `num_tokens` atoms, or all there are, in the same namespace."""
         if num_tokens < 0:
-            raise InvalidKeyError(f"a prefix of {num_tokens} tokens asked for; 0 or more are")
-        cut = CacheKey.__new__(CacheKey)
-        object.__setattr__(cut, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
-        object.__setattr__(cut, "namespace", self.namespace)
-        object.__setattr__(
-            cut, "marks", slice_atoms(self.marks, 0, num_tokens) if self.marks else ()
-        )
-        return cut
+            raise InvalidKeyError(f"a prefix of {num_tokens} tokens; num_tokens must be 0 or more")
+        key = CacheKey.__new__(CacheKey)
+        object.__setattr__(key, "atoms", self.atoms[: num_tokens * ATOM_BYTES])
+        object.__setattr__(key, "namespace", self.namespace)
+        marks = slice_atoms(self.marks, 0, num_tokens) if self.marks else ()
+        object.__setattr__(key, "marks", marks)
+        return key
 
     def page_hashes(self, page_size: int) -> list[bytes]:
-        """A 16-byte name for each whole page and everything before it, for external stores.
+        """A 16-byte hash of each whole page and its prefix, for external stores.
 
-        A chain: the hash of page i is BLAKE2b-128 over the hash of page i - 1 (for the first page:
-        over that of the namespace) and the page's atoms as little-endian int32. An atom that stands
-        for content is written as -2, and the digests follow the page. The same in every process.
+        `hash(i) = BLAKE2b-128(hash(i - 1) + atoms of page i as little-endian int32)`; before the
+        first page comes the hash of the namespace. A content atom is written as -2, and the digests
+        follow the page's atoms. The same in every process.
         """
         whole = self.num_pages(page_size) * page_size * ATOM_BYTES
         packed = chain_hashes(
@@ -199,22 +198,22 @@ class CacheKey:
 
 
 def atoms_of(key: CacheKey) -> bytes:
-    """The atoms of what a caller gave as a key.
+    """The atoms of a key that a caller passed.
 
     Raises:
-        InvalidKeyError: it is none.
+        InvalidKeyError: `key` is no CacheKey.
     """
     try:
         return key.atoms
     except AttributeError:
-        told = f"a {type(key).__name__} is no CacheKey; make one of token ids with CacheKey(ids)"
-        raise InvalidKeyError(told) from None
+        message = f"a {type(key).__name__} is no CacheKey; make one of token ids with CacheKey(ids)"
+        raise InvalidKeyError(message) from None
 
 
 def _unpickled(atoms: bytes, namespace: bytes, content: ContentAtoms) -> CacheKey:
     renumbered = array("i", atoms)
-    for at, mark in content:
-        renumbered[at] = mark.atom
+    for at, content_atom in content:
+        renumbered[at] = content_atom.atom
     key = CacheKey(b"", namespace)
     object.__setattr__(key, "atoms", renumbered.tobytes())
     object.__setattr__(key, "marks", content)
@@ -222,12 +221,12 @@ def _unpickled(atoms: bytes, namespace: bytes, content: ContentAtoms) -> CacheKe
 
 
 def namespace_hash(namespace: bytes) -> bytes:
-    """What the hash chain of a namespace begins with."""
+    """The hash that the chain of page hashes of a namespace begins with."""
     return hashlib.blake2b(namespace, digest_size=HASH_BYTES, person=b"ramify-ns").digest()
 
 
 def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, content: ContentAtoms = ()) -> bytes:
-    """Hashes of consecutive pages below one whose hash is `parent`, 16 bytes each."""
+    """The hashes of consecutive pages after a page with hash `parent`; packed, 16 bytes each."""
     if len(atoms) == page_bytes and not content and sys.byteorder == "little":
         hasher = _page_hasher.copy()
         hasher.update(parent + atoms)
@@ -239,15 +238,15 @@ def chain_hashes(parent: bytes, atoms: bytes, page_bytes: int, content: ContentA
             pages[i] = bytes_for_hash(
                 page, slice_atoms(content, i * page_size, (i + 1) * page_size)
             )
-    copy, found = _page_hasher.copy, []
+    copy, hashes = _page_hasher.copy, []
     for page in pages:
         hasher = copy()
         hasher.update(parent + page)
         parent = hasher.digest()
-        found.append(parent)
-    return b"".join(found)
+        hashes.append(parent)
+    return b"".join(hashes)
 
 
 def split_hashes(packed: bytes) -> list[bytes]:
-    """Packed page hashes, one by one."""
+    """Packed page hashes as a list of 16-byte hashes."""
     return [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]

@@ -1,4 +1,4 @@
-"""What every request does with the cache: look up, publish, let go. Compiled where that is possible."""
+"""`LeaseOps`: the calls that every request makes: acquire, publish, release, reserve."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NEVER_S: Final = float("inf")
 
 
 class LeaseOps:
-    """Leases over the pages of a store, some of which are pins.
+    """The hot path of `PrefixCache`: operations on leases and their pages.
 
-    What callers of `PrefixCache` hand over comes here as it is (`Any`), and is looked at before
-    anything changes.
+    Arguments typed `Any` come from callers unchecked (compiled code would refuse them with a bare
+    TypeError); they are checked before anything changes.
     """
 
     def __init__(self, store: NodeStore, registry: LeaseRegistry, max_pinned: int) -> None:
@@ -29,15 +29,15 @@ class LeaseOps:
         self.pins = PinTable(store.tree, max_pinned, store.clock, self.cancel_pin)
 
     def matchable_bytes(self, key: Any) -> int:
-        """Bytes of a key that may be found: at least one token is always computed."""
+        """Bytes of a key's atoms that a lookup may match; at least one token is left to compute."""
         page_bytes = self._tree.page_bytes
         return max(0, len(atoms_of(key)) - 1) // page_bytes * page_bytes
 
     def acquire(self, key: Any, pending: bool) -> Lease:
-        """Pin the longest usable prefix of a key that is there, and count the lookup.
+        """Pin the longest cached proper prefix of a key, and count the lookup.
 
         Args:
-            pending: whether announced pages count.
+            pending: match announced pages too.
         """
         lease = self.pin_prefix(key, self.matchable_bytes(key), pending, count_lookup=True)
         if self.pins.next_expiry_s < NEVER_S:
@@ -47,7 +47,7 @@ class LeaseOps:
     def pin_prefix(
         self, key: Any, end: int, pending: bool = False, count_lookup: bool = False
     ) -> Lease:
-        """Pin the longest prefix of a key that is there, up to byte `end` of its atoms."""
+        """Pin the longest cached prefix of a key, up to byte `end` of its atoms."""
         tree, store = self._tree, self._store
         atoms: bytes = key.atoms
         root = tree.roots.get(key.namespace, 0)
@@ -63,11 +63,46 @@ class LeaseOps:
             node, packed = path[-1], tree.path_pages(path)
             if tree.leader[node]:
                 num_pending = sum([tree.resident[at] for at in path if tree.leader[at]])
-        found = len(packed) // ID_BYTES * self._page_size
+        num_tokens = len(packed) // ID_BYTES * self._page_size
         if not count_lookup:
-            return self._registry.open(key, found, packed, node, num_pending)
-        counts = store.count_lookup(path, node, atoms, found, end)
-        return self._registry.open(key, found, packed, node, num_pending, counts)
+            return self._registry.open(key, num_tokens, packed, node, num_pending)
+        counts = store.count_lookup(path, node, atoms, num_tokens, end)
+        return self._registry.open(key, num_tokens, packed, node, num_pending, counts)
+
+    def fork(self, lease: Any, num_tokens: Any) -> Lease:
+        """See `PrefixCache.fork`."""
+        self._registry.require(lease)
+        tree, node = self._tree, lease.node
+        if tree.leader[node]:
+            raise LeaseError(
+                f"lease {lease.id} has announced or attached to pages that are not computed yet; "
+                "publish them first"
+            )
+        length = lease.num_tokens if num_tokens is None else num_tokens
+        if not 0 <= length <= lease.num_tokens:
+            raise LeaseError(
+                f"num_tokens={length} but lease {lease.id} has {lease.num_tokens} tokens"
+            )
+        num_pages = validate_int("num_tokens", length) // self._page_size
+        node = self._store.node_ending_at(node, num_pages)
+        self._store.pin_path(tree.root[node], tree.path(node))
+        packed = lease.packed_pages[: num_pages * ID_BYTES]
+        return self._registry.open(lease.full_key, num_pages * self._page_size, packed, node)
+
+    def announce(self, lease: Any, key: Any, private: Any) -> Lease:
+        """See `PrefixCache.announce`."""
+        self._registry.require(lease)
+        packed = self._registry.pack_extension(lease, key, private)
+        tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
+        child = tree.index.find(lease.node, key.atoms, start) if packed else 0
+        if not packed or tree.resident[child]:
+            store.ledger.require_private(packed)
+            unchanged: Lease = lease
+            return unchanged
+        store.ledger.adopt(packed)
+        lease.node = store.insert_nodes(lease.node, child, key, start, packed, lease.leader)
+        end = lease.num_tokens + len(packed) // ID_BYTES * self._page_size
+        return self._registry.replace(lease, key, end, lease.packed_pages + packed)
 
     def publish(self, lease: Any, key: Any, private: Any) -> Lease:
         """See `PrefixCache.publish`."""
@@ -85,29 +120,65 @@ class LeaseOps:
         end = lease.num_tokens + len(pages) // ID_BYTES * self._page_size
         return self._registry.replace(lease, key, end, lease.packed_pages + pages)
 
+    def withdraw(self, lease: Any) -> list[Lease]:
+        """See `PrefixCache.withdraw`."""
+        self._registry.require(lease)
+        announced = self._registry.pending_nodes(lease)
+        if not announced:
+            return []
+        dependents = self._registry.dependents(announced[0])
+        self._store.drop_pending(self._registry.withdraw(announced[0], dependents))
+        return [other for other in dependents if other is not lease]
+
+    def can_retract(self, lease: Any, num_tokens: Any) -> bool:
+        """See `PrefixCache.can_retract`."""
+        self._registry.require(lease)
+        tree, start = self._tree, validate_int("num_tokens", num_tokens) // self._page_size
+        return all(
+            tree.ref_count[node] == 1  # the lease's own
+            for node in self._registry.pending_nodes(lease)
+            if tree.start[node] + tree.length[node] > start
+        )
+
+    def retract(self, lease: Any, num_tokens: Any) -> tuple[Lease, Pages]:
+        """See `PrefixCache.retract`."""
+        num_tokens = validate_int("num_tokens", num_tokens)
+        if not self.can_retract(lease, num_tokens):
+            raise LeaseError(
+                f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"
+            )
+        announced, size = self._registry.pending_nodes(lease), self._page_size
+        if not announced:
+            return lease, Pages()
+        start = max(num_tokens // size, self._tree.start[announced[0]])
+        lease.node, packed = self._store.retract(announced, start)
+        left = lease.packed_pages[: len(lease.packed_pages) - len(packed)]
+        length = len(left) // ID_BYTES * size
+        return self._registry.replace(lease, lease.full_key, length, left), Pages(packed)
+
     def release(self, lease: Any, private: Any) -> None:
         """See `PrefixCache.release`."""
         self._registry.require(lease, withdrawn=True)
         packed = pack_pages(private)
         if self._tree.leader[lease.node] and (announced := self._registry.pending_nodes(lease)):
             self._store.ledger.require_private(packed)
-            pins = self._tree.ref_count[announced[0]]
-            if pins > 1:
+            num_leases = self._tree.ref_count[announced[0]]
+            if num_leases > 1:
                 raise LeaseError(
-                    f"{pins - 1} other leases depend on pages that lease {lease.id} announced and "
+                    f"{num_leases - 1} other leases depend on pages that lease {lease.id} announced and "
                     "did not compute; withdraw it first"
                 )
             self._store.drop_pending(self._registry.withdraw(announced[0], [lease]))
         if packed:
             self._store.ledger.give_back(packed)
         self._registry.close(lease)
-        self._store.release_used(
-            lease.node, lease.lookup_counts[1] // self._page_size, lease.lookup_counts[4]
-        )
+        _, hit_tokens, _, _, lookup_number = lease.lookup_counts
+        self._store.release_used(lease.node, hit_tokens // self._page_size, lookup_number)
 
     def reserve(self, num_pages: Any) -> Pages:
         """See `PrefixCache.reserve`."""
-        is_count = type(num_pages) is int and num_pages >= 0  # as a rule: it need not be checked
+        # The usual case needs no validation.
+        is_count = type(num_pages) is int and num_pages >= 0
         count: int = num_pages if is_count else validate_int("num_pages", num_pages)
         store = self._store
         missing = count - store.ledger.num_free
@@ -117,7 +188,19 @@ class LeaseOps:
             store.evict_for(count, missing)
         return Pages(store.ledger.take(count))
 
+    def cancel(self, lease: Any) -> None:
+        """See `PrefixCache.cancel`."""
+        self._registry.require(lease, withdrawn=True)
+        _, hit_tokens, *_ = lease.lookup_counts
+        if lease.num_tokens != hit_tokens:
+            raise LeaseError(
+                f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
+                "from no lookup; release it instead"
+            )
+        self._store.cancel_lookup(lease.node, lease.lookup_counts)
+        self.cancel_pin(lease)
+
     def cancel_pin(self, lease: Lease) -> None:
-        """End a lease that was not used."""
+        """End a lease without counting its pages as used."""
         self._registry.close(lease)
         self._store.unpin(lease.node)

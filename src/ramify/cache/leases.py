@@ -1,4 +1,4 @@
-"""Leases: which are live, and which of them compute or wait for pending pages."""
+"""Leases: references to a prefix's pages, and the registry of the live ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ramify.cache.pages import ID_BYTES, Pages, pack_pages
 from ramify.cache.tree import RadixTree
 from ramify.errors import LeaseError, PageOwnershipError
 
-NO_LOOKUP_COUNTS = (0, -1, 0, 0, 0)  # of a lease that no lookup made: it cannot be cancelled
+# Of a lease that no lookup made. No lease has -1 tokens, so `PrefixCache.cancel` refuses it.
+NO_LOOKUP_COUNTS = (0, -1, 0, 0, 0)
 
 
 class Lease:
-    """Proof that a prefix is pinned; good until it is released or replaced by a newer one.
+    """A reference to a prefix's pages; valid until it is released or replaced by a newer lease.
 
-    `id`, `num_tokens`, `num_pending`, `key` and `pages` are for everybody to read; the other fields
-    are the cache's own. (A frozen dataclass would take longer to make than a lookup takes.)
+    `id`, `num_tokens`, `num_pending`, `key` and `pages` are public; the other fields are the cache's
+    own. Not a frozen dataclass: making one would take longer than the lookup.
     """
 
     __slots__ = (
@@ -48,17 +49,19 @@ class Lease:
     ) -> None:
         self.id: Final = number
         self.num_tokens: Final = num_tokens  # length of the pinned prefix, whole pages
-        self.num_pending: Final = num_pending  # of its last pages, not computed when it was made
+        self.num_pending: Final = num_pending  # last pages that were not computed at its creation
         self.full_key: Final = full_key  # begins with the prefix
-        self.packed_pages: Final = packed_pages  # its pages
+        self.packed_pages: Final = packed_pages
         self.node = node  # the prefix ends at this node's end; splits keep that true
-        self.leader: Final = leader  # passed on from a lease to the one that replaces it
-        self.lookup_counts: Final = lookup_counts  # what its lookup added to the statistics
+        self.leader: Final = leader  # the same for a lease and those that replace it
+        # What its lookup added to the statistics, as `NodeStore.count_lookup` returned it: (tokens,
+        # hit tokens, ideal hit tokens, reuse-gap bucket, number of the lookup).
+        self.lookup_counts: Final = lookup_counts
         self.withdrawn = False
 
     @property
     def key(self) -> CacheKey:
-        """Exactly the pinned prefix."""
+        """The key of exactly the pinned prefix."""
         return self.full_key.prefix(self.num_tokens)
 
     @property
@@ -86,15 +89,15 @@ def _warn_renamed(old: str, new: str) -> None:
     warnings.warn(
         f"Lease.{old} is deprecated; use Lease.{new}",
         DeprecationWarning,
-        stacklevel=3 if __file__.endswith(".py") else 1,  # compiled calls have no frames
+        stacklevel=3 if __file__.endswith(".py") else 1,  # compiled functions have no frames
     )
 
 
 class LeaseRegistry:
-    """The live leases of a cache.
+    """The live leases of a cache, by id.
 
-    A pending node carries the holder that is to compute it; the leases of one request, each of
-    which replaces the one before, have one holder.
+    A pending node carries the leader that is to compute it: the id of a request's first lease, which
+    all leases that replace it keep.
     """
 
     def __init__(self, tree: RadixTree) -> None:
@@ -118,7 +121,7 @@ class LeaseRegistry:
         num_pending: int = 0,
         lookup_counts: tuple[int, int, int, int, int] = NO_LOOKUP_COUNTS,
     ) -> Lease:
-        """A new lease with a holder of its own."""
+        """Make a lease that is its own leader; the caller has added its references."""
         number = next(self._numbers)
         lease = Lease(
             number, full_key, num_tokens, packed_pages, node, num_pending, number, lookup_counts
@@ -129,10 +132,10 @@ class LeaseRegistry:
     def replace(
         self, old: Lease, full_key: CacheKey, num_tokens: int, packed_pages: bytes
     ) -> Lease:
-        """The next lease of the same request, at the node to which the old one has moved."""
+        """Replace a lease by a new one of the same leader, which ends at `old.node`."""
         number, at, tree = next(self._numbers), old.node, self._tree
-        num_pending, holder = 0, tree.leader
-        while holder[at]:
+        num_pending, leader = 0, tree.leader
+        while leader[at]:
             num_pending += tree.resident[at]
             at = tree.parent[at]
         lease = Lease(
@@ -150,28 +153,29 @@ class LeaseRegistry:
         return lease
 
     def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
-        """See `PrefixCache.sharing`: from each lease up to the first node that is known already."""
-        tree, first = self._tree, dict[int, int]()  # node → the first lease below it
-        found = []
+        """See `PrefixCache.sharing`: walks up from each lease to the first node visited before."""
+        tree, first = self._tree, dict[int, int]()  # node → the first lease at or below it
+        shared = []
         for i, lease in enumerate(leases):
             node = lease.node
             while tree.parent[node] and node not in first:
                 first[node] = i
                 node = tree.parent[node]
             if not tree.parent[node]:  # a root: nothing is shared
-                found.append((-1, 0))
+                shared.append((-1, 0))
                 continue
-            other = first[node]  # it may hold less of the node, which has grown since
+            other = first[node]
             end = (tree.start[node] + tree.length[node]) * tree.page_size
-            found.append((other, min(end, lease.num_tokens, leases[other].num_tokens)))
-        return found
+            # A lease may hold less than its node, which can have grown since.
+            shared.append((other, min(end, lease.num_tokens, leases[other].num_tokens)))
+        return shared
 
     def close(self, lease: Lease) -> None:
-        """End a lease."""
+        """Remove a lease; the caller drops its references."""
         del self._live[lease.id]
 
     def require(self, lease: Any, *, withdrawn: bool = False) -> None:
-        """Raise LeaseError unless a lease is live, and not withdrawn unless that is allowed."""
+        """Raise LeaseError unless a lease is live and, without `withdrawn`, not withdrawn."""
         try:
             is_live = self._live.get(lease.id) is lease
         except AttributeError:
@@ -185,7 +189,12 @@ class LeaseRegistry:
             raise LeaseError(f"lease {lease.id} lost pages to a withdrawal; release it")
 
     def pack_extension(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> bytes:
-        """Packed pages for the whole pages of `key` beyond the lease; checks key and their number."""
+        """The head of `private`, packed: one page for each whole page of `key` beyond the lease.
+
+        Raises:
+            LeaseError: `key` does not begin with the lease's prefix.
+            PageOwnershipError: too few pages, or ids that are no int32.
+        """
         atoms, pinned, own = atoms_of(key), lease.num_tokens * ATOM_BYTES, lease.full_key
         if key.namespace != own.namespace or (
             pinned
@@ -195,42 +204,45 @@ class LeaseRegistry:
         ):
             raise LeaseError(f"the key does not begin with the prefix of lease {lease.id}")
         packed, page_bytes = pack_pages(private), self._tree.page_bytes
-        grown = len(atoms) // page_bytes - pinned // page_bytes
-        if grown * ID_BYTES > len(packed):
+        num_new = len(atoms) // page_bytes - pinned // page_bytes
+        if num_new * ID_BYTES > len(packed):
             raise PageOwnershipError(
-                f"the key has {grown} whole pages beyond lease {lease.id} but only "
+                f"the key has {num_new} whole pages beyond lease {lease.id} but only "
                 f"{len(packed) // ID_BYTES} private pages were given"
             )
-        return packed[: grown * ID_BYTES]
+        return packed[: num_new * ID_BYTES]
 
     def pending_nodes(self, lease: Lease) -> list[int]:
-        """The pending nodes that this lease's holder is to compute, topmost first."""
-        found, node, holder = [], lease.node, self._tree.leader
-        while holder[node] == lease.leader:
-            found.append(node)
+        """The pending nodes that this lease's leader is to compute, topmost first."""
+        nodes, node, leader = [], lease.node, self._tree.leader
+        while leader[node] == lease.leader:
+            nodes.append(node)
             node = self._tree.parent[node]
-        return found[::-1]
+        return nodes[::-1]
 
     def is_blocked(self, lease: Lease) -> bool:
-        """Whether another holder is to compute a part of the prefix."""
-        holder, node = self._tree.leader, lease.node
-        while holder[node] == lease.leader:
+        """Whether another leader is to compute a part of the prefix."""
+        leader, node = self._tree.leader, lease.node
+        while leader[node] == lease.leader:
             node = self._tree.parent[node]
-        return bool(holder[node])
+        return bool(leader[node])
 
     def dependents(self, top: int) -> list[Lease]:
-        """The leases that pin a pending node."""
-        holder, parent, found = self._tree.leader, self._tree.parent, []
+        """The live leases that end at or below the pending node `top`. O(leases)."""
+        leader, parent, leases = self._tree.leader, self._tree.parent, []
         for lease in self._live.values():
             at = lease.node
-            while holder[at] and at != top:
+            while leader[at] and at != top:
                 at = parent[at]
             if at == top:
-                found.append(lease)
-        return found
+                leases.append(lease)
+        return leases
 
     def withdraw(self, top: int, leases: list[Lease]) -> set[int]:
-        """Move leases off a pending subtree, all of whose leases they are; returns its nodes."""
+        """Withdraw all leases in the pending subtree of `top`: each now ends above it.
+
+        Returns the nodes of the subtree.
+        """
         parent, doomed = self._tree.parent, set[int]()
         above = parent[top]
         for lease in leases:

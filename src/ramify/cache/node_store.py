@@ -1,7 +1,7 @@
-"""Cached pages and their nodes: pinned, split, filled, evicted and remembered, as one whole.
+"""`NodeStore`: reference, insert, split and evict nodes together with their pages.
 
-The four parts (tree, ledger, queue, ghosts) know nothing of each other; what moves a page changes
-several of them, and does it here.
+Tree, page ledger, eviction queue and ghosts do not know each other. Every operation that changes
+more than one of them is here.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Callable, Iterable, Sequence
 from ramify.cache.counters import MISS, CacheCounters, log2_bucket
 from ramify.cache.events import EventLog
 from ramify.cache.eviction_queue import EvictionQueue, Policy
-from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, REASONS, WITHDRAWN, Ghosts
+from ramify.cache.ghosts import CAPACITY, CLEARED, PREDICATE, WITHDRAWN, Ghosts
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, piece, shared_pages
 from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.tree import RadixTree
-from ramify.cache.types import CacheStats, Node
+from ramify.cache.types import Node
 from ramify.errors import OutOfPagesError
 
 
 class NodeStore:
-    """The tree with its pages; callers say when, never which part to change.
+    """The radix tree with its pages, eviction queue, ghosts, counters and event log.
 
     Args:
         tree: empty, with its index.
         num_pages: pages of the caller's storage.
-        policy: makes the order of eviction, from the tree and `num_pages`.
+        policy: makes the eviction policy from the tree and `num_pages`.
         ghost_pages: evicted pages to remember.
-        log_every: lookups from one log line to the next.
-        clock: seconds.
+        log_every: lookups between two log lines; 0 logs nothing.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class NodeStore:
         self.log = EventLog(tree)
         self.clock = clock
         self.num_lookups = 0  # lookups so far, cancelled ones included
-        self.num_evictable = 0  # pages of ready nodes that nobody pins
-        self._has_pending_ghosts = False  # whether evicted pages were ever announced
+        self.num_evictable = 0  # resident pages of nodes without references
+        self._has_pending_ghosts = False  # whether evicted pages were ever announced again
         self._page_bytes = tree.page_bytes
 
-    # -- pins ------------------------------------------------------------------------------
+    # -- references and lookups ------------------------------------------------------------
 
     def pin(self, node: int) -> None:
-        """One more pin on a single node, whose ancestors have theirs."""
+        """Add a reference to one node, whose ancestors have theirs already."""
         tree = self.tree
         if not tree.ref_count[node]:
             self.num_evictable -= tree.resident[node]
@@ -66,53 +66,49 @@ class NodeStore:
         tree.ref_count[node] += 1
 
     def pin_path(self, root: int, path: Sequence[int]) -> None:
-        """One more pin on a root and the nodes below it, the last of which may be a leaf."""
-        tree, pins = self.tree, self.tree.ref_count
-        pins[root] += 1
+        """Add a reference to a root and to each node of a path below it."""
+        tree, ref_count = self.tree, self.tree.ref_count
+        ref_count[root] += 1
         for node in path:
-            count = pins[node]
+            count = ref_count[node]
             if not count:
                 self.num_evictable -= tree.resident[node]
-            pins[node] = count + 1
+            ref_count[node] = count + 1
         if path and self.queue.ticket[path[-1]]:
             self.queue.remove(path[-1])
 
     def unpin(self, node: int) -> None:
-        """One pin less on a node and all above, which were not used."""
-        tree, pins, unpinned, at = self.tree, self.tree.ref_count, 0, node
+        """Drop a reference to a node and its ancestors; recency stays as it was."""
+        tree, ref_count, num_unpinned, at = self.tree, self.tree.ref_count, 0, node
         while tree.parent[at]:
-            pins[at] = left = pins[at] - 1
-            if not left:
-                unpinned += tree.resident[at]
+            ref_count[at] = count = ref_count[at] - 1
+            if not count:
+                num_unpinned += tree.resident[at]
             at = tree.parent[at]
-        self._unpinned(node, at, unpinned)
+        self._finish_unpin(node, at, num_unpinned)
 
     def release_used(self, node: int, num_known: int, since: int) -> None:
-        """One pin less on a node and all above, which a request has used until now.
+        """Drop a reference to a node and its ancestors, which a request has used until now.
 
-        Only this refreshes recency and teaches the policy: a pin alone may yet be cancelled. The
-        first `num_known` pages were there at the request's lookup, which was the `since`-th.
+        Only this call refreshes recency and informs the policy: a lookup may still be cancelled.
+        The request's lookup had the number `since` and hit `num_known` pages.
         """
         tree = self.tree
-        pins, parent, last_access, used_s = (
-            tree.ref_count,
-            tree.parent,
-            tree.last_access,
-            tree.last_access_s,
-        )
-        clock, now_s, unpinned, at = self.num_lookups, self.clock(), 0, node
+        ref_count, parent = tree.ref_count, tree.parent
+        last_access, last_access_s = tree.last_access, tree.last_access_s
+        num_lookups, now_s, num_unpinned, at = self.num_lookups, self.clock(), 0, node
         new, known = list[int](), list[int]()
         while above := parent[at]:
-            pins[at] = left = pins[at] - 1
-            if not left:
-                unpinned += tree.resident[at]
-            used = last_access[at]
-            if 0 < used < since or tree.start[at] < num_known:
+            ref_count[at] = count = ref_count[at] - 1
+            if not count:
+                num_unpinned += tree.resident[at]
+            accessed = last_access[at]
+            if 0 < accessed < since or tree.start[at] < num_known:
                 known.append(at)
-            elif not used:
-                new.append(at)  # else somebody else has computed it meanwhile, and used it
-            last_access[at] = clock
-            used_s[at] = now_s
+            elif not accessed:  # otherwise another request computed and used it in the meantime
+                new.append(at)
+            last_access[at] = num_lookups
+            last_access_s[at] = now_s
             at = above
         if len(new) > 1:
             new.reverse()
@@ -121,9 +117,10 @@ class NodeStore:
         try:
             self.policy.on_release(new, known, tree.start[node] + tree.length[node])
         finally:
-            self._unpinned(node, at, unpinned)
+            self._finish_unpin(node, at, num_unpinned)
 
-    def _unpinned(self, node: int, root: int, num_pages: int) -> None:
+    def _finish_unpin(self, node: int, root: int, num_pages: int) -> None:
+        """Drop the root's reference; `num_pages` pages up from `node` have become evictable."""
         tree = self.tree
         tree.ref_count[root] -= 1
         self.num_evictable += num_pages
@@ -133,42 +130,42 @@ class NodeStore:
             tree.drop_empty_root(root)
 
     def count_lookup(
-        self, path: Sequence[int], node: int, atoms: bytes, found: int, end: int
+        self, path: Sequence[int], node: int, atoms: bytes, hit_tokens: int, end: int
     ) -> tuple[int, int, int, int, int]:
-        """Count a lookup that found `found` tokens and ended at `node`.
+        """Count a lookup that hit `hit_tokens` tokens and ended at `node`.
 
-        Returns tokens asked for, found, and known of; the bucket of the seconds since the last use;
-        and its number.
+        Returns (tokens, hit tokens, hit tokens if nothing had been evicted, histogram bucket of the
+        seconds since the last use, number of the lookup): what `cancel_lookup` needs.
         """
-        tree, recorder, hits = self.tree, self.counters, self.tree.hits
+        tree, counters, hits = self.tree, self.counters, self.tree.hits
         gap = MISS
         if path:
             for at in path:
                 hits[at] += 1
             gap = log2_bucket(self.clock() - tree.last_access_s[node])
-        ideal, position = found, found * ATOM_BYTES
+        ideal_tokens, position = hit_tokens, hit_tokens * ATOM_BYTES
         if (tree.num_ghost_pages or self._has_pending_ghosts) and position < end:
             for below, shared in tree.find_including_evicted(node, atoms, position, end):
                 if self.ghosts.never_computed(below):
                     break
-                ideal += shared * tree.page_size
+                ideal_tokens += shared * tree.page_size
         self.num_lookups += 1
         tokens = len(atoms) // ATOM_BYTES
-        recorder.lookup(tokens, found, ideal, gap)
-        if recorder.lookups >= recorder.next_log:
+        counters.lookup(tokens, hit_tokens, ideal_tokens, gap)
+        if counters.lookups >= counters.next_log:
             ledger = self.ledger
-            used = ledger.num_pages - ledger.num_free - self.num_evictable
-            recorder.write_log(used, self.num_evictable, ledger.num_free)
-        return tokens, found, ideal, gap, self.num_lookups
+            num_used = ledger.num_pages - ledger.num_free - self.num_evictable
+            counters.write_log(num_used, self.num_evictable, ledger.num_free)
+        return tokens, hit_tokens, ideal_tokens, gap, self.num_lookups
 
     def cancel_lookup(self, node: int, lookup_counts: tuple[int, int, int, int, int]) -> None:
-        """Undo the count of a lookup that ended at `node`."""
+        """Take a lookup that ended at `node` off the counters and hits."""
         self.counters.cancel(*lookup_counts)
         for at in self.tree.path(node):
             self.tree.hits[at] -= 1
 
     def node_ending_at(self, node: int, depth: int) -> int:
-        """The node at or above `node` that ends at page `depth`; it is made if need be."""
+        """The node on the path to `node` that ends at page `depth`; splits a node if necessary."""
         tree = self.tree
         while tree.start[node] >= depth and tree.parent[node]:
             node = tree.parent[node]
@@ -177,7 +174,7 @@ class NodeStore:
         return node
 
     def split(self, node: int, num_pages: int) -> int:
-        """Cut a node; returns the upper half, which the caller is going to pin."""
+        """Split a node after `num_pages` pages; returns the upper half, which the caller pins."""
         tree = self.tree
         upper = tree.split(node, num_pages)
         if self.queue.ticket[node] and not tree.resident[node]:
@@ -187,7 +184,7 @@ class NodeStore:
         return upper
 
     def _is_evictable(self, node: int) -> bool:
-        """Whether a node is a leaf that nobody pins; a root never is."""
+        """Whether a node is a leaf with resident pages and without references; never a root."""
         tree = self.tree
         return (
             not tree.ref_count[node]
@@ -196,14 +193,14 @@ class NodeStore:
         )
 
     def _same_rank(self, node: int, other: int) -> bool:
-        """Whether two nodes are alike in the order of eviction."""
+        """Whether two nodes have the same place in the eviction order."""
         policy = self.policy
         return policy.segment(node) == policy.segment(other) and policy.rank(node) == policy.rank(
             other
         )
 
     def set_priority(self, node: int, priority: int) -> None:
-        """Give a pinned node a priority, and those above at least that."""
+        """Set the priority of a referenced node; raises its ancestors to at least that."""
         tree = self.tree
         if tree.parent[node]:
             tree.priority[node] = priority
@@ -211,25 +208,26 @@ class NodeStore:
                 tree.priority[above] = max(tree.priority[above], priority)
 
     def num_available_after_match(self, key: CacheKey, end: int) -> int:
-        """Pages that a lookup of `key` would find, and those that could be reserved after it."""
+        """Pages that a lookup of `key[:end]` would hit, plus those that `reserve` could take then."""
         tree = self.tree
         root = tree.roots.get(key.namespace, 0)
         available = self.ledger.num_free + self.num_evictable
         if not root:
             return available
         path, part, covered = tree.find(root, key.atoms, end, pending=False)
-        revived = sum(tree.resident[node] for node in path if not tree.ref_count[node])
+        num_pinned = sum(tree.resident[node] for node in path if not tree.ref_count[node])
         if part and not tree.ref_count[part]:
-            revived += covered
-        return tree.num_matched_pages(path, part, covered) + available - revived
+            num_pinned += covered
+        return tree.num_matched_pages(path, part, covered) + available - num_pinned
 
-    # -- pages in --------------------------------------------------------------------------
+    # -- inserting pages --------------------------------------------------------------------------
 
     def insert(self, node: int, key: CacheKey, position: int, packed: bytes) -> tuple[int, bytes]:
-        """Insert a lease's private pages below the node it ends in; its pin moves along.
+        """Insert private pages below `node`, where a lease ends; extends its references.
 
-        Returns the deepest node and the canonical pages, which may be fewer; private pages that
-        the tree has already become free.
+        Where the tree has a page already, the private duplicate becomes free. Stops before pages
+        that another request still computes. Returns the deepest node and the pages that the tree
+        has now, which may be fewer than `packed`.
 
         Raises:
             PageOwnershipError: a page is not private; nothing changed.
@@ -245,7 +243,7 @@ class NodeStore:
     def _insert_existing(
         self, node: int, child: int, key: CacheKey, position: int, packed: bytes
     ) -> tuple[int, bytes]:
-        """The same where somebody else has published some of it."""
+        """`insert` where the tree already has the first page, below `node` in `child`."""
         tree, atoms, page_bytes, parts = self.tree, key.atoms, self._page_bytes, list[bytes]()
         self.ledger.require_private(packed)
         while tree.resident[child] and not tree.leader[child]:
@@ -267,7 +265,7 @@ class NodeStore:
             if not packed:
                 break
             child = tree.index.find(node, atoms, position)
-        else:  # what is left, somebody else is computing, or nobody has
+        else:  # another request computes the next page, or the tree does not have it
             if not tree.resident[child]:
                 self.ledger.adopt(packed)
                 node = self.insert_nodes(node, child, key, position, packed, 0)
@@ -277,12 +275,14 @@ class NodeStore:
     def insert_nodes(
         self, node: int, child: int, key: CacheKey, position: int, packed: bytes, leader: int
     ) -> int:
-        """Put adopted pages below a node, whose child there, if any, is a ghost; pinned once.
+        """Insert pages that the tree owns below `node`; returns the deepest node.
 
-        Where the tree remembers the atoms, its ghosts come back to life. Returns the deepest node.
+        `child` is the ghost below `node` that begins with the first page, or 0. Ghosts with these
+        atoms get the pages; the rest become new nodes, or lengthen `node`. Each new or refilled
+        node has one reference. `leader` still computes the pages; 0: they are computed.
         """
         tree, atoms, page_bytes = self.tree, key.atoms, self._page_bytes
-        longest, clock, now_s = tree.index.max_pages, self.num_lookups, self.clock()
+        max_pages, num_lookups, now_s = tree.index.max_pages, self.num_lookups, self.clock()
         while packed:
             if child:
                 edge = tree.edges[child]
@@ -298,9 +298,9 @@ class NodeStore:
                 if leader:
                     self._has_pending_ghosts = True
             else:
-                shared = len(packed) // ID_BYTES if longest is None else longest
+                shared = len(packed) // ID_BYTES if max_pages is None else max_pages
                 edge = piece(atoms, position, position + shared * page_bytes)
-                if not leader and longest is None and self._may_grow(node, len(edge)):
+                if not leader and max_pages is None and self._may_grow(node, len(edge)):
                     tree.grow(node, edge, packed)
                     child = node
                 else:
@@ -311,7 +311,7 @@ class NodeStore:
                     tree.set_content(child, key.marks)
             if child != node:
                 tree.ref_count[child] = 1
-                tree.created_at_lookup[child] = clock
+                tree.created_at_lookup[child] = num_lookups
                 tree.created_s[child] = tree.last_access_s[child] = now_s
             if self.log.subscribers and not leader:
                 self.log.stored(child)
@@ -322,20 +322,20 @@ class NodeStore:
         return node
 
     def mark_ready(self, nodes: Iterable[int]) -> None:
-        """Pending nodes are computed, parents first."""
+        """Mark pending nodes as computed, parents first."""
         for node in nodes:
             self.tree.leader[node] = 0
             if self.log.subscribers:
                 self.log.stored(node)
 
     def _may_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether new pages may lengthen a node: it is the lease's own, and nobody used it."""
+        """Whether new pages may lengthen a node: only this lease refers to it, nobody used it."""
         tree = self.tree
         unused = not (tree.hits[node] or tree.last_access[node] or tree.priority[node])
         return tree.ref_count[node] == 1 and unused and tree.can_grow(node, num_bytes)
 
     def _refill(self, node: int, packed: bytes) -> None:
-        """Bring back pages of an unpinned, partly evicted node."""
+        """Give new pages to a partly evicted node without references."""
         self.tree.refill(node, packed)
         self.num_evictable += len(packed) // ID_BYTES
         if self.tree.resident[node] == self.tree.length[node]:
@@ -343,13 +343,13 @@ class NodeStore:
         if self.log.subscribers:
             self.log.stored(node)
 
-    # -- pages out -------------------------------------------------------------------------
+    # -- evicting pages -------------------------------------------------------------------------
 
     def evict_for(self, num_pages: int, missing: int) -> None:
-        """Evict the `missing` ones of `num_pages` pages that somebody asks for.
+        """Evict `missing` pages, which are not free of the `num_pages` pages to reserve.
 
         Raises:
-            OutOfPagesError: there are not so many to evict; nothing changed.
+            OutOfPagesError: fewer than `missing` pages are evictable; nothing changed.
         """
         if missing > self.num_evictable:
             ledger = self.ledger
@@ -359,12 +359,12 @@ class NodeStore:
     def evict(self, num_pages: int, reason: int) -> int:
         """Evict up to `num_pages` pages in the order of the policy; returns how many."""
         tree, queue, evicted, now_s = self.tree, self.queue, 0, self.clock()
-        resident, place = tree.resident, queue.ticket
+        resident, ticket = tree.resident, queue.ticket
         while evicted < num_pages and (node := queue.first()):
             while True:
                 evicted += self._evict_from(node, num_pages - evicted, reason, now_s)
                 if resident[node]:
-                    if not place[node]:
+                    if not ticket[node]:
                         queue.push(node)
                     break
                 above = tree.parent[node]
@@ -373,16 +373,16 @@ class NodeStore:
                 if evicted >= num_pages or not self._same_rank(node, above):
                     queue.push(above)
                     break
-                node = above  # which would come next: no need to queue for it
+                node = above  # it would come next: skip the queue
         self.ghosts.trim()
         if self.log.observers:
             self.log.notify_observers()
         return evicted
 
     def evict_if(self, predicate: Callable[[Node], bool], num_pages: int) -> int:
-        """Evict leaves of which the predicate is true, and parents that become such leaves.
+        """Evict leaves for which the predicate is true, and parents that become such leaves.
 
-        Cost: a look at every evictable leaf.
+        Returns how many pages. Cost: one call of the predicate for each evictable leaf.
         """
         tree, now_s, evicted = self.tree, self.clock(), 0
         doomed = [node for node in sorted(self.queue.nodes()) if predicate(tree.node(node))]
@@ -395,13 +395,16 @@ class NodeStore:
                     self.queue.push(parent)
                     if predicate(tree.node(parent)):
                         doomed.append(parent)
-        finally:  # a predicate is somebody else's code
+        finally:  # the predicate is the caller's code and may raise
             self.ghosts.trim()
             self.log.notify_observers()
         return evicted
 
     def _evict_from(self, node: int, num_pages: int, reason: int, now_s: float) -> int:
-        """Evict pages from the tail of an evictable leaf; when it has none left, it is no leaf."""
+        """Evict up to `num_pages` pages from the tail of an evictable leaf; returns how many.
+
+        A leaf that keeps none leaves the queue; the caller queues its parent.
+        """
         tree, log = self.tree, self.log
         self.policy.on_evict(node)
         cut = tree.resident[node]
@@ -421,19 +424,19 @@ class NodeStore:
         return cut
 
     def drop_pending(self, nodes: Iterable[int]) -> None:
-        """Take the pages of nodes that will not be computed, deepest first; nobody pins them."""
+        """Free the pages of nodes that will not be computed, and drop their references."""
         tree = self.tree
-        for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):
+        for node in sorted(nodes, key=tree.start.__getitem__, reverse=True):  # deepest first
             tree.ref_count[node] = tree.leader[node] = 0
             self.ledger.reclaim(tree.evict_tail(node, tree.resident[node]))
             self.ghosts.add(node, self.ghosts.reason[node], self.clock())
         self.ghosts.trim()
 
     def retract(self, nodes: Sequence[int], start: int) -> tuple[int, bytes]:
-        """Take pending pages from page `start` on back from the tree: they are private again.
+        """Make pending pages from page `start` on private again.
 
-        `nodes` are the pending nodes of one holder, topmost first, with one pin each. Returns the
-        node that is the last one now, and the pages.
+        `nodes` are the pending nodes of one leader, topmost first, with one reference each. Returns
+        the node at which the lease ends now, and the pages.
         """
         tree, parts, last = self.tree, list[bytes](), nodes[-1]
         for node in reversed(nodes):
@@ -451,43 +454,14 @@ class NodeStore:
         return last, packed
 
     def clear(self) -> int:
-        """Evict everything that no lease pins; returns the number of pages."""
-        whole = self.num_evictable == self.ledger.num_tree
-        if not whole:
+        """Evict all evictable pages; returns how many.
+
+        If nothing is left, subscribers get one event "cleared" instead of one for each run.
+        """
+        if self.num_evictable != self.ledger.num_tree:
             return self.evict(self.num_evictable, CLEARED)
         self.log.pause()
         try:
             return self.evict(self.num_evictable, CLEARED)
         finally:
             self.log.cleared()
-
-    # -- counting --------------------------------------------------------------------------
-
-    def stats(self, num_leases: int, pinned_pages: int) -> CacheStats:
-        """Counters and occupancy, together with what callers keep count of."""
-        ledger, tree, recorder = self.ledger, self.tree, self.counters
-        recent_tokens, recent_hit_tokens = recorder.recent
-        residency, idle, reuse_gap = recorder.histograms
-        return CacheStats(
-            num_pages=ledger.num_pages,
-            page_size=tree.page_size,
-            free_pages=ledger.num_free,
-            private_pages=ledger.num_private,
-            cached_pages=ledger.num_tree,
-            evictable_pages=self.num_evictable,
-            pinned_pages=pinned_pages,
-            ghost_pages=tree.num_ghost_pages,
-            num_nodes=tree.num_nodes - tree.num_ghosts,
-            num_leases=num_leases,
-            lookups=recorder.lookups,
-            lookup_tokens=recorder.tokens,
-            hit_tokens=recorder.hit_tokens,
-            ideal_hit_tokens=recorder.ideal_tokens,
-            recent_tokens=recent_tokens,
-            recent_hit_tokens=recent_hit_tokens,
-            evicted_pages=sum(recorder.evictions),
-            evictions=dict(zip(REASONS[:WITHDRAWN], recorder.evictions, strict=False)),
-            residency=residency,
-            idle=idle,
-            reuse_gap=reuse_gap,
-        )

@@ -1,23 +1,22 @@
-"""Packed atoms compared and cut: the inner loops of the tree."""
+"""Compare and slice packed atoms (int32 token ids): the inner loops of the tree."""
 
 from __future__ import annotations
 
 from typing import Final
 
 ATOM_BYTES: Final = 4  # one int32 per token
-MIN_VIEW_BYTES: Final = 1 << 12  # what is shorter is copied: no slower than to make a view
+MIN_VIEW_BYTES: Final = 1 << 12  # below this, a copy is as fast as a memoryview
 
 
-def common_pages(one: bytes, other: bytes, page_bytes: int, start: int = 0) -> int:
-    """Whole pages that `one` from byte `start` on shares with `other` from byte `start` on."""
-    return shared_pages(one, start, memoryview(other)[start:], page_bytes)
+def common_pages(first: bytes, second: bytes, page_bytes: int, start: int = 0) -> int:
+    """Length in whole pages of the common prefix of `first[start:]` and `second[start:]`."""
+    return shared_pages(first, start, memoryview(second)[start:], page_bytes)
 
 
 def shared_pages(atoms: bytes, position: int, edge: bytes | memoryview, page_bytes: int) -> int:
-    """Whole pages that `atoms` from byte `position` on share with the beginning of `edge`.
+    """Length in whole pages of the common prefix of `atoms[position:]` and `edge`.
 
-    Halves the range until it is one page: in all, a memcmp of at most twice the shared part, and
-    nothing is copied.
+    Binary search for the first page that differs; compares each byte twice at most, copies none.
     """
     low, high = 0, max(0, min(len(atoms) - position, len(edge))) // page_bytes * page_bytes
     view = memoryview(edge)
@@ -34,15 +33,15 @@ def shared_pages(atoms: bytes, position: int, edge: bytes | memoryview, page_byt
 
 
 def piece(atoms: bytes | memoryview, begin: int, end: int) -> bytes | memoryview:
-    """Bytes `begin` to `end`, to be kept: a view of what they are a part of, or a copy.
+    """`atoms[begin:end]` to store, as a view or a copy.
 
-    A view is never less than three quarters of the buffer that it keeps alive.
+    A view is at least `MIN_VIEW_BYTES` long and 3/4 of the buffer that it keeps alive.
     """
     count = end - begin
     if count >= MIN_VIEW_BYTES:
         if isinstance(atoms, bytes):
             if 3 * len(atoms) <= 4 * count < 4 * len(atoms):
                 return memoryview(atoms)[begin:end]
-        elif 3 * len(atoms.obj) <= 4 * count:  # type: ignore[arg-type]  # which is bytes
+        elif 3 * len(atoms.obj) <= 4 * count:  # type: ignore[arg-type]  # it is bytes
             return atoms[begin:end]
     return bytes(atoms[begin:end])

@@ -1,4 +1,4 @@
-"""Who owns every page. The only place where ownership moves."""
+"""`PageLedger`, the owner of every page, and `Pages`, packed page ids."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Final, SupportsIndex, overload
 from ramify.cache.packed import shared_pages
 from ramify.errors import ConfigError, InvariantError, OutOfPagesError, PageOwnershipError
 
-ID_BYTES: Final = 4  # page ids travel as native int32
+ID_BYTES: Final = 4  # of a page id, packed as native int32
 
 
 class Pages(Sequence[int]):
-    """Page ids in order: an immutable sequence of integers over packed int32.
+    """An immutable sequence of page ids over packed int32.
 
-    Equal to a list, tuple or array with the same ids. `numpy.asarray(pages)` copies nothing, and
-    neither does `memoryview(pages.packed)`.
+    Equal to a list, tuple or array with the same ids. `numpy.asarray(pages)` and
+    `memoryview(pages.packed)` do not copy.
     """
 
     __slots__ = ("packed",)
@@ -29,7 +29,7 @@ class Pages(Sequence[int]):
 
     @classmethod
     def of(cls, pages: Sequence[int]) -> Pages:
-        """Any sequence of page ids, packed."""
+        """`pages` as `Pages`; copies unless they are packed already."""
         return pages if isinstance(pages, Pages) else cls(pack_pages(pages))
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ def pack_pages(pages: Sequence[int]) -> bytes:
     if isinstance(pages, array) and pages.typecode == "i":
         return pages.tobytes()
     try:
-        if isinstance(pages, bytes | bytearray):  # which `array` would take as they are
+        if isinstance(pages, bytes | bytearray):  # `array` would take them as packed ids
             raise TypeError("bytes")
         return array("i", pages).tobytes()
     except (OverflowError, TypeError) as error:
@@ -101,13 +101,13 @@ class PageLedger:
     """Moves pages between the free list, requests and the tree; every page is in exactly one.
 
     A page goes free → private (`take`) → tree (`adopt`) → free (`reclaim`), or private → free
-    (`give_back`). Each call checks all its pages before it moves the first. The pages given back
-    last are handed out first, since their bytes are the likeliest to be in a hardware cache, and within
-    a call in the order in which they came back, so that neighbours stay neighbours.
+    (`give_back`). Each call checks all its pages before it moves the first. The free list is a stack:
+    the pages freed last are reused first, since they are the likeliest to be in a hardware cache.
+    `take` returns them in the order in which they were freed, so that neighbours stay neighbours.
 
-    Private pages are kept as the runs in which they were taken, found by the first page of each:
-    to hand back or publish (a beginning of) a run costs one lookup and one memcmp, however long
-    it is. Any other order works too, at the cost of a search for each page.
+    Private pages are stored as the runs in which they were taken, by first page. To free or publish
+    a run, or the beginning of one, costs one lookup and one memcmp for any length. Pages in any
+    other order need a search each.
 
     Args:
         num_pages: pages 0 .. num_pages - 1 are managed; at least 1.
@@ -120,7 +120,7 @@ class PageLedger:
         self._free = array("i", range(self.num_pages))
         self._runs: dict[bytes, bytes] = {}  # first page → the whole run, packed
         self._num_private = 0
-        self._free_set: frozenset[int] | None = None  # made when it is asked for
+        self._free_set: frozenset[int] | None = None  # made by `is_free`, dropped by changes
 
     @property
     def num_free(self) -> int:
@@ -138,13 +138,13 @@ class PageLedger:
         return self.num_pages - len(self._free) - self._num_private
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody owns this page. The first question after a change costs O(num_pages)."""
+        """Whether nobody owns this page. O(num_pages) for the first call after a change."""
         if self._free_set is None:
             self._free_set = frozenset(self._free)
         return page in self._free_set
 
     def is_private(self, page: int) -> bool:
-        """Whether a request owns this page. A search: for checks, not for the hot path."""
+        """Whether a request owns this page. O(private pages): for checks."""
         return any(page in array("i", run) for run in self._runs.values())
 
     def take(self, count: int) -> bytes:
@@ -158,23 +158,23 @@ class PageLedger:
                 raise ConfigError(f"{count} pages asked for; ask for 0 or more")
             return b""
         free = self._free
-        keep = len(free) - count
-        if keep < 0:
+        num_left = len(free) - count
+        if num_left < 0:
             raise OutOfPagesError(count, len(free), 0, self.num_pages)
         self._free_set = None
-        run = free[keep:].tobytes()
-        del free[keep:]
+        run = free[num_left:].tobytes()
+        del free[num_left:]
         self._runs[run[:ID_BYTES]] = run
         self._num_private += count
         return run
 
     def give_back(self, packed: bytes) -> None:
-        """Private pages become free; a sequence's tail is reused first."""
+        """Move private pages to the free list; the last of them is reused first."""
         self.adopt(packed)
         self.reclaim(packed)
 
     def adopt(self, packed: bytes) -> None:
-        """Private pages become the tree's.
+        """Move private pages to the tree.
 
         Raises:
             PageOwnershipError: a page is not private, or is named twice; nothing moved.
@@ -186,21 +186,21 @@ class PageLedger:
         if run.startswith(packed):  # the beginning of a run, or all of it
             del runs[first]
             if len(run) > len(packed):
-                rest = run[len(packed) :]
-                runs[rest[:ID_BYTES]] = rest
+                tail = run[len(packed) :]
+                runs[tail[:ID_BYTES]] = tail
         else:
             for head in self._runs_of(packed):
                 del runs[head]
         self._num_private -= len(packed) // ID_BYTES
 
     def disown(self, packed: bytes) -> None:
-        """Pages of the tree become private again. The tree's own word is taken for it."""
+        """Make pages of the tree private again. Trusts the tree: only `check` recounts."""
         if packed:
             self._runs[packed[:ID_BYTES]] = packed
             self._num_private += len(packed) // ID_BYTES
 
     def reclaim(self, packed: bytes) -> None:
-        """Pages of the tree become free. The tree's own word is taken for it; `check` recounts."""
+        """Move pages of the tree to the free list. Trusts the tree: only `check` recounts."""
         self._free_set = None
         self._free.frombytes(packed)
 
@@ -210,9 +210,12 @@ class PageLedger:
             self._runs_of(packed)
 
     def _runs_of(self, packed: bytes) -> list[bytes]:
-        """The heads of the runs that these pages are, one after the other.
+        """The heads (first pages) of the runs that together are `packed`, in order.
 
-        Runs are cut where the pages leave them, which changes nothing about who owns what.
+        Cuts runs where `packed` leaves them; no page changes its owner.
+
+        Raises:
+            PageOwnershipError: a page is not private, or is named twice.
         """
         runs, heads, at = self._runs, list[bytes](), 0
         while at < len(packed):
@@ -229,7 +232,11 @@ class PageLedger:
         return heads
 
     def _isolate(self, page: bytes) -> None:
-        """Make a page inside a run the head of one."""
+        """Cut a run so that `page` is the head of a run.
+
+        Raises:
+            PageOwnershipError: the page is not private.
+        """
         (number,) = array("i", page)
         if not 0 <= number < self.num_pages:
             raise PageOwnershipError(f"page {number} is outside 0..{self.num_pages - 1}")
@@ -245,14 +252,14 @@ class PageLedger:
         )
 
     def _cut(self, head: bytes, size: int) -> bytes:
-        """Make two runs of one, the first of `size` bytes; returns that."""
+        """Cut a run after `size` bytes; returns the first part."""
         run = self._runs[head]
-        self._runs[head], rest = run[:size], run[size:]
-        self._runs[rest[:ID_BYTES]] = rest
+        self._runs[head], tail = run[:size], run[size:]
+        self._runs[tail[:ID_BYTES]] = tail
         return run[:size]
 
     def check(self, tree_pages: Sequence[int]) -> None:
-        """Recount every page, given all pages that tree nodes hold.
+        """Recount every page; `tree_pages` are the pages of all tree nodes.
 
         Raises:
             InvariantError: a page has no owner or more than one, or a count is wrong.
@@ -264,9 +271,9 @@ class PageLedger:
             raise InvariantError("a run of private pages is not found under its first page")
         owned = sorted([*self._free, *private, *tree_pages])
         if owned != list(range(self.num_pages)):
-            odd = [page for page, times in Counter(owned).items() if times > 1]
+            doubled = [page for page, times in Counter(owned).items() if times > 1]
             lost = sorted(set(range(self.num_pages)) - set(owned))
             raise InvariantError(
-                f"pages with two owners: {odd[:8]}; with none: {lost[:8]}; "
+                f"pages with two owners: {doubled[:8]}; with none: {lost[:8]}; "
                 f"{len(owned)} owned of {self.num_pages}"
             )

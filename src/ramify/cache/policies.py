@@ -139,9 +139,8 @@ def lfu(tree: RadixTree, num_pages: int) -> Policy:
     """
 
     def rescore(_node: int, pages_looked_up: int, _floor: float, before: float) -> float:
-        now = 1 + pages_looked_up / (
-            LFU_HALF_LIFE * num_pages
-        )  # never 0: that is a node not used yet
+        # never 0: that is a node not used yet
+        now = 1 + pages_looked_up / (LFU_HALF_LIFE * num_pages)
         return max(before, now) + log2(1 + exp2(-abs(before - now))) if before else now
 
     return Scored(tree, num_pages, rescore)

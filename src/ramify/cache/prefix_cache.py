@@ -1,4 +1,9 @@
-"""The prefix cache: match / acquire / reserve / announce / publish / withdraw / release / check."""
+"""`PrefixCache`, the public calls: match, acquire, reserve, announce, publish, release, check.
+
+The state is in four parts. `RadixTree` has the structure: which pages follow which. `NodeStore` keeps
+the tree, the pages, the eviction queue and the ghosts consistent. `LeaseRegistry` knows the live
+leases, and which pages they still have to compute. `PageLedger` knows the owner of every page.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +14,41 @@ from collections.abc import Callable, Iterable, Sequence
 from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
-from ramify.cache.ghosts import ASKED
+from ramify.cache.ghosts import ASKED, REASONS, WITHDRAWN
 from ramify.cache.hash_index import INDICES
 from ramify.cache.invariants import check_cache
 from ramify.cache.key import CacheKey, atoms_of, pack
 from ramify.cache.lease_ops import LeaseOps
 from ramify.cache.leases import Lease, LeaseRegistry
 from ramify.cache.node_store import NodeStore
-from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.pages import ID_BYTES, Pages, pack_pages
+from ramify.cache.pages import Pages, pack_pages
 from ramify.cache.pins import Pin, validate_ttl
 from ramify.cache.policies import POLICIES
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
-from ramify.errors import ConfigError, LeaseError
+from ramify.errors import ConfigError
 
-GHOST_POOLS = 4  # below 2, the policy learns too little; beyond, nothing more was seen
+# Times `num_pages`: below 2 the policy learns too little, beyond 4 no gain was measured.
+GHOST_POOLS = 4
+FLOAT_SLACK = 1e-9  # pages; 0.29 * 100 is 28.999… but means 29
 
 
 class PrefixCache:
-    """Which pages hold which prefix. Ints in, ints out; single-threaded by contract.
+    """Maps token prefixes to the pages with their K/V. Not thread-safe.
 
     Args:
         num_pages: pages 0 .. num_pages - 1 of the caller's storage.
         page_size: tokens per page, at least 1.
         policy: name of an eviction policy; see `ramify.cache.policies.POLICIES`.
-        index: "radix" or "hash": how pages are found, at what cost.
+        index: "radix" or "hash": how the child of a node is found.
         ghost_pages: evicted pages to remember, for explanations, the ideal hit rate and the policy
-            "auto"; by default four times `num_pages`, at 4 to 6 bytes a token and 500 a run; 0: none.
-        max_pinned_share: share of the pages that `pin` may keep from eviction.
-        log_every: lookups from one log line to the next, 0 for none.
-        clock: seconds, never going back; for ages and times to live.
+            "auto"; by default four times `num_pages`. A token takes 4 to 6 bytes, a run of pages
+            500 more. 0 remembers none.
+        max_pinned_share: share of the pages that `pin` may keep from eviction, 0 to 1.
+        log_every: lookups between two log lines; 0 logs nothing.
+        clock: returns seconds and never goes back; for ages and times to live.
 
-    Every call either succeeds or raises and changes nothing.
+    A call that raises has changed nothing.
     """
 
     def __init__(
@@ -62,22 +69,22 @@ class PrefixCache:
         num_pages = validate_int("num_pages", num_pages, 1)
         page_size = validate_int("page_size", page_size, 1)
         validate_int("log_every", log_every)
-        kept = (
-            GHOST_POOLS * num_pages
-            if ghost_pages is None
-            else validate_int("ghost_pages", ghost_pages)
-        )
+        if ghost_pages is None:
+            ghost_pages = GHOST_POOLS * num_pages
+        ghost_pages = validate_int("ghost_pages", ghost_pages)
         if not isinstance(max_pinned_share, int | float) or not 0 <= max_pinned_share <= 1:
-            raise ConfigError(f"max_pinned_share={max_pinned_share} but it is a share of 0 to 1")
+            raise ConfigError(
+                f"max_pinned_share={max_pinned_share} but it must be a number from 0 to 1"
+            )
         if not callable(clock):
-            raise ConfigError(f"clock={clock!r} but it is called for the seconds")
+            raise ConfigError(f"clock={clock!r} but it must be a function that returns seconds")
         self.page_size = page_size
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
         tree.index = INDICES[index](tree)
-        self._store = NodeStore(tree, num_pages, POLICIES[policy], kept, log_every, clock)
+        self._store = NodeStore(tree, num_pages, POLICIES[policy], ghost_pages, log_every, clock)
         self._page_bytes, self._registry = tree.page_bytes, LeaseRegistry(tree)
-        max_pinned = int(num_pages * max_pinned_share + 1e-9)  # 0.29 * 100 is 28.999…
+        max_pinned = int(num_pages * max_pinned_share + FLOAT_SLACK)
         self._lease_ops = LeaseOps(self._store, self._registry, max_pinned)
         self._pin_table = self._lease_ops.pins
 
@@ -90,7 +97,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that `reserve` could hand out now: free ones and evictable ones."""
+        """Pages that `reserve` could hand out now: the free and the evictable pages."""
         self._pin_table.expire()
         return self._store.ledger.num_free + self._store.num_evictable
 
@@ -98,12 +105,12 @@ class PrefixCache:
         """Whether nobody owns this page. O(num_pages): for checks.
 
         Raises:
-            ConfigError: `page` is no whole number.
+            ConfigError: `page` is not a whole number.
         """
         return self._store.ledger.is_free(validate_int("page", page, None))
 
     def match(self, key: CacheKey) -> Match:
-        """The longest computed prefix of `key`, shorter than it; changes nothing.
+        """The longest computed proper prefix of `key`, in whole pages; changes nothing.
 
         Cost: a few memcmps per node on the path.
         """
@@ -118,14 +125,15 @@ class PrefixCache:
     def explain(
         self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
     ) -> Explanation:
-        """Why a lookup finds no more; see `explain_key`. Changes nothing."""
-        store, refused = self._store, self._pin_table.last_refusal(key)
-        return explain_key(self._tree, store.ghosts, key, store.clock(), refused, may_tell)
+        """Why a lookup of `key` hits no more tokens; see `explain_key`. Changes nothing."""
+        store, refusal = self._store, self._pin_table.last_refusal(key)
+        return explain_key(self._tree, store.ghosts, key, store.clock(), refusal, may_tell)
 
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
-        """At most `limit` tokens that came after a lease's prefix and `tail` before; often none.
+        """Up to `limit` tokens that once followed a lease's prefix and `tail`; often none.
 
-        A guess, evicted pages included; changes nothing. Where there are several, the last used.
+        A draft for speculative decoding, read from cached and evicted pages alike. Of several
+        continuations it takes the most recently used. Changes nothing.
 
         Raises:
             LeaseError: the lease is not live, or was withdrawn.
@@ -134,7 +142,7 @@ class PrefixCache:
         return draft_tokens(self._tree, lease.node, pack(tail), limit)
 
     def draft_tokens(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
-        """`continuation` by another name.
+        """The same as `continuation`.
 
         Raises:
             LeaseError: the lease is not live, or was withdrawn.
@@ -146,102 +154,105 @@ class PrefixCache:
         return 0 <= validate_int("num_pages", num_pages, None) <= self.num_available
 
     def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
-        """Whether `acquire(key)` and pages for its other tokens and `num_tokens` more can be had.
+        """Whether `acquire(key)`, then `reserve` for the rest of it and `num_tokens` more, succeed.
 
-        Warm pages that the lease would pin are counted once: as found, not as free.
+        A cached page that the lease would pin counts as a hit, not as evictable too.
         """
         self._pin_table.expire()
-        usable = self._lease_ops.matchable_bytes(key)
+        end = self._lease_ops.matchable_bytes(key)
         num_pages = -(-(len(key) + validate_int("num_tokens", num_tokens)) // self.page_size)
-        return num_pages <= self._store.num_available_after_match(key, usable)
+        return num_pages <= self._store.num_available_after_match(key, end)
 
     def stats(self) -> CacheStats:
-        """Counters and occupancy."""
-        self._pin_table.expire()
-        return self._store.stats(
-            len(self._registry) - len(self._pin_table), self._pin_table.num_pages
+        """Counters since the cache was made, and how its pages are used now."""
+        pins, tree, store = self._pin_table, self._tree, self._store
+        pins.expire()
+        ledger, counters = store.ledger, store.counters
+        recent_tokens, recent_hit_tokens = counters.recent
+        residency, idle, reuse_gap = counters.histograms
+        return CacheStats(
+            num_pages=ledger.num_pages,
+            page_size=self.page_size,
+            free_pages=ledger.num_free,
+            private_pages=ledger.num_private,
+            cached_pages=ledger.num_tree,
+            evictable_pages=store.num_evictable,
+            pinned_pages=pins.num_pages,
+            ghost_pages=tree.num_ghost_pages,
+            num_nodes=tree.num_nodes - tree.num_ghosts,
+            num_leases=len(self._registry) - len(pins),
+            lookups=counters.lookups,
+            lookup_tokens=counters.tokens,
+            hit_tokens=counters.hit_tokens,
+            ideal_hit_tokens=counters.ideal_tokens,
+            recent_tokens=recent_tokens,
+            recent_hit_tokens=recent_hit_tokens,
+            evicted_pages=sum(counters.evictions),
+            evictions=dict(zip(REASONS[:WITHDRAWN], counters.evictions, strict=False)),
+            residency=residency,
+            idle=idle,
+            reuse_gap=reuse_gap,
         )
 
     # -- leases ----------------------------------------------------------------------------
 
     def acquire(self, key: CacheKey) -> Lease:
-        """Pin the longest computed prefix of `key`, shorter than it; it may be empty."""
+        """Pin the longest computed proper prefix of `key`, which may be empty; counts a lookup."""
         return self._lease_ops.acquire(key, False)
 
     def attach(self, key: CacheKey) -> Lease:
-        """Like `acquire`, but pages that a live leader has announced count too.
+        """Like `acquire`, but it also hits pages that a live leader announced and still computes.
 
-        For a planner alone: it must run the caller and the leader in one step, or the caller
-        after it.
+        For planners only: the caller must run in the leader's step or after it.
         """
         return self._lease_ops.acquire(key, True)
 
     def fork(self, lease: Lease, num_tokens: int | None = None) -> Lease:
-        """Another lease on the same prefix, with a life of its own; no page is copied.
+        """A second, independent lease on the same prefix; no page is copied.
 
         Args:
             lease: stays as it is.
-            num_tokens: only the whole pages of the first so many tokens; by default all.
+            num_tokens: share only the whole pages of the first `num_tokens` tokens; default: all.
 
         Raises:
             LeaseError: the lease is not live, is shorter, or depends on pages that are not
                 computed yet.
         """
-        self._registry.require(lease)
-        tree, node = self._tree, lease.node
-        if tree.leader[node]:
-            raise LeaseError(
-                f"lease {lease.id} has announced or attached to pages that are not computed yet; "
-                "publish them first"
-            )
-        length = lease.num_tokens if num_tokens is None else num_tokens
-        if not 0 <= length <= lease.num_tokens:
-            raise LeaseError(f"{length} tokens asked for of the {lease.num_tokens} of a lease")
-        pages = validate_int("num_tokens", length) // self.page_size
-        node = self._store.node_ending_at(node, pages)
-        self._store.pin_path(tree.root[node], tree.path(node))
-        packed = lease.packed_pages[: pages * ID_BYTES]
-        return self._registry.open(lease.full_key, pages * self.page_size, packed, node)
+        return self._lease_ops.fork(lease, num_tokens)
 
     def cancel(self, lease: Lease) -> None:
-        """Undo an `acquire` or `attach` whose lease was not used: statistics too.
+        """End an unused lease of `acquire` or `attach`, and take its lookup off the statistics.
 
         Raises:
             LeaseError: the lease is not live, or grew by `announce` or `publish` (`release` it).
         """
-        self._registry.require(lease, withdrawn=True)
-        if lease.num_tokens != lease.lookup_counts[1]:
-            raise LeaseError(
-                f"lease {lease.id} grew to {lease.num_tokens} tokens after its lookup, or comes "
-                "from no lookup; release it instead"
-            )
-        self._store.cancel_lookup(lease.node, lease.lookup_counts)
-        self._lease_ops.cancel_pin(lease)
+        self._lease_ops.cancel(lease)
 
     def release(self, lease: Lease, private: Sequence[int] = ()) -> None:
-        """End a lease; `private` pages of its owner become free. Published pages stay warm.
+        """End a lease. The `private` pages become free; published pages stay cached.
 
-        Pages that this lease announced and never published are freed too.
+        Pages that this lease announced and never published become free too.
 
         Raises:
-            LeaseError: the lease is not live, or others depend on what it announced
+            LeaseError: the lease is not live, or others depend on pages that it announced
                 (`withdraw` first).
             PageOwnershipError: a page of `private` is not private.
         """
         self._lease_ops.release(lease, private)
 
     def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
-        """Keep the longest computed prefix of `key`, all of it if possible, from eviction.
+        """Keep the longest computed prefix of `key`, up to all its whole pages, from eviction.
 
         Args:
-            key: what to keep; whole pages count.
-            owner: who is to be named in the list of pins.
-            ttl: seconds; begins again with each lookup that finds the whole prefix, also one that
-                is cancelled. None: until `unpin`.
+            key: its whole pages are pinned, as far as they are cached.
+            owner: name to list the pin under; see `pins`.
+            ttl: seconds until the pin expires. Each lookup that hits the whole prefix restarts it,
+                even if it is cancelled later. None: until `unpin`.
 
         Raises:
             ConfigError: `ttl` is not positive.
-            PinError: nothing of it is cached, or more than `max_pinned_share` would be pinned.
+            PinError: no page of the prefix is cached, or more than `max_pinned_share` of all pages
+                would be pinned.
         """
         ttl_s = validate_ttl(ttl)
         end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
@@ -254,56 +265,55 @@ class PrefixCache:
         """End a pin; its pages are ordinary cached pages again.
 
         Raises:
-            PinError: it has expired or was ended before.
+            PinError: the pin has expired or was unpinned before.
         """
         self._pin_table.expire()
         self._pin_table.remove(pin)
 
     def pins(self, owner: str | None = None) -> list[Pin]:
-        """All live pins, or those of an owner, oldest first."""
+        """The live pins, oldest first; with `owner`, only that owner's."""
         self._pin_table.expire()
         return self._pin_table.list(owner)
 
     # -- pages -----------------------------------------------------------------------------
 
     def reserve(self, num_pages: int) -> Pages:
-        """Hand out pages as private ones, evicting the least valuable if too few are free.
+        """Take `num_pages` private pages; evicts the least valuable pages if too few are free.
 
         Raises:
-            OutOfPagesError: even evicting everything would not give enough; nothing changed.
+            OutOfPagesError: evicting every evictable page would not free enough.
         """
         return self._lease_ops.reserve(num_pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Private pages that belong to no lease become free."""
+        """Free private pages that belong to no lease."""
         self._store.ledger.give_back(pack_pages(pages))
 
     def evict(self, num_pages: int) -> int:
-        """Evict up to `num_pages` pages, from the tails of the policy's leaves; returns how many.
+        """Evict up to `num_pages` pages in the policy's order, leaves first; returns how many.
 
-        Cost: O(log n) per leaf touched.
+        Cost: O(log leaves) for each leaf that loses pages.
         """
         self._pin_table.expire()
         return self._store.evict(validate_int("num_pages", num_pages), ASKED)
 
     def evict_if(self, predicate: Callable[[Node], bool], num_pages: int | None = None) -> int:
-        """Evict runs of pages of which `predicate` is true and that nobody pins, from the tails.
+        """Evict the unpinned leaves for which `predicate` is true; returns how many pages.
+
+        A parent that becomes a leaf is tested in turn. Cost: one call for each evictable leaf.
 
         Args:
-            predicate: told a `Node`, which knows age, hits, namespace, depth and more; what it
-                returns counts as true or false; it must not call the cache.
-            num_pages: at most so many; by default all.
-
-        Returns how many pages. Cost: a look at every cached leaf.
+            predicate: gets a `Node` (age, hits, namespace, depth, …); must not call the cache.
+            num_pages: evict at most this many pages; default: no limit.
         """
         self._pin_table.expire()
         limit = self.num_pages if num_pages is None else validate_int("num_pages", num_pages)
         return self._store.evict_if(lambda node: bool(predicate(node)), limit)
 
     def set_priority(self, key: CacheKey, priority: int) -> int:
-        """Give the cached prefix of `key` a priority for the policy "priority"; returns its tokens.
+        """Set the priority of the prefix that `match` finds; returns its number of tokens.
 
-        The prefix is what `match` finds. Nodes above it have at least its priority, and keep it.
+        Only the policy "priority" reads it. Nodes above are raised to at least `priority`.
         """
         priority = validate_int("priority", priority, -(2**31), 2**31 - 1)
         lease = self._lease_ops.pin_prefix(key, self._lease_ops.matchable_bytes(key))
@@ -312,103 +322,69 @@ class PrefixCache:
         return lease.num_tokens
 
     def clear(self) -> int:
-        """Evict everything that no lease pins; returns the number of pages."""
+        """Evict every cached page that no lease and no pin holds; returns how many."""
         self._pin_table.expire()
         return self._store.clear()
 
-    # -- a prefix's way into the tree ------------------------------------------------------
+    # -- publishing: from private pages to shared ones ------------------------------------------------------
 
     def announce(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> Lease:
-        """Put the pages that are about to be computed into the tree as pending nodes.
+        """Insert the pages that the caller is about to compute as pending nodes.
 
-        `key` begins with the lease's prefix; its whole pages beyond it are taken from the head
-        of `private`. If the tree already knows the next page, nothing is announced and the
-        lease comes back as it is.
+        `key` begins with the lease's prefix; for its whole pages beyond that, pages are taken from
+        the head of `private`. If the tree has the next page already, nothing is announced and
+        `lease` itself is returned.
 
         Raises:
             LeaseError: the lease is not live, or `key` does not extend its prefix.
-            PageOwnershipError: too few pages, or one that is not private.
+            PageOwnershipError: too few pages, or a page that is not private.
         """
-        self._registry.require(lease)
-        packed = self._registry.pack_extension(lease, key, private)
-        tree, store, start = self._tree, self._store, lease.num_tokens * ATOM_BYTES
-        child = tree.index.find(lease.node, key.atoms, start) if packed else 0
-        if not packed or tree.resident[child]:
-            store.ledger.require_private(packed)
-            return lease
-        store.ledger.adopt(packed)
-        lease.node = store.insert_nodes(lease.node, child, key, start, packed, lease.leader)
-        end = lease.num_tokens + len(packed) // ID_BYTES * self.page_size
-        return self._registry.replace(lease, key, end, lease.packed_pages + packed)
+        return self._lease_ops.announce(lease, key, private)
 
     def publish(self, lease: Lease, key: CacheKey, private: Sequence[int] = ()) -> Lease:
-        """Say that the K/V of `key` is computed: its whole pages become shared.
+        """Share the whole pages of `key`, whose K/V is computed; returns the lease on them.
 
-        What the lease announced becomes ready; further whole pages are taken from the head of
-        `private`. Where the tree has such a page already, the private duplicate becomes free:
-        use the pages of the returned lease from now on, then those of `private` beyond the
-        `len(new.pages) - len(old.pages)` that were taken.
+        Pages that the lease announced become ready; for further whole pages, pages are taken from
+        the head of `private`. Where the tree has such a page already, the private duplicate
+        becomes free. Go on with the pages of the new lease, followed by `private` without its
+        first `len(new.pages) - len(old.pages)` pages.
 
         Raises:
-            LeaseError: the lease is not live; `key` is shorter than what it announced or does
-                not extend its prefix; or it depends on pages that their leader has not
-                published (publish the leader first).
-            PageOwnershipError: too few pages, or one that is not private.
+            LeaseError: the lease is not live; `key` does not begin with its prefix, announced
+                pages included; or it depends on pages that their leader has not published
+                (publish the leader first).
+            PageOwnershipError: too few pages, or a page that is not private.
         """
         return self._lease_ops.publish(lease, key, private)
 
     def withdraw(self, lease: Lease) -> list[Lease]:
-        """Take back what a lease announced and did not compute; its pages become free.
+        """Free the pages that a lease announced and did not compute; returns its dependents.
 
-        Returns the other leases that depended on those pages. They, and `lease` itself, now pin
-        only what is left above: their owners may read nothing through them, and release them.
+        Those are the other leases that depended on these pages. They and `lease` are withdrawn:
+        they pin only the nodes above, and their owners must release them without reading K/V.
 
         Raises:
             LeaseError: the lease is not live, or was withdrawn already.
         """
-        self._registry.require(lease)
-        announced = self._registry.pending_nodes(lease)
-        if not announced:
-            return []
-        dependents = self._registry.dependents(announced[0])
-        self._store.drop_pending(self._registry.withdraw(announced[0], dependents))
-        return [other for other in dependents if other is not lease]
+        return self._lease_ops.withdraw(lease)
 
     def can_retract(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether no other lease depends on what this one has announced beyond `num_tokens`."""
-        self._registry.require(lease)
-        tree, start = self._tree, validate_int("num_tokens", num_tokens) // self.page_size
-        return all(
-            tree.ref_count[node] == 1
-            for node in self._registry.pending_nodes(lease)
-            if tree.start[node] + tree.length[node] > start
-        )
+        """Whether no other lease depends on pages announced by this lease beyond `num_tokens`."""
+        return self._lease_ops.can_retract(lease, num_tokens)
 
     def retract(self, lease: Lease, num_tokens: int) -> tuple[Lease, Pages]:
-        """Take back the announced pages beyond the whole ones of the first `num_tokens` tokens.
+        """Make announced pages beyond the whole pages of the first `num_tokens` tokens private.
 
-        For speculation: fewer tokens were kept than announced. Returns the lease to use from now
-        on and the pages, which are private again.
+        For speculative decoding that rejected drafts. Returns the lease that replaces `lease`, and
+        the private pages.
 
         Raises:
             LeaseError: the lease is not live, or others depend on those pages.
         """
-        num_tokens = validate_int("num_tokens", num_tokens)
-        if not self.can_retract(lease, num_tokens):
-            raise LeaseError(
-                f"others depend on pages that lease {lease.id} announced beyond token {num_tokens}"
-            )
-        announced, size = self._registry.pending_nodes(lease), self.page_size
-        if not announced:
-            return lease, Pages()
-        start = max(num_tokens // size, self._tree.start[announced[0]])
-        lease.node, packed = self._store.retract(announced, start)
-        rest = lease.packed_pages[: len(lease.packed_pages) - len(packed)]
-        tokens = len(rest) // ID_BYTES * size
-        return self._registry.replace(lease, lease.full_key, tokens, rest), Pages(packed)
+        return self._lease_ops.retract(lease, num_tokens)
 
     def is_blocked(self, lease: Lease) -> bool:
-        """Whether the prefix of a lease depends on pages that another leader is to publish."""
+        """Whether a lease's prefix has pages that another leader has still to publish."""
         self._registry.require(lease, withdrawn=True)
         return self._registry.is_blocked(lease)
 
@@ -418,9 +394,9 @@ class PrefixCache:
         return lease.withdrawn
 
     def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
-        """For each lease an earlier one that begins with the same pages, and for how many tokens.
+        """For each lease: the index of an earlier lease with a common prefix, and its tokens.
 
-        (-1, 0) where there is none. O(nodes), each of which is visited once.
+        (-1, 0) if no earlier lease shares a page. O(nodes): each node is visited once.
         """
         for lease in leases:
             self._registry.require(lease)
@@ -431,26 +407,26 @@ class PrefixCache:
     def subscribe(self, capacity: int = 16384) -> Subscription:
         """Begin to log events: `stored`, `removed`, `split`, `cleared`, with page hashes.
 
+        A subscriber that comes late or has lost events takes a `snapshot` and goes on with the
+        events after it. While there are subscribers, every published page is hashed.
+
         Args:
             capacity: events kept until they are taken; the oldest are dropped and counted.
-
-        A late or lossy subscriber takes a `snapshot` and goes on with the events after it. While
-        anybody subscribes, every page that is published is hashed.
         """
         return self._store.log.subscribe(validate_int("capacity", capacity, 1))
 
     def snapshot(self) -> Snapshot:
-        """Everything that is shared and ready, parents first, with a digest. O(pages)."""
+        """All shared pages that are computed, parents first, with a digest. O(pages)."""
         return self._store.log.snapshot()
 
     def observe_evictions(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
-        """Call `observer` for each run of pages that was evicted; returns how to stop that.
+        """Call `observer` for each evicted run of pages; returns a function that ends this.
 
-        It is called at the end of the call that evicted, when the pages are free and before
-        anybody has them: the time to copy their K/V elsewhere. It must not call the cache.
+        It runs at the end of the call that evicted: the pages are free but not yet reused, so their
+        K/V can still be copied elsewhere. It must not call the cache.
         """
         return self._store.log.observe(observer)
 
     def check(self) -> None:
-        """Recount everything, O(nodes + pages). A contradiction raises InvariantError."""
+        """Recount nodes, pages and leases; raises InvariantError if they disagree. O(nodes + pages)."""
         check_cache(self._store, self._registry.live())

@@ -1,8 +1,8 @@
-"""The radix tree over pages, in columns: structure and content, nothing about policy or owners.
+"""The radix tree over token pages: structure and content, without policy or page ownership.
 
-A node is an integer, its fields are entries of columns, which the cyclic garbage collector does not
-traverse: at a million nodes a full collection passes over the tree in no time, where a million
-objects would stop it for 100 ms. Node 0 is no node.
+A node is an integer; field `f` of it is `tree.f[node]`, an entry of a column (a plain list). The cyclic
+garbage collector does not traverse columns: with a million nodes as objects, a full collection would
+pause the engine for 100 ms. Node 0 stands for "no node".
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from ramify.cache.pages import ID_BYTES, Pages
 from ramify.cache.types import Node
 from ramify.errors import ConfigError
 
-SHARDS: Final = 256  # of the dict from names to nodes: each stays small enough to resize quickly
-MAX_GROWN_BYTES: Final = (
-    1 << 16
-)  # a leaf longer than this gets a child instead of being copied to grow
+# Dicts of a PageIndex, chosen by a byte of the key: each stays small enough to resize quickly.
+SHARDS: Final = 256
+# A leaf that would exceed this gets a child instead: growing copies the whole leaf.
+MAX_GROWN_BYTES: Final = 1 << 16
+MAX_NEW_IDS: Final = 1024  # columns double up to here, then grow by this many entries
 
 Value = TypeVar("Value")
 
@@ -28,20 +29,20 @@ Value = TypeVar("Value")
 class ChildIndex(Protocol):
     """Finds the child of a node by the atoms of the child's first page."""
 
-    max_pages: int | None  # pages in a node, None for any number
+    max_pages: int | None  # limit of the pages in a node; None: no limit
 
     def find(self, parent: int, atoms: bytes, position: int) -> int:
         """The child of `parent` that begins with the page at byte `position`; 0 if none does."""
 
     def add(self, node: int) -> None:
-        """A node has been linked below its parent."""
+        """Enter a node, which is linked below its parent already."""
 
     def remove(self, node: int) -> None:
-        """A node is about to leave its place."""
+        """Remove a node, before its parent or its edge changes."""
 
 
 class PageIndex:
-    """Children by (their first page, their parent): the index of the radix tree."""
+    """Hash table from (first page of a node, its parent) to the node: the index "radix"."""
 
     max_pages: int | None = None
 
@@ -51,13 +52,13 @@ class PageIndex:
         self._shards: list[dict[bytes, int]] = [untracked({}) for _ in range(SHARDS)]
 
     def find(self, parent: int, atoms: bytes, position: int) -> int:
-        """One dict lookup, however many children there are."""
+        """See `ChildIndex.find`. One dict lookup for any number of children."""
         end = position + self._page_bytes
         shard = self._shards[atoms[end - ATOM_BYTES]]
         return shard.get(atoms[position:end] + parent.to_bytes(4, "little"), 0)
 
     def add(self, node: int) -> None:
-        """Name a node by its first page and its parent."""
+        """Enter a node under its first page and its parent."""
         tree, end = self._tree, self._page_bytes
         edge = tree.edges[node]
         shard = self._shards[edge[end - ATOM_BYTES]]
@@ -66,7 +67,7 @@ class PageIndex:
         shard[name] = node
 
     def remove(self, node: int) -> None:
-        """Forget the name of a node."""
+        """Remove a node's entry."""
         tree, end = self._tree, self._page_bytes
         edge = tree.edges[node]
         del self._shards[edge[end - ATOM_BYTES]][
@@ -75,11 +76,11 @@ class PageIndex:
 
 
 class RadixTree:
-    """Nodes, and nothing about who may evict or use them.
+    """A forest of nodes, one root for each namespace.
 
-    A node is a run of pages; its first `resident` ones have page ids, the others were evicted and
-    are remembered (a ghost is a node none of whose pages is resident). A node that has resident
-    children, pins or a holder is resident in full.
+    A node is a run of `length` pages. The first `resident` of them have page ids; the others were
+    evicted, and only their atoms are kept. A node with `resident == 0` is a ghost. A node with
+    resident children, references or a leader is resident in full.
 
     Args:
         page_size: tokens per page, at least 1.
@@ -95,13 +96,13 @@ class RadixTree:
         self.namespaces: dict[int, bytes] = {}  # root → its namespace
         self.num_nodes = 0  # with ghosts, without roots
         self.num_ghosts = 0  # nodes without a resident page
-        self.num_ghost_pages = 0  # remembered pages, those of partly evicted nodes included
+        self.num_ghost_pages = 0  # evicted pages of ghosts and of partly evicted nodes
         self._free_ids: list[int] = untracked([])
         self.content: dict[int, ContentAtoms] = {}
-        self._columns: list[tuple[list[Any], Any]] = []  # and what is in them for a new node
+        self._columns: list[tuple[list[Any], Any]] = []  # (column, its empty value)
         self._inherited: list[list[Any]] = []
-        # Of a number that is given back; `add` sets the others.
-        self._cleared: list[tuple[list[Any], Any]] = []
+        # Columns that `_release_id` empties; `add` and `NodeStore.insert_nodes` overwrite the others.
+        self._reset: list[tuple[list[Any], Any]] = []
         self._capacity = 1  # entries in every column
         self.edges: list[bytes | memoryview] = self.column(b"")
         self.pages: list[bytes] = self.column(b"")
@@ -111,31 +112,37 @@ class RadixTree:
         self.next_sibling = self.column(0)
         self.prev_sibling = self.column(0)
         self.length = self.column(0)  # pages in its edge
-        self.resident = self.column(0)  # of them with page ids, from the first on
+        self.resident = self.column(0)  # pages of its edge with page ids: the first ones
         self.resident_children = self.column(0)
-        self.start = self.column(0, inherited=True)  # pages above the node
-        self.ref_count = self.column(0, inherited=True)
-        self.leader = self.column(0, inherited=True)
-        self.created_at_lookup = self.column(0, inherited=True)
-        self.created_s = self.column(0.0, inherited=True)
-        self.last_access_s = self.column(0.0, inherited=True)
-        self._cleared.clear()
+        self.start = self.column(0, inherited=True, reset=False)  # pages above the node
+        self.ref_count = self.column(0, inherited=True, reset=False)  # leases at or below the node
+        self.leader = self.column(0, inherited=True, reset=False)  # who computes it; 0: computed
+        self.created_at_lookup = self.column(0, inherited=True, reset=False)
+        self.created_s = self.column(0.0, inherited=True, reset=False)
+        self.last_access_s = self.column(0.0, inherited=True, reset=False)
         self.hits = self.column(0, inherited=True)
         self.priority = self.column(0, inherited=True)
         self.last_access = self.column(0, inherited=True)
 
-    def column(self, empty: Value, *, inherited: bool = False) -> list[Value]:
-        """One more field of every node, `empty` for now: for whoever keeps something by node.
+    def column(
+        self, empty: Value, *, inherited: bool = False, reset: bool | None = None
+    ) -> list[Value]:
+        """Add a field to all nodes, `empty` at first; returns the column, to index by node.
 
-        What is `inherited` has the same value in both halves of a split, and is `empty` for every
-        new node. What is not keeps what the node's number had when it was used before. Numbers
-        and bytes alone: whatever refers to the cache would keep it for ever.
+        Store numbers or bytes only: columns are hidden from the garbage collector, so a reference
+        to the cache would never be freed.
+
+        Args:
+            inherited: `split` copies the value to the new upper half.
+            reset: empty the field when its node is forgotten; default: if it is inherited. Node
+                ids are reused: without a reset, a new node starts with a dead node's value.
         """
         column = untracked([empty] * self._capacity)
         self._columns.append((column, empty))
         if inherited:
             self._inherited.append(column)
-            self._cleared.append((column, empty))
+        if inherited if reset is None else reset:
+            self._reset.append((column, empty))
         return column
 
     # -- finding ---------------------------------------------------------------------------
@@ -143,22 +150,22 @@ class RadixTree:
     def find(
         self, root: int, atoms: bytes, end: int, *, pending: bool
     ) -> tuple[list[int], int, int]:
-        """Follow packed atoms, as far as byte `end`, through resident pages.
+        """Match `atoms[:end]` against the resident pages below `root`.
 
-        Returns the nodes that are covered in full from the root on, then a node that is covered in
-        part (or 0), and how many of its pages are. `pending` says whether pages count that are
-        still being computed.
+        Returns (path, part, covered): the nodes matched in full from the root down, then a node
+        that is matched in part or 0, and how many of its pages match. `pending`: match pages that
+        are still being computed, too.
         """
         path: list[int] = []
         node, position = root, 0
         find, length, resident = self.index.find, self.length, self.resident
-        edges, holder, page_bytes = self.edges, self.leader, self.page_bytes
+        edges, leader, page_bytes = self.edges, self.leader, self.page_bytes
         while position < end:
             child = find(node, atoms, position)
             if not child:
                 break
             num_resident = resident[child]
-            if not num_resident or (holder[child] and not pending):
+            if not num_resident or (leader[child] and not pending):
                 break
             edge = edges[child]
             stop = position + len(edge)
@@ -166,12 +173,12 @@ class RadixTree:
                 path.append(child)
                 node, position = child, stop
                 continue
-            room = min(num_resident, (end - position) // page_bytes)
-            return path, child, min(room, shared_pages(atoms, position, edge, page_bytes))
+            limit = min(num_resident, (end - position) // page_bytes)
+            return path, child, min(limit, shared_pages(atoms, position, edge, page_bytes))
         return path, 0, 0
 
     def num_matched_pages(self, path: list[int], part: int, covered: int) -> int:
-        """How many pages a `find` has found in all."""
+        """The number of pages that a result of `find` matches in all."""
         if part:
             return self.start[part] + covered
         return self.start[path[-1]] + self.length[path[-1]] if path else 0
@@ -179,11 +186,11 @@ class RadixTree:
     def find_including_evicted(
         self, node: int, atoms: bytes, position: int, end: int
     ) -> list[tuple[int, int]]:
-        """Go on below a node through whatever is known, ghosts and pending pages included.
+        """Match `atoms[position:end]` below `node`, ghosts and pending pages included.
 
-        Returns (node, how many of its pages agree) from the top down.
+        Returns (node, how many of its pages match) from the top down.
         """
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         while position < end:
             node = self.index.find(node, atoms, position)
             if not node:
@@ -191,16 +198,16 @@ class RadixTree:
             edge = self.edges[node]
             shared = shared_pages(atoms, position, edge, self.page_bytes)
             shared = min(shared, (end - position) // self.page_bytes)
-            found.append((node, shared))
+            matches.append((node, shared))
             if shared < self.length[node]:
                 break
             position += len(edge)
-        return found
+        return matches
 
-    # -- making and cutting ----------------------------------------------------------------
+    # -- inserting, splitting, forgetting ----------------------------------------------------------------
 
     def add_root(self, namespace: bytes) -> int:
-        """A root for a namespace that has none."""
+        """Make the root of a new namespace."""
         root = self.roots[namespace] = self._new_id()
         self.namespaces[root] = namespace
         self.root[root] = root
@@ -208,28 +215,28 @@ class RadixTree:
         return root
 
     def drop_empty_root(self, root: int) -> None:
-        """Forget a namespace that remembers nothing and is pinned by nobody."""
+        """Remove a namespace's root if it has no children, ghosts included, and no references."""
         if not self.first_child[root] and not self.ref_count[root]:
             del self.roots[self.namespaces.pop(root)]
             self._release_id(root)
 
     def _new_id(self) -> int:
         if not self._free_ids:
-            first, more = self._capacity, min(1024, self._capacity)
+            first, num_new = self._capacity, min(MAX_NEW_IDS, self._capacity)
             for column, empty in self._columns:
-                column.extend([empty] * more)
-            self._capacity += more
-            self._free_ids.extend(range(first + more - 1, first - 1, -1))
+                column.extend([empty] * num_new)
+            self._capacity += num_new
+            self._free_ids.extend(range(first + num_new - 1, first - 1, -1))
         return self._free_ids.pop()
 
     def _release_id(self, node: int) -> None:
-        """Give a number back, without pins, holder, children and siblings."""
-        for column, empty in self._cleared:
+        """Free a node's id; it has no references, leader, children or siblings left."""
+        for column, empty in self._reset:
             column[node] = empty
         self._free_ids.append(node)
 
     def add(self, parent: int, atoms: bytes | memoryview, packed: bytes, leader: int) -> int:
-        """Hang a leaf below `parent`, which must have no child that begins with the same page."""
+        """Add a leaf below `parent`, none of whose children may begin with the same page."""
         node = self._free_ids.pop() if self._free_ids else self._new_id()
         self.edges[node] = atoms
         self.pages[node] = packed
@@ -248,10 +255,10 @@ class RadixTree:
         return node
 
     def split(self, node: int, num_pages: int) -> int:
-        """Cut a node after `num_pages` pages; returns the new upper half.
+        """Split a node after `num_pages` pages; returns the new upper half.
 
-        The existing node stays the deeper half, so that pins held on it stay balanced; both halves
-        keep pins, hits, recency, priority and pending state.
+        `node` stays the lower half, because leases end at it. The upper half inherits references,
+        leader, hits, recency and priority.
         """
         assert 0 < num_pages < self.length[node]
         upper, parent = self._new_id(), self.parent[node]
@@ -272,25 +279,30 @@ class RadixTree:
         self.resident[node] = lower_resident = max(0, resident - num_pages)
         self.resident_children[upper] = 1 if lower_resident else 0
         self.num_ghosts += not lower_resident  # both halves of a ghost are ghosts
-        before, after = self.prev_sibling[node], self.next_sibling[node]
-        self.prev_sibling[upper], self.next_sibling[upper] = before, after
-        if before:
-            self.next_sibling[before] = upper
-        else:
-            self.first_child[parent] = upper
-        if after:
-            self.prev_sibling[after] = upper
-        self.prev_sibling[node] = self.next_sibling[node] = 0
+        self._replace_child(node, upper)
         self.first_child[upper] = node
         self.parent[node] = upper
-        if marks := self.content.pop(node, ()):
-            where = num_pages * self.page_size
-            self._set_node_content(upper, slice_atoms(marks, 0, where))
-            self._set_node_content(node, slice_atoms(marks, where, len(edge)))
+        if content := self.content.pop(node, ()):
+            cut_token = num_pages * self.page_size
+            self._set_node_content(upper, slice_atoms(content, 0, cut_token))
+            self._set_node_content(node, slice_atoms(content, cut_token, len(edge)))
         self.index.add(upper)
         self.index.add(node)
         self.num_nodes += 1
         return upper
+
+    def _replace_child(self, node: int, replacement: int) -> None:
+        """Put `replacement` in a node's place among its siblings; 0 closes the gap."""
+        before, after = self.prev_sibling[node], self.next_sibling[node]
+        if replacement:
+            self.prev_sibling[replacement], self.next_sibling[replacement] = before, after
+        if before:
+            self.next_sibling[before] = replacement or after
+        else:
+            self.first_child[self.parent[node]] = replacement or after
+        if after:
+            self.prev_sibling[after] = replacement or before
+        self.prev_sibling[node] = self.next_sibling[node] = 0
 
     def grow(self, node: int, atoms: bytes | memoryview, packed: bytes) -> None:
         """Append pages to a leaf that is resident in full."""
@@ -301,7 +313,7 @@ class RadixTree:
         self.resident[node] += count
 
     def can_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether a leaf may take more atoms in place: the copy must stay small."""
+        """Whether a node may grow by `num_bytes` of atoms: a leaf, short enough to copy."""
         return (
             not self.first_child[node]
             and self.parent[node] != 0
@@ -309,18 +321,18 @@ class RadixTree:
         )
 
     def refill(self, node: int, packed: bytes) -> None:
-        """Give page ids to the first of a node's evicted pages, whose parent is resident."""
-        was = self.resident[node]
+        """Give new page ids to the first evicted pages of a node whose parent is resident."""
+        resident = self.resident[node]
         count = len(packed) // ID_BYTES
         self.pages[node] += packed
-        self.resident[node] = was + count
+        self.resident[node] = resident + count
         self.num_ghost_pages -= count
-        if not was:
+        if not resident:
             self.num_ghosts -= 1
             self.resident_children[self.parent[node]] += 1
 
     def evict_tail(self, node: int, num_pages: int) -> bytes:
-        """Take the last `num_pages` page ids off a leaf, which stays as a memory of them."""
+        """Take the last `num_pages` page ids off a leaf and return them; it keeps their atoms."""
         keep, packed = self.resident[node] - num_pages, self.pages[node]
         self.resident[node] = keep
         self.num_ghost_pages += num_pages
@@ -333,7 +345,7 @@ class RadixTree:
         return packed
 
     def forget(self, node: int) -> None:
-        """Drop the memory of a leaf's evicted pages; a leaf without resident pages leaves."""
+        """Drop the atoms of a leaf's evicted pages; removes a leaf without resident pages."""
         keep = self.resident[node]
         self.num_ghost_pages -= self.length[node] - keep
         if keep:
@@ -346,15 +358,7 @@ class RadixTree:
             return
         assert not self.first_child[node] and not self.ref_count[node]
         self.index.remove(node)
-        before, after = self.prev_sibling[node], self.next_sibling[node]
-        if before:
-            self.next_sibling[before] = after
-            self.prev_sibling[node] = 0
-        else:
-            self.first_child[self.parent[node]] = after
-        if after:
-            self.prev_sibling[after] = before
-            self.next_sibling[node] = 0
+        self._replace_child(node, 0)
         self.edges[node] = self.pages[node] = b""
         if self.content:
             self.content.pop(node, None)
@@ -363,22 +367,22 @@ class RadixTree:
         self._release_id(node)
 
     def set_content(self, node: int, content: ContentAtoms) -> None:
-        """Keep those marks of a whole key that lie in a node."""
+        """Store the content atoms of a whole key that lie in a node."""
         start = self.start[node] * self.page_size
         self._set_node_content(
             node, slice_atoms(content, start, start + self.length[node] * self.page_size)
         )
 
     def content_from(self, node: int, page: int) -> ContentAtoms:
-        """The marks of a node from one of its pages on, counted from there."""
-        marks = self.content.get(node, ())
-        return slice_atoms(marks, page * self.page_size, self.length[node] * self.page_size)
+        """The content atoms of a node from its page `page` on, positions counted from there."""
+        content = self.content.get(node, ())
+        return slice_atoms(content, page * self.page_size, self.length[node] * self.page_size)
 
     def _set_node_content(self, node: int, content: ContentAtoms) -> None:
         if content:
             self.content[node] = content
 
-    # -- looking at it ---------------------------------------------------------------------
+    # -- reading nodes ---------------------------------------------------------------------
 
     def children(self, node: int) -> Iterator[int]:
         """The children of a node, newest first, ghosts included."""
@@ -388,7 +392,7 @@ class RadixTree:
             child = self.next_sibling[child]
 
     def nodes(self, start: int = 0) -> Iterator[int]:
-        """All nodes at and below `start`, parents first, ghosts included; no roots."""
+        """All nodes at and below `start` (0: everywhere), parents first; ghosts but no roots."""
         stack = [start] if start else list(self.roots.values())
         while stack:
             node = stack.pop()
@@ -397,13 +401,13 @@ class RadixTree:
             stack.extend(self.children(node))
 
     def path(self, node: int) -> list[int]:
-        """The nodes from below the root down to `node`."""
-        found = []
+        """The nodes from the root, exclusive, down to `node`."""
+        path = []
         while self.parent[node]:
-            found.append(node)
+            path.append(node)
             node = self.parent[node]
-        found.reverse()
-        return found
+        path.reverse()
+        return path
 
     def edge(self, node: int) -> bytes:
         """The packed atoms of a node."""
@@ -414,12 +418,12 @@ class RadixTree:
         return self.pages[node]
 
     def path_pages(self, path: list[int]) -> bytes:
-        """The packed ids of the pages of several nodes."""
+        """The packed ids of the resident pages of all nodes of a path."""
         parts = [self.pages[node] for node in path]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def node(self, node: int) -> Node:
-        """All that is known of a node."""
+        """A copy of a node's fields."""
         return Node(
             id=node,
             parent=self.parent[node],
@@ -439,10 +443,10 @@ class RadixTree:
         )
 
     def salt_of(self, node: int) -> bytes | None:
-        """The last salt on the way to the end of a node. Cost: of the way, if there are marks."""
+        """The last salt between the root and the end of `node`, or None. O(depth)."""
         while self.content and node:
-            for _, mark in reversed(self.content.get(node, ())):
-                if mark.salt is not None:
-                    return mark.salt
+            for _, atom in reversed(self.content.get(node, ())):
+                if atom.salt is not None:
+                    return atom.salt
             node = self.parent[node]
         return None

@@ -1,4 +1,4 @@
-"""What the prefix cache hands out: complete values that their receiver only reads."""
+"""Values that the prefix cache returns: `Match`, `Node`, `CacheStats`, `Histogram`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ramify.cache.pages import Pages
 from ramify.errors import ConfigError
 
 NUM_BUCKETS: Final = 24
-PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further one at twice that
+PER_SECOND: Final = 256  # the first bucket ends at 1/256 s, each further bucket at twice that
 
 
 def validate_int(
     name: str, value: SupportsIndex, least: int | None = 0, most: int | None = None
 ) -> int:
-    """A count, checked.
+    """`value` as an int; `least` and `most` are inclusive limits, None for no limit.
 
     Raises:
-        ConfigError: it is no whole number, below `least`, or above `most`.
+        ConfigError: `value` is not a whole number, or outside the limits.
     """
     try:
         number = index(value)
@@ -34,7 +34,7 @@ def validate_int(
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a lookup would find: whole pages of computed K/V, shorter than the key."""
+    """The prefix that a lookup would hit: whole pages with K/V, fewer tokens than the key."""
 
     num_tokens: int
     num_pages: int
@@ -42,49 +42,49 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts by age: bucket i has those below `bounds_s[i]` seconds, the last all others."""
+    """Counts by age: bucket i counts ages from `bounds_s[i - 1]` to below `bounds_s[i]` seconds."""
 
     counts: tuple[int, ...]
 
     @property
     def bounds_s(self) -> tuple[float, ...]:
-        """1/256 s, and each further one twice that."""
+        """Upper bounds of all buckets but the last: 1/256 s, 1/128 s, …, each twice the last."""
         return tuple(2.0**i / PER_SECOND for i in range(NUM_BUCKETS - 1))
 
     @property
     def total(self) -> int:
-        """All that was counted."""
+        """The sum of all counts."""
         return sum(self.counts)
 
     def quantile_s(self, share: float) -> float:
-        """An upper bound in seconds that `share` of the counts stay below; 0 without counts."""
-        seen, total = 0, self.total
+        """The upper bound in seconds of the bucket that holds the quantile; 0 without counts."""
+        num_below, total = 0, self.total
         for count, bound in zip(self.counts, (*self.bounds_s, float("inf")), strict=True):
-            seen += count
-            if total and seen >= share * total:
+            num_below += count
+            if total and num_below >= share * total:
                 return bound
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is known of a node, copied: for predicates, observers and tests."""
+    """A copy of a tree node's fields: for predicates, observers and tests."""
 
     id: int
     parent: int
     namespace: bytes
-    atoms: bytes  # packed int32, those of evicted pages included; marks as numbers of this process
-    pages: Pages  # pages with K/V, or about to have it, from the node's beginning on
+    atoms: bytes  # packed int32, with those of evicted pages; content atoms as in this process
+    pages: Pages  # its resident pages, from its beginning on, computed or pending
     start: int  # pages above it
-    pins: int  # leases that end in it or below
-    holder: int  # 0: computed; else who is computing it
-    hits: int  # lookups that it served
+    pins: int  # leases that end at it or below
+    holder: int  # 0: computed; else the leader that computes it
+    hits: int  # lookups that matched it
     priority: int
     last_access: int  # in lookups since the cache was made
     created: int
     used_s: float  # the cache's clock at the last access
-    num_children: int  # those with pages
-    salt: bytes | None = None  # the last one on the way to its end, if there is any
+    num_children: int  # children with resident pages
+    salt: bytes | None = None  # the last salt between the root and its end
 
     @property
     def is_pending(self) -> bool:
@@ -93,7 +93,7 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing cached follows it."""
+        """Whether no cached page follows it."""
         return self.num_children == 0
 
     @property
@@ -110,19 +110,19 @@ class CacheStats:
     page_size: int
     free_pages: int
     private_pages: int  # owned by requests
-    cached_pages: int  # in the tree, pinned ones and pending ones included
+    cached_pages: int  # in the tree, with pinned and pending pages
     evictable_pages: int
-    pinned_pages: int  # under pins that were asked for
+    pinned_pages: int  # under pins made by `pin`
     ghost_pages: int  # evicted and still remembered
     num_nodes: int
-    num_leases: int  # without those of pins
+    num_leases: int  # without the leases of pins
     lookups: int
     lookup_tokens: int
     hit_tokens: int
-    ideal_hit_tokens: int  # what a cache that evicts nothing would have found, as far as remembered
+    ideal_hit_tokens: int  # hits of a cache that evicts nothing, as far as ghosts remember
     recent_tokens: int  # of the last 512 to 1,024 lookups
     recent_hit_tokens: int
-    evicted_pages: int  # for whatever reason
+    evicted_pages: int  # for any reason
     evictions: dict[str, int]  # pages by reason
     residency: Histogram  # seconds from publish to eviction, by page
     idle: Histogram  # seconds from the last use to eviction, by page
@@ -130,18 +130,18 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens found over tokens looked up; 0 before the first lookup."""
+        """`hit_tokens / lookup_tokens`; 0 before the first lookup."""
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
 
     @property
     def recent_hit_rate(self) -> float:
-        """The same over the last 512 to 1,024 lookups."""
+        """`recent_hit_tokens / recent_tokens`: the hit rate of the last 512 to 1,024 lookups."""
         return self.recent_hit_tokens / self.recent_tokens if self.recent_tokens else 0.0
 
     @property
     def ideal_hit_rate(self) -> float:
-        """The hit rate of a cache that never evicts: what more memory could give at most.
+        """The hit rate of a cache that never evicts: the most that more memory could reach.
 
-        A lower bound once the ghost budget has been exceeded.
+        Too low once more pages were evicted than `ghost_pages` remembers.
         """
         return self.ideal_hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0

@@ -68,7 +68,9 @@ def serve(
     admin_key: Annotated[
         str | None,
         typer.Option(
-            envvar="RAMIFY_ADMIN_KEY", help="Key of the cache's operator.", rich_help_panel=SAFETY
+            envvar="RAMIFY_ADMIN_KEY",
+            help="Key for the cache admin endpoints.",
+            rich_help_panel=SAFETY,
         ),
     ] = None,
     api_key_file: Annotated[
@@ -76,7 +78,8 @@ def serve(
         typer.Option(help="Hashed keys, tenants, quotas: `ramify keys`.", rich_help_panel=SAFETY),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option(help="Let everybody call, from anywhere.", rich_help_panel=SAFETY)
+        bool,
+        typer.Option(help="Allow a non-local --host without keys.", rich_help_panel=SAFETY),
     ] = False,
     record: Annotated[
         Path | None,

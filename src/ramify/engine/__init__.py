@@ -5,38 +5,25 @@ step's requests and has `attention.planner` plan their pages → `step_plan` bui
 `executor.execute` runs the model and samples → `core` commits the K/V and updates the requests
 → `lifecycle.emit` collects a `StepOutput` for the caller.
 
-Read in this order:
+In reading order. A line imports only lines above it; names in a line with `|` are independent:
 
-- `request`, `step`: the values that everything else passes around
-- `scheduling/`: which requests a step runs; `speculation/`: draft tokens for them
+- `prefix_namespaces` (which tenants share prefixes) `| text/` (tokenizer, chat templates,
+  detokenizer) `| watchdog` (stuck steps)
+- `logits/`: logits processors, grammars
+- `request | step`: the values that everything else passes around
+- `scheduling/` (which requests a step runs) `| speculation/` (draft tokens for them)
+  `| output_processor` (tokens to text, ends) `| hit_verifier` (idle-time check of cache hits)
 - `context`: cache, block table, planner, scheduler and executor, resettable as one object
-- `lifecycle`: creates, emits, finishes and fails requests; `output_processor`: tokens to text
-- `core`: the step loop; `failure_recovery`: what happens when a step or the bookkeeping fails
-- `hit_verifier`, `watchdog`, `weight_reload`: idle-time check of hits, stuck steps, new weights
-- `prefix_namespaces`: which tenants share prefixes; `logits/`: logits processors and grammars
-- `execution/`: runner, sampler and assembly of an engine, the only rooms with torch beside
-  `exactness_check`
-- `text/`: tokenizer, chat templates, detokenizer
-- `offline` behind `llm`; `serving/` behind `async_llm`: the two drivers of the core
-- `sessions/`: conversations; `cache_admin/`: what operators see and do; `exactness_check`:
-  `ramify verify`
+- `lifecycle`: creates, emits, finishes and fails requests
+- `failure_recovery`: roll-back, isolation, rebuild
+- `core`: the step loop
+- `execution/` (runner, sampler, assembly; the torch room) `| serving/` (engine thread, streams)
+  `| offline` (batch driver) `| weight_reload`
+- `cache_admin/`: what operators see and do
+- `sessions/`: conversations
+- `llm | async_llm`: what users call
+- `exactness_check`: `ramify verify`
 
-Imports point down this list, independent rooms separated by `|`:
-
-    exactness_check
-    llm | async_llm
-    sessions
-    cache_admin
-    serving | offline | weight_reload | execution
-    core
-    failure_recovery
-    lifecycle
-    context
-    scheduling | speculation | output_processor | hit_verifier
-    request | step
-    logits
-    prefix_namespaces | text | watchdog
-
-Above the engine are only `server`, `cli` and `testing`; below it `config`, `models`, `attention`,
-`kv` and `cache`.
+`server`, `cli` and `testing` import the engine; it imports `config`, `models`, `attention`, `kv` and
+`cache`.
 """

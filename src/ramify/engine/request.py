@@ -39,8 +39,8 @@ class IncrementalDetokenizer(Protocol):
 class Request:
     """One answer in the making: its tokens, text, place in the schedule, and counters.
 
-    A request for `n` answers is a leader and n - 1 children, each a `Request`. Children begin when
-    the leader's prompt is computed, from its pages. Only the engine's thread reads or writes it.
+    A request for `n` answers is a parent and n - 1 children, each a `Request`. Children begin when
+    the parent's prompt is computed, from its pages. Only the engine's thread reads or writes it.
     Times are seconds of the engine's clock.
     """
 
@@ -59,9 +59,9 @@ class Request:
     logits_processor: LogitsProcessor | None = None  # None if it leaves the logits as they are
     priority: int = 0  # larger values first
     tenant: str = ""  # tenants share the steps fairly
-    index: int = 0  # of the answer, 0 for the leader
-    parent: Request | None = None  # the leader, of a child
-    children: list[Request] = field(default_factory=list)  # of a leader, live or ended
+    index: int = 0  # of the answer, 0 for the parent
+    parent: Request | None = None  # of a child
+    children: list[Request] = field(default_factory=list)  # of a parent, live or ended
     draft: tuple[int, ...] = ()  # draft tokens that the current step verifies
     num_draft_tokens: int = 0  # verified so far
     num_accepted_tokens: int = 0  # of these, correct
@@ -112,19 +112,19 @@ class Request:
 
     @property
     def parent_or_self(self) -> Request:
-        """The leader, whose id the caller has."""
+        """The parent, whose id the caller has."""
         return self if self.parent is None else self.parent
 
     @property
     def pending_children(self) -> list[Request]:
-        """Unfinished children that wait for this leader's prompt; empty once it is computed."""
+        """Unfinished children that wait for this parent's prompt; empty once it is computed."""
         if not self.children or self.output_ids:
             return []
         return [child for child in self.children if not child.is_finished]
 
     @property
     def has_ended(self) -> bool:
-        """Whether this leader and its children have all ended."""
+        """Whether this request and its children have all ended."""
         if self.finish_reason is None:
             return False
         return all(child.is_finished for child in self.children)
@@ -169,7 +169,7 @@ class Request:
         )
 
     def cache_report(self, *, cache_on: bool) -> CacheReport:
-        """Where the K/V of a leader's prompt came from, as far as it has been computed."""
+        """Where the K/V of a parent's prompt came from, as far as it has been computed."""
         read, shared = self.cache_counts or (0, 0)
         reason = None
         if not cache_on:
@@ -185,7 +185,7 @@ class Request:
         )
 
     def output(self, *, cache_on: bool) -> RequestOutput:
-        """The `RequestOutput` of a leader; it and its children have ended."""
+        """The `RequestOutput` of a parent; it and its children have ended."""
         members = (self, *self.children)
         end_s = max(member.end_s for member in members if member.end_s is not None)
         decode_tokens_per_s = None

@@ -1,4 +1,4 @@
-"""Turns weights into operations: compiled where possible, batch-invariant where `exact` asks for it."""
+"""Build operations from weights: compiled where possible, batch-invariant where `exact` asks for it."""
 
 from __future__ import annotations
 

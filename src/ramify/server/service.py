@@ -13,8 +13,8 @@ from itertools import accumulate
 from ramify import __version__
 from ramify.cache.explain import Explanation
 from ramify.cache.inspection import count_pages
+from ramify.cache.maintenance import evict_suffix
 from ramify.cache.packed import ATOM_BYTES
-from ramify.cache.trim import evict_suffix
 from ramify.cache.types import Node
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.cache_admin.view import AsyncCacheView

@@ -10,6 +10,8 @@ from ramify.cache.packed import ATOM_BYTES, common_pages
 from ramify.engine.request import Request
 from ramify.engine.scheduling.waiting_queue import WaitingQueue
 
+Work = list[tuple[Request, int]]  # (request, number of its tokens to compute in a step)
+
 MAX_PROBES = 32  # waiting requests per step that are looked at and not admitted
 NUM_RERANKED = 4  # waiting requests per step whose rank is recomputed
 MIN_CHUNK = 64  # tokens; a smaller chunk waits for the next step if others have work
@@ -39,8 +41,8 @@ class PrefillSelector:
         # State of the step that `choose` works on.
         self._in_flight: dict[Request, _InFlightPrefix] = {}
         self._running: list[Request] = []
-        self._work: list[tuple[Request, int]] = []
-        self._admitted: list[tuple[Request, int]] = []
+        self._work: Work = []
+        self._admitted: Work = []
         self._budget_left = self._num_free_rows = self._num_decodes = 0
 
     def num_uncached(self, request: Request) -> int:
@@ -61,7 +63,7 @@ class PrefillSelector:
 
     def choose(
         self, running: list[Request], budget: int, *, num_free_rows: int, num_decodes: int
-    ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
+    ) -> tuple[Work, Work]:
         """Chunks of running requests, and admissions, which leave the queue.
 
         Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.planner import RadixAttentionPlanner
 from ramify.engine.request import Request
-from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector
+from ramify.engine.scheduling.prefill import MIN_CHUNK, PrefillSelector, Work
 from ramify.engine.scheduling.waiting_queue import PRIORITY_TOKENS, WaitingQueue
 from ramify.errors import OutOfPagesError, OverloadedError, TokensWaitError
 
@@ -167,11 +167,7 @@ class Scheduler:
             raise
 
     def _plan_until_it_fits(
-        self,
-        work: list[tuple[Request, int]],
-        admitted: list[tuple[Request, int]],
-        *,
-        is_isolated: bool,
+        self, work: Work, admitted: Work, *, is_isolated: bool
     ) -> ScheduledStep | None:
         while work or admitted:
             chosen = work + admitted
@@ -185,9 +181,7 @@ class Scheduler:
             return ScheduledStep(tuple([request for request, _ in chosen]), batch)
         return None
 
-    def _mark_scheduled(
-        self, work: list[tuple[Request, int]], admitted: list[tuple[Request, int]]
-    ) -> None:
+    def _mark_scheduled(self, work: Work, admitted: Work) -> None:
         """Update queues and counters for the requests of a planned step."""
         step = self._step
         for request, _ in admitted:
@@ -199,7 +193,7 @@ class Scheduler:
             for request, num_new in work:
                 self.waiting.charge(request, num_new)
 
-    def _plan(self, chosen: list[tuple[Request, int]]) -> AttentionBatch:
+    def _plan(self, chosen: Work) -> AttentionBatch:
         """`planner.plan`, with drafts appended to their sequences; undone if it raises."""
         drafting = [request for request, _ in chosen if request.draft]
         for request in drafting:
@@ -239,9 +233,7 @@ class Scheduler:
         first = self.running[0] if self.running else self.waiting.peek()
         return self.next_isolated() or first
 
-    def _schedule_isolated(
-        self, isolated: Request
-    ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
+    def _schedule_isolated(self, isolated: Request) -> tuple[Work, Work]:
         """Work and admissions of a step that runs one request alone."""
         num_new = min(isolated.sequence.num_uncomputed, self.max_batch_tokens)
         if isolated in self.running:
@@ -252,10 +244,8 @@ class Scheduler:
         self.waiting.charge(isolated, num_new)
         return [], [(isolated, num_new)]
 
-    def _choose(
-        self, *, admit: bool = True
-    ) -> tuple[list[tuple[Request, int]], list[tuple[Request, int]]]:
-        """Work of running requests in this step, and admissions: (request, num_new tokens) each."""
+    def _choose(self, *, admit: bool = True) -> tuple[Work, Work]:
+        """Work of running requests in this step, and admissions."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         num_draft = 0
@@ -270,7 +260,7 @@ class Scheduler:
         rows = self.max_num_seqs - len(self.running) if admit and self.waiting else 0
         if self._defers_admissions(rows, budget - num_decodes, prefills):
             rows = 0
-        work, admitted, used = list[tuple[Request, int]](), list[tuple[Request, int]](), 0
+        work, admitted, used = Work(), Work(), 0
         if prefills or rows:
             reserved = budget // PREFILL_SHARE or int(not self._step % PREFILL_SHARE)
             prefill_budget = max(budget - num_decodes, reserved)
@@ -294,13 +284,11 @@ class Scheduler:
             decode_work.append((request, 1 + len(request.draft)))
         return decode_work + work, admitted
 
-    def _defers_admissions(
-        self, num_free_rows: int, num_left: int, prefills: list[Request]
-    ) -> bool:
+    def _defers_admissions(self, num_free_rows: int, left: int, prefills: list[Request]) -> bool:
         """Whether to admit nothing in this step, so that more prompts are prefilled together."""
         if not num_free_rows or not self.coalesce_steps:
             return False
-        enough = len(self.waiting) >= num_free_rows or self.waiting.num_uncached >= num_left
+        enough = len(self.waiting) >= num_free_rows or self.waiting.num_uncached >= left
         if (
             enough
             or prefills
@@ -315,13 +303,8 @@ class Scheduler:
     # -- when pages run out --------------------------------------------------------------------
 
     def _ask_for_less(
-        self,
-        work: list[tuple[Request, int]],
-        admitted: list[tuple[Request, int]],
-        error: OutOfPagesError,
-        *,
-        is_isolated: bool,
-    ) -> list[tuple[Request, int]]:
+        self, work: Work, admitted: Work, error: OutOfPagesError, *, is_isolated: bool
+    ) -> Work:
         """Give up drafts, admissions or a running request; returns the work that is left.
 
         Removes from `admitted` in place. Raises `error` if a single request does not fit.
@@ -344,9 +327,7 @@ class Scheduler:
         self._undo_admissions(admitted, len(admitted))
         return self._choose(admit=False)[0]
 
-    def _undo_admissions(
-        self, admitted: list[tuple[Request, int]], limit: int, num_missing: int | None = None
-    ) -> None:
+    def _undo_admissions(self, admitted: Work, limit: int, num_missing: int | None = None) -> None:
         """Queue up to `limit` of the newest admissions again, until `num_missing` pages are saved.
 
         An estimate: without them, cached pages that they would pin can be evicted too.
@@ -359,7 +340,7 @@ class Scheduler:
             if num_missing is not None:
                 num_missing -= -(-num_new // self.planner.page_size)
 
-    def _preempt(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    def _preempt(self, work: Work) -> Work:
         """Requeue a running request; returns `work` without it.
 
         No admission of this step attaches to its pages: those were undone first.
@@ -389,7 +370,7 @@ class Scheduler:
         return [(request, num_new) for request, num_new in work if request is not victim]
 
 
-def _without_drafts(work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+def _without_drafts(work: Work) -> Work:
     """Clear the drafts of requests; returns the work without their tokens."""
     tokens = [(request, num_new - len(request.draft)) for request, num_new in work]
     for request, _ in work:

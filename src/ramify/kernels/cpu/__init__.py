@@ -36,8 +36,8 @@ Rules that keep the bits (the same for a row in whatever batch)
       rewrite them: bias first, then one sum per KC strip; reductions by lane, then across lanes.
     - Sums of tiles end in + 0.0: -0 and trailing zero products vanish. `maximum` is compare + select,
       which fixes the result for NaN. A first block is copied into `state`, not merged.
-    - norm, rope and epilogues round to the model's dtype after each product (`round_to`). Softmax
-      weights are exactly 0 below a score of max - 87. Only VNNI flushes subnormals.
+    - Norm, rope and epilogues round to the model's dtype after each product (`round_to`). exp is exactly
+      0 below -87 (VNNI: where bf16 would be subnormal). Only HAS_BF16_DOT flushes subnormals.
     - Scores are scaled in q (float32) or after the dot product (VNNI).
 
 Rules of Numba
@@ -48,7 +48,7 @@ Rules of Numba
     - No helper with array arguments in an inner loop: reference counts are atomic. Pass addresses.
 
 Debugging: NUMBA_NUM_THREADS=1 runs all workers on one thread, one after the other; the `eager` backend
-is the oracle of attention; `ramify verify` compares batched with single requests, bit by bit.
+is the oracle of attention; `ramify verify` compares cold, warm, chunked, batched and preempted prompts bit by bit.
 
 Sources: Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008, and BLIS
 (MR, NR, KC, MC); oneDNN (VNNI packing, prologues, epilogues); Milakov and Gimelshein, Online normalizer

@@ -118,6 +118,6 @@ def merge_state(
         return
     new_max = max(old_max, max_score)
     old_scale, block_scale = exp_scalar(old_max - new_max), exp_scalar(max_score - new_max)
-    state[row, width] = new_max
-    state[row, width + 1] = old_weight * old_scale + weight * block_scale
+    new_weight = old_weight * old_scale + weight * block_scale
+    state[row, width], state[row, width + 1] = new_max, new_weight
     rescale_add_row(into, old_scale, block_output, block_scale, width)

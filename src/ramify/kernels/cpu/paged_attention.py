@@ -296,8 +296,10 @@ def attend_task(
                 )
                 next_head0, next_heads = task[3], task[4] - task[3]
         for j in range(padded):
-            key_offsets[j] = slots[j] * key_plane.token_stride
-            value_offsets[j] = slots[j] * value_plane.token_stride
+            key_offsets[j], value_offsets[j] = (
+                slots[j] * key_plane.token_stride,
+                slots[j] * value_plane.token_stride,
+            )
             rope_offsets[j] = slots[j] * rope_plane.token_stride
         for j in range(next_count):
             next_key_offsets[j] = next_slots[j] * key_plane.token_stride

@@ -148,13 +148,9 @@ class FusedLayers:
         """Compile the fused kernel for arguments of this kind, given those of a step without tokens."""
         no_ops = np.zeros((0, OP_FIELDS), np.int64)
         run_args = np.zeros(0, np.int64), 1, *thread_scratch(1, 0, 0), np.zeros(6, np.int64)
+        planes, slots = fused_args.planes, fused_args.slots
         self._run_fused_layers(
-            no_ops,
-            self._eps[:0],
-            *run_args,
-            fused_args.planes,
-            fused_args.slots,
-            *fused_args.kernel_args,
+            no_ops, self._eps[:0], *run_args, planes, slots, *fused_args.kernel_args
         )
 
     def _bind_buffers(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:

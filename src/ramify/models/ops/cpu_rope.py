@@ -47,12 +47,8 @@ class QKNormRope:
         self.eps = 0.0 if norms is None else float(norms[2])
         self._shape = num_q, num_k, 2 * cos.shape[1]
         weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
-        self._fixed = (
-            *self._shape,
-            *weights,
-            *(table.data_ptr() for table in self._tables),
-            len(cos),
-        )
+        tables = [table.data_ptr() for table in self._tables]
+        self._fixed = (*self._shape, *weights, *tables, len(cos))
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -63,17 +59,9 @@ class QKNormRope:
         """The norm + rope op [OP_FIELDS] of `op_list.run_ops`; the caller fills in `OP_ROWS`, an address."""
         num_tasks = min(-(-num_rows // ROPE_ROWS_PER_TASK), num_workers)
         return (
-            ROW_KINDS[self._tables[0].dtype],
-            0,
-            row_bytes,
-            *self._fixed,
-            num_tasks,
-            0,
-            0,
-            0,
-            0,
-            OP_NORM_ROPE,
-        )
+            ROW_KINDS[self._tables[0].dtype], 0, row_bytes,
+            *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE,
+        )  # fmt: skip
 
     def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Normalise and rotate rows [T, >= (num_q + num_k) * head_dim] for positions [T] int64; returns rows.
