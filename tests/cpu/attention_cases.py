@@ -1,4 +1,4 @@
-"""Small batches over planes of every kind, for comparing attention backends."""
+"""Small batches over planes of every kind, to compare attention backends."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ FLOAT8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 @dataclass(frozen=True)
 class Step:
-    """A batch, its queries and the planes; every slot that holds no request's token is NaN."""
+    """A batch, its queries and planes; every slot without a request's token is NaN."""
 
     batch: AttentionBatch
     q: Tensor  # [T, num_heads, head_dim]
@@ -26,7 +26,7 @@ class Step:
     selected: Tensor | None
 
     def take(self, rows: slice, batch: AttentionBatch) -> "Step":
-        """Some of the queries, as another batch over the same planes."""
+        """The query rows `rows`, as another batch over the same planes."""
         selected = None if self.selected is None else self.selected[rows]
         return replace(self, batch=batch, q=self.q[rows], selected=selected)
 
@@ -53,7 +53,7 @@ def plane_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def pages_of(lengths: list[int], page_size: int, noise: torch.Generator) -> list[list[int]]:
-    """Scattered pages for requests of these lengths, and three that nobody has."""
+    """Scattered pages for requests of these lengths; three pages are unused."""
     counts = [-(-length // page_size) for length in lengths]
     pages = torch.randperm(sum(counts) + 3, generator=noise).tolist()
     return [[pages.pop() for _ in range(count)] for count in counts]
@@ -62,18 +62,18 @@ def pages_of(lengths: list[int], page_size: int, noise: torch.Generator) -> list
 def planes_of(
     spec: AttentionSpec, rows: list[list[int]], lengths: list[int], noise: torch.Generator
 ) -> dict[str, Tensor]:
-    """Planes with random tokens where requests have theirs; NaN elsewhere, or 127 with NaN scale."""
+    """Planes with random values in the requests' slots; elsewhere NaN, or values with NaN scale."""
     num_pages = sum(len(pages) for pages in rows) + 4
-    own = torch.zeros(num_pages, spec.page_size, dtype=torch.bool)
+    used = torch.zeros(num_pages, spec.page_size, dtype=torch.bool)
     for pages, length in zip(rows, lengths, strict=True):
         for position in range(length):
-            own[pages[position // spec.page_size], position % spec.page_size] = True
+            used[pages[position // spec.page_size], position % spec.page_size] = True
     planes = {}
     for name, shape in plane_shapes(spec).items():
         values = torch.randn(num_pages, spec.page_size, *shape, generator=noise)
         dtype = spec.plane_dtype
         if dtype.itemsize > 1:
-            planes[name] = values.masked_fill(~own[(..., *[None] * len(shape))], torch.nan).to(
+            planes[name] = values.masked_fill(~used[(..., *[None] * len(shape))], torch.nan).to(
                 dtype
             )
             continue
@@ -82,8 +82,8 @@ def planes_of(
         quantized = values / scale[..., None]
         rounded = quantized.round() if dtype == torch.int8 else quantized
         planes[name] = rounded.to(dtype)
-        hidden = ~own[(..., *[None] * (len(shape) - 1))]
-        planes[f"{name}_scale"] = scale.masked_fill(hidden, torch.nan)
+        unused = ~used[(..., *[None] * (len(shape) - 1))]
+        planes[f"{name}_scale"] = scale.masked_fill(unused, torch.nan)
     return planes
 
 
@@ -96,7 +96,7 @@ def step_of(
     rows: list[list[int]] | None = None,
     sharing: list[tuple[int, int]] | None = None,
 ) -> Step:
-    """A batch of (cached, new) requests; `rows` names their pages, `sharing` what they share."""
+    """A batch of (cached, new) requests; `rows` are their pages, `sharing` as in `build`."""
     noise = torch.Generator().manual_seed(seed)
     lengths = [cached + new for cached, new in shares]
     if rows is None:
@@ -108,8 +108,8 @@ def step_of(
     if spec.sparse:
         selected = torch.full((batch.num_tokens, num_selected), -1, dtype=torch.int32)
         for row, position in enumerate(batch.positions.tolist()):
-            found = torch.randperm(position + 1, generator=noise)[:num_selected].sort().values
-            selected[row, : len(found)] = found.int()
+            keys = torch.randperm(position + 1, generator=noise)[:num_selected].sort().values
+            selected[row, : len(keys)] = keys.int()
     return Step(batch, q.to(spec.dtype), planes, selected)
 
 
@@ -125,7 +125,7 @@ def batch_of(
 
 
 def triton(spec: AttentionSpec, *, split: bool = True, tiles: TileShapes = TILES) -> TritonBackend:
-    """With small tiles; `split` says whether short requests' keys are always or never split."""
+    """A Triton backend with small tiles that always, or never, splits the keys of decodes."""
     return TritonBackend(spec, CPU, tiles=tiles, saturating_programs=1 << 20 if split else 0)
 
 
@@ -137,21 +137,21 @@ def run(backend: AttentionBackend, step: Step, *, padding: int = 0, layer: int =
     return backend.run(backend.plan(step.batch), layer, rows, planes, selected=selected)
 
 
-def assert_same_bits(one: Tensor, other: Tensor) -> None:
-    assert one.shape == other.shape and one.dtype == other.dtype
-    bits = {2: torch.int16, 4: torch.int32}[one.dtype.itemsize]
-    different = (one.contiguous().view(bits) != other.contiguous().view(bits)).sum()
-    assert int(different) == 0, f"{int(different)} of {one.numel()} values differ"
-    assert not one.isnan().any()
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    bits = {2: torch.int16, 4: torch.int32}[actual.dtype.itemsize]
+    different = (actual.contiguous().view(bits) != expected.contiguous().view(bits)).sum()
+    assert int(different) == 0, f"{int(different)} of {actual.numel()} values differ"
+    assert not actual.isnan().any()
 
 
 def sharing_rows(
     lengths: list[int], shared: list[tuple[int, int]], page_size: int
 ) -> list[list[int]]:
-    """Pages of requests that have the first tokens of an earlier one's pages, in scattered order."""
+    """Scattered pages; a request has the first pages of an earlier request in common."""
     noise = torch.Generator().manual_seed(len(lengths))
-    own = pages_of(lengths, page_size, noise)
+    rows = pages_of(lengths, page_size, noise)
     for seq, (other, length) in enumerate(shared):
-        whole = length // page_size if other >= 0 else 0
-        own[seq][:whole] = own[other][:whole]
-    return own
+        num_shared = length // page_size if other >= 0 else 0
+        rows[seq][:num_shared] = rows[other][:num_shared]
+    return rows

@@ -1,4 +1,4 @@
-"""Faults that make bits depend on the cache, each in a subclass: the comparison must find them all."""
+"""Mutants whose bits depend on the cache, as subclasses: the bit comparison must detect each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,56 +15,56 @@ from ramify.attention.batch import AttentionBatch
 from ramify.kv.pool import KVPool
 from ramify.kv.quantize import dequantize
 
-Partial = tuple[Tensor, Tensor, Tensor]  # maximum, sum of weights, weighted sum
+Partial = tuple[Tensor, Tensor, Tensor]  # row max, row sum, unnormalised output
 
 
 class UnpaddedRows(BlockedBackend):
-    """Padding skipped: products get exactly the rows that there are."""
+    """Rows are not padded to `FP32_ROW_MULTIPLE`."""
 
     row_multiple = 1
 
 
 class ShortenedLastBlock(BlockedBackend):
-    """The last key block is cut to the keys that exist instead of being masked."""
+    """The last key block is shortened to the existing keys instead of being masked."""
 
     def _attend_block(self, rows: Tensor, k: Tensor, v: Tensor, masked: Tensor | None) -> Partial:
         if masked is None:
             return super()._attend_block(rows, k, v, masked)
-        seen = ~masked.flatten(0, -2).all(0)
-        width = int(seen.nonzero().max()) + 1 if bool(seen.any()) else BLOCK_KEYS
+        visible = ~masked.flatten(0, -2).all(0)
+        width = int(visible.nonzero().max()) + 1 if bool(visible.any()) else BLOCK_KEYS
         return super()._attend_block(
             rows, k[..., :width, :], v[..., :width, :], masked[..., :width]
         )
 
 
 class CutAtNodeBoundary(BlockedBackend):
-    """The block in which the cached prefix ends is reduced in two parts, prefix and suffix."""
+    """The block in which the cached prefix ends is computed in two parts, prefix and suffix."""
 
-    _cut = 0  # where the suffix starts within the block at hand
+    _cut = 0  # first key of the suffix in the current block
 
-    def _attend_blocks(self, lanes: QueryLenGroup, *rest: Any) -> None:
-        self._cut = lanes.first_position - rest[-1][0] * BLOCK_KEYS
-        super()._attend_blocks(lanes, *rest)
+    def _attend_blocks(self, group: QueryLenGroup, *args: Any) -> None:
+        self._cut = group.first_position - args[-1][0] * BLOCK_KEYS
+        super()._attend_blocks(group, *args)
 
     def _attend_block(self, rows: Tensor, k: Tensor, v: Tensor, masked: Tensor | None) -> Partial:
         if not 0 < self._cut < k.shape[-2]:
             return super()._attend_block(rows, k, v, masked)
         parts = []
-        for at in (slice(0, self._cut), slice(self._cut, None)):
-            mask = None if masked is None else masked[..., at]
-            parts.append(super()._attend_block(rows, k[..., at, :], v[..., at, :], mask))
+        for keys in (slice(0, self._cut), slice(self._cut, None)):
+            mask = None if masked is None else masked[..., keys]
+            parts.append(super()._attend_block(rows, k[..., keys, :], v[..., keys, :], mask))
         return merge(*parts)
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """Two parts of one reduction as one, as the online softmax does it."""
-    peak = torch.maximum(first[0], second[0])
-    old, new = (first[0] - peak).exp(), (second[0] - peak).exp()
-    return peak, first[1] * old + second[1] * new, first[2] * old + second[2] * new
+    """Merge two partial results as the online softmax does."""
+    row_max = torch.maximum(first[0], second[0])
+    old, new = (first[0] - row_max).exp(), (second[0] - row_max).exp()
+    return row_max, first[1] * old + second[1] * new, first[2] * old + second[2] * new
 
 
 class CutTree(CpuBackend):
-    """What is cached and what is new are reduced apart and joined by their log-sum-exp."""
+    """Cached and new keys are attended to separately and merged by their log-sum-exp."""
 
     def plan(self, batch: AttentionBatch) -> CpuAttentionPlan:
         cuts = np.repeat(batch.num_cached, np.diff(batch.cu_seqlens_q))
@@ -96,23 +96,23 @@ class CutTree(CpuBackend):
         planes: Mapping[str, Tensor],
         selected: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over some keys, float32, and the log of its sum of exponentials."""
+        """Attention over `selected` keys in float32, and its log-sum-exp."""
         out = super().run(plan, layer, q.float(), planes, selected=selected)
-        ends = torch.from_numpy(
+        stats = torch.from_numpy(
             self._state[: plan.state_head_stride * q.shape[1], self._value_stride :]
         )
-        by_head = ends.unflatten(0, (q.shape[1], -1))[:, : plan.num_tokens]
-        top, weight = by_head[..., :2].unbind(-1)
-        seen = (selected >= 0).any(1)
+        by_head = stats.unflatten(0, (q.shape[1], -1))[:, : plan.num_tokens]
+        row_max, row_sum = by_head[..., :2].unbind(-1)
+        has_keys = (selected >= 0).any(1)
         lse = torch.zeros(*q.shape[:2], 1)
-        lse[: plan.num_tokens] = (top + weight.log()).T[..., None]
-        lse[: plan.num_tokens][~seen] = -torch.inf
-        out[: plan.num_tokens][~seen] = 0
+        lse[: plan.num_tokens] = (row_max + row_sum.log()).T[..., None]
+        lse[: plan.num_tokens][~has_keys] = -torch.inf
+        out[: plan.num_tokens][~has_keys] = 0
         return out, lse
 
 
 class FreshKeys(KVPool):
-    """Attention gets the K/V of its own step as it was computed, not as it was stored."""
+    """Attention gets the K/V of its own step as computed, not as rounded in the pool."""
 
     _fresh: tuple[Tensor, dict[str, Tensor]] | None = None
 
@@ -125,14 +125,14 @@ class FreshKeys(KVPool):
         if fresh is None:
             return stored
         slots, values = fresh
-        seen = {name: dequantize(stored[name], stored[f"{name}_scale"]) for name in values}
+        planes = {name: dequantize(stored[name], stored[f"{name}_scale"]) for name in values}
         for name, new in values.items():
-            seen[name].flatten(0, 1)[slots] = new.float()
-        return seen
+            planes[name].flatten(0, 1)[slots] = new.float()
+        return planes
 
 
 class ForgottenCopies(KVPool):
-    """A fork gets pages of its own, and nothing in them."""
+    """A fork gets new pages without the copied K/V."""
 
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         pass

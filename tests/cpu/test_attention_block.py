@@ -1,4 +1,4 @@
-"""RadixAttentionBlock and its rotary functions: against a loop, itself in parts, and Llama."""
+"""RadixAttentionBlock and rotary functions against a loop, themselves in parts, and Llama."""
 
 from typing import Any
 
@@ -26,27 +26,27 @@ def states(*shape: int, seed: int = 0) -> Tensor:
 
 
 def looped(layer: RadixAttentionBlock, hidden: Tensor, positions: list[int]) -> Tensor:
-    """One sequence, [tokens, hidden_size], row by row and number by number in float64."""
+    """The layer over [tokens, hidden_size], row by row in float64."""
     layer = layer.double()
     tokens, half = len(hidden), layer.head_dim // 2
     q, k, v = (
-        part(hidden.double()).reshape(tokens, -1, layer.head_dim)
-        for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+        projection(hidden.double()).reshape(tokens, -1, layer.head_dim)
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
-    for at, position in enumerate(positions):
+    for row, position in enumerate(positions):
         for i in range(half):
             angle = torch.tensor(position / 10000.0 ** (2 * i / layer.head_dim)).double()
             for x in (q, k):
-                a, b = x[at, :, i].clone(), x[at, :, i + half].clone()
-                x[at, :, i] = a * angle.cos() - b * angle.sin()
-                x[at, :, i + half] = b * angle.cos() + a * angle.sin()
+                a, b = x[row, :, i].clone(), x[row, :, i + half].clone()
+                x[row, :, i] = a * angle.cos() - b * angle.sin()
+                x[row, :, i + half] = b * angle.cos() + a * angle.sin()
     group = layer.num_heads // layer.num_kv_heads
-    mixed = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.float64)
-    for at in range(tokens):
+    attended = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.float64)
+    for row in range(tokens):
         for head in range(layer.num_heads):
-            scores = k[: at + 1, head // group] @ q[at, head] / layer.head_dim**0.5
-            mixed[at, head] = scores.softmax(0) @ v[: at + 1, head // group]
-    out: Tensor = layer.o_proj(mixed.flatten(1)).float()
+            scores = k[: row + 1, head // group] @ q[row, head] / layer.head_dim**0.5
+            attended[row, head] = scores.softmax(0) @ v[: row + 1, head // group]
+    out: Tensor = layer.o_proj(attended.flatten(1)).float()
     layer.float()
     return out
 
@@ -58,7 +58,7 @@ def looped(layer: RadixAttentionBlock, hidden: Tensor, positions: list[int]) -> 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_it_computes_what_a_loop_computes(num_kv_heads: int, shifted: bool) -> None:
-    """Scores over the past scaled by 1 / sqrt(head_dim), softmax, values; any positions."""
+    """Scores scaled by 1 / sqrt(head_dim), softmax, values; any positions."""
     layer, hidden = block(num_kv_heads=num_kv_heads), states(1, 9)
     positions = [3, 4, 5, 9, 9, 20, 21, 63, 0] if shifted else list(range(9))
 
@@ -74,7 +74,7 @@ def test_it_computes_what_a_loop_computes(num_kv_heads: int, shifted: bool) -> N
 
 @torch.no_grad()
 def test_eb1_no_token_sees_a_later_one() -> None:
-    """Another last token: the outputs before it keep their bits."""
+    """A changed last token leaves the bits of the outputs before it."""
     layer, hidden = block(), states(2, 12)
     changed = hidden.clone()
     changed[:, -1] += 1.0
@@ -87,41 +87,43 @@ def test_eb1_no_token_sees_a_later_one() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("parts", [[1] * 10, [4, 1, 5], [9, 1], [3, 7]])
-def test_eb2_in_parts_is_what_it_is_at_once(parts: list[int]) -> None:
-    """Token by token or in chunks, positions given or not: each new one is turned by its own."""
+def test_eb2_parts_equal_one_call(parts: list[int]) -> None:
+    """Token by token or in chunks, with and without `position_ids`."""
     layer, hidden = block(num_kv_heads=2), states(2, 10)
-    whole, _, kept = layer(hidden, use_cache=True)
+    whole, _, whole_cache = layer(hidden, use_cache=True)
 
-    for told in (True, False):
-        past, found, start = None, [], 0
+    for with_ids in (True, False):
+        past, outputs, start = None, [], 0
         for length in parts:
-            ids = torch.arange(start, start + length)[None] if told else None
+            ids = torch.arange(start, start + length)[None] if with_ids else None
             output, _, past = layer(
                 hidden[:, start : start + length],
                 position_ids=ids,
                 past_key_value=past,
                 use_cache=True,
             )
-            found.append(output)
+            outputs.append(output)
             start += length
-        assert torch.allclose(torch.cat(found, 1), whole, atol=1e-6)
+        assert torch.allclose(torch.cat(outputs, 1), whole, atol=1e-6)
         assert past is not None
-        assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(past, kept, strict=True))
+        for actual, expected in zip(past, whole_cache, strict=True):
+            assert torch.allclose(actual, expected, atol=1e-6)
         assert past[0].shape == past[1].shape == (2, 2, 10, DIM)
 
 
 @torch.no_grad()
-def test_eb2_positions_shift_nothing_but_the_rotation() -> None:
-    """All positions moved by the same number: the same output; not by the same: another one."""
+def test_eb2_only_relative_positions_matter() -> None:
+    """Shifting all positions equally leaves the output; permuting them changes it."""
     layer, hidden = block(), states(1, 6)
-    at = torch.arange(6)[None]
+    positions = torch.arange(6)[None]
 
-    same, moved, spread = (
-        layer(hidden, position_ids=ids)[0] for ids in (at, at + 30, torch.flip(at, (1,)))
+    plain, shifted, flipped = (
+        layer(hidden, position_ids=ids)[0]
+        for ids in (positions, positions + 30, torch.flip(positions, (1,)))
     )
 
-    assert torch.allclose(same, moved, atol=1e-5)
-    assert not torch.allclose(same, spread, atol=1e-3)
+    assert torch.allclose(plain, shifted, atol=1e-5)
+    assert not torch.allclose(plain, flipped, atol=1e-3)
 
 
 # -- masks -----------------------------------------------------------------------------------
@@ -129,63 +131,64 @@ def test_eb2_positions_shift_nothing_but_the_rotation() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_padding_on_the_left_changes_no_answer(dtype: torch.dtype) -> None:
-    """A padded prompt, then a decode step with its past: as alone; padding rows are zeros."""
+def test_padding_on_the_left_changes_no_output(dtype: torch.dtype) -> None:
+    """A padded prompt, then a decode with its past, equal the unpadded; padding rows are zeros."""
     layer = block()
     prompt, padding, new = states(1, 5), states(1, 3, seed=1), states(1, 1, seed=2)
     alone, _, past = layer(prompt, use_cache=True)
-    wanted = layer(new, past_key_value=past)[0]
+    expected = layer(new, past_key_value=past)[0]
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]]).to(dtype)
     ids = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
 
     padded, weights, past = layer(
         torch.cat((padding, prompt), 1), mask[:, :8], ids[:, :8], None, True, True
     )
-    found = layer(new, mask, ids[:, 8:], past)[0]
+    output = layer(new, mask, ids[:, 8:], past)[0]
 
     assert torch.allclose(padded[:, 3:], alone, atol=1e-6)
-    assert torch.allclose(found, wanted, atol=1e-6)
+    assert torch.allclose(output, expected, atol=1e-6)
     assert not padded[:, :3].any()
     assert not weights[..., :3].any()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("hidden_by", ["bool", "int", "-inf", "least"])
-def test_four_dimensional_masks_hide_or_add(heads: int, hidden_by: str) -> None:
-    """True, 1, 0.0 show; False, 0, -inf and the least float hide; causality holds besides."""
+@pytest.mark.parametrize("masked_by", ["bool", "int", "-inf", "least"])
+def test_four_dimensional_masks_mask_or_add(heads: int, masked_by: str) -> None:
+    """True, 1, 0.0 leave keys visible; False, 0, -inf, the smallest float mask; always causal."""
     layer, hidden = block(), states(2, 6)
-    shown = torch.ones(2, heads, 6, 6, dtype=torch.bool)
-    shown[0, :, :, 1] = False
-    shown[1, :, 4] = False  # a query that sees nothing
-    added = {"-inf": -torch.inf, "least": torch.finfo(torch.float32).min}
-    mask = shown.int() if hidden_by == "int" else shown
-    if hidden_by in added:
-        mask = torch.zeros(shown.shape).masked_fill(~shown, added[hidden_by])
+    visible = torch.ones(2, heads, 6, 6, dtype=torch.bool)
+    visible[0, :, :, 1] = False
+    visible[1, :, 4] = False  # a query without a visible key
+    biases = {"-inf": -torch.inf, "least": torch.finfo(torch.float32).min}
+    mask = visible.int() if masked_by == "int" else visible
+    if masked_by in biases:
+        mask = torch.zeros(visible.shape).masked_fill(~visible, biases[masked_by])
 
     output, weights, _ = layer(hidden, mask, output_attentions=True)
 
     assert not weights[0, :, :, 1].any()
     assert not weights.triu(1).any()
     assert not output[1, 4].any()
-    free = layer(hidden, output_attentions=True)[1]
-    assert torch.allclose(weights[1, :, 5], free[1, :, 5])
-    rest = free[0, :, 5].clone()
-    rest[:, 1] = 0
-    assert torch.allclose(weights[0, :, 5], rest / rest.sum(-1, keepdim=True), atol=1e-6)
+    unmasked = layer(hidden, output_attentions=True)[1]
+    assert torch.allclose(weights[1, :, 5], unmasked[1, :, 5])
+    expected = unmasked[0, :, 5].clone()
+    expected[:, 1] = 0
+    expected /= expected.sum(-1, keepdim=True)
+    assert torch.allclose(weights[0, :, 5], expected, atol=1e-6)
 
 
 @torch.no_grad()
-def test_an_added_number_is_added() -> None:
-    """A float mask is a bias of the scores: log 3 makes a key three times as heavy."""
+def test_a_float_mask_is_a_bias() -> None:
+    """A bias of log 3 gives a key three times the weight, before normalisation."""
     layer, hidden = block(), states(1, 4)
     bias = torch.zeros(1, 1, 4, 4)
     bias[..., 2] = torch.tensor(3.0).log()
 
-    plain, heavy = (layer(hidden, mask, output_attentions=True)[1] for mask in (None, bias))
+    plain, biased = (layer(hidden, mask, output_attentions=True)[1] for mask in (None, bias))
 
-    wanted = plain * torch.tensor([1.0, 1.0, 3.0, 1.0])
-    assert torch.allclose(heavy, wanted / wanted.sum(-1, keepdim=True), atol=1e-6)
+    expected = plain * torch.tensor([1.0, 1.0, 3.0, 1.0])
+    assert torch.allclose(biased, expected / expected.sum(-1, keepdim=True), atol=1e-6)
 
 
 # -- Llama -----------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ def test_an_added_number_is_added() -> None:
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_it_is_llamas_attention(num_kv_heads: int, theta: float) -> None:
-    """The weights of Hugging Face's module, its masks, its positions: its output and weights."""
+    """Equals Hugging Face's module with its weights, masks and positions."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="the oracle")
     config = llama.LlamaConfig(
         hidden_size=HIDDEN,
@@ -215,46 +218,47 @@ def test_it_is_llamas_attention(num_kv_heads: int, theta: float) -> None:
     causal = torch.full((11, 11), torch.finfo(torch.float32).min).triu(1).expand(3, 1, 11, 11)
 
     embeddings = llama.LlamaRotaryEmbedding(config)(hidden, ids)
-    wanted, weights = oracle(hidden, embeddings, causal)[:2]
+    expected, expected_weights = oracle(hidden, embeddings, causal)[:2]
 
     for mask in (None, causal):
-        output, found, _ = layer(hidden, mask, ids, output_attentions=True)
-        assert torch.allclose(output, wanted, atol=1e-6)
-        assert torch.allclose(found, weights, atol=1e-6)
+        output, weights, _ = layer(hidden, mask, ids, output_attentions=True)
+        assert torch.allclose(output, expected, atol=1e-6)
+        assert torch.allclose(weights, expected_weights, atol=1e-6)
     past, parts = None, []
-    for at in range(11):
-        output, _, past = layer(
-            hidden[:, at : at + 1], None, ids[:, at : at + 1], past, False, True
-        )
+    for token in range(11):
+        new = slice(token, token + 1)
+        output, _, past = layer(hidden[:, new], None, ids[:, new], past, False, True)
         parts.append(output)
-    assert torch.allclose(torch.cat(parts, 1), wanted, atol=1e-6)
+    assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-6)
 
 
-def test_rotate_half_and_the_rotation_are_llamas() -> None:
-    """The same numbers as Hugging Face's functions, whose tables are picked before the call."""
+def test_rotary_functions_equal_llamas() -> None:
+    """The same values as Hugging Face's functions, which take the gathered table rows."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="the oracle")
     cos, sin = rotary_tables(DIM, POSITIONS, 10000.0)
     q, k = torch.randn(2, 4, 7, DIM), torch.randn(2, 1, 7, DIM)
     ids = torch.randint(0, POSITIONS, (2, 7))
 
-    found = apply_rotary_pos_emb(q, k, cos, sin, ids)
-    unplaced = apply_rotary_pos_emb(q, k, cos, sin)
+    rotated = apply_rotary_pos_emb(q, k, cos, sin, ids)
+    without_ids = apply_rotary_pos_emb(q, k, cos, sin)
 
     assert torch.equal(
         rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0])), torch.tensor([-3.0, -4, 1, 2])
     )
     assert torch.equal(rotate_half(q), llama.rotate_half(q))
-    wanted = llama.apply_rotary_pos_emb(q, k, cos[ids], sin[ids])
-    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
-    first = apply_rotary_pos_emb(q, k, cos, sin, torch.arange(7)[None])
-    assert all(torch.equal(one, two) for one, two in zip(unplaced, first, strict=True))
+    expected = llama.apply_rotary_pos_emb(q, k, cos[ids], sin[ids])
+    for actual, wanted in zip(rotated, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    in_order = apply_rotary_pos_emb(q, k, cos, sin, torch.arange(7)[None])
+    for actual, wanted in zip(without_ids, in_order, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 # -- misuse and names ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"hidden_states": states(5)}, r"hidden_states \[5, 48\]"),
         ({"attention_mask": torch.ones(2, 4)}, r"\[2, 4\] must be \[2, 7\]"),
@@ -266,35 +270,35 @@ def test_rotate_half_and_the_rotation_are_llamas() -> None:
         ({"past_key_value": (torch.zeros(2, 4, 61, DIM),) * 2}, "position 64"),
     ],
 )
-def test_what_does_not_fit_is_told(changes: dict[str, Any], told: str) -> None:
-    """Shapes, positions and past are checked, with the value and what it must be."""
+def test_wrong_arguments_are_config_errors(changes: dict[str, Any], message: str) -> None:
+    """Shapes, positions and past are checked; the message has the value and the limit."""
     past = (torch.zeros(2, HEADS, 3, DIM),) * 2
 
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         block()(**{"hidden_states": states(2, 4), "past_key_value": past, **changes})
 
 
 @pytest.mark.parametrize(
     "changes", [{"num_kv_heads": 3}, {"num_kv_heads": 0}, {"rope_theta": 0.0}, {"head_dim": 7}]
 )
-def test_sizes_that_cannot_work_are_told(changes: dict[str, Any]) -> None:
-    """Heads that do not divide, an odd head, nothing at all."""
+def test_impossible_sizes_are_config_errors(changes: dict[str, Any]) -> None:
+    """Heads that do not divide, an odd head_dim, a zero."""
     sizes = {"hidden_size": 8, "num_heads": 4, "head_dim": 8}
 
     with pytest.raises(ConfigError):
         RadixAttentionBlock(**(sizes | changes))
 
 
-def test_the_tables_are_no_weights() -> None:
-    """A checkpoint has four matrices; the class is the one that both packages name."""
+def test_the_rotary_tables_are_not_in_the_state_dict() -> None:
+    """The state dict has four matrices only; both packages export the same class."""
     names = {f"{part}_proj.weight" for part in "qkvo"}
 
     assert set(block().state_dict()) == names
     assert ramify.RadixAttentionBlock is RadixAttentionBlock
 
 
-def test_what_needs_tensors_loads_torch_and_nothing_that_is_optional() -> None:
-    """When it is named; tests/pure/test_attention_names.py says what loads not even that."""
+def test_names_that_need_tensors_load_torch_and_no_optional_library() -> None:
+    """tests/pure/test_attention_names.py has the names that do not even load torch."""
     names = "RadixAttentionBlock, RadixAttentionWithPagedKVCache, select_backend, rotate_half"
 
     assert loaded_by(f"from ramify.attention import {names}") == {"torch"}

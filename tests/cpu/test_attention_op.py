@@ -1,4 +1,4 @@
-"""Attention inside a compiled model: one operator, no graph break, nothing compiled anew."""
+"""Attention inside torch.compile: one operator, no graph break, no recompilation."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
         return hidden
 
 
-def made(name: str) -> tuple[Block, Any, list[list[int]]]:
+def block_of(name: str) -> tuple[Block, Any, list[list[int]]]:
     torch.manual_seed(0)
     rows = [[3, 5, 1], [0, 2, 4]]
     step = step_of(SPEC, [(16, 1), (20, 1)], rows=rows)
@@ -46,7 +46,7 @@ def made(name: str) -> tuple[Block, Any, list[list[int]]]:
 def test_yb2_a_decode_step_is_one_graph(name: str) -> None:
     """No graph break, the bits of the plain call, and the next step runs the same graph."""
     torch._dynamo.reset()
-    block, _, rows = made(name)
+    block, _, rows = block_of(name)
     graphs: list[Any] = []
 
     def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -68,7 +68,7 @@ def test_yb2_a_decode_step_is_one_graph(name: str) -> None:
 
 def test_the_operator_keeps_its_contract() -> None:
     """Schema, fake and real kernel agree: torch's own check."""
-    block, step, _ = made("eager")
+    block, step, _ = block_of("eager")
     attention = block.attention
     arguments = (step.q, list(block.planes.values()), "k,v", None, 0, attention.instance_id, 16)
 
@@ -80,19 +80,19 @@ def test_the_operator_keeps_its_contract() -> None:
 
 
 def test_an_operator_lives_as_long_as_its_attention() -> None:
-    """The number of one that is gone finds nothing: no other's plan by accident."""
-    block, step, _ = made("eager")
-    number = block.attention.instance_id
+    """The id of a freed instance is a KeyError, not another instance's plan."""
+    block, step, _ = block_of("eager")
+    instance_id = block.attention.instance_id
     planes = block.planes
     del block
 
     with pytest.raises(KeyError):
-        torch.ops.ramify.attend(step.q, list(planes.values()), "k,v", None, 0, number, 16)
+        torch.ops.ramify.attend(step.q, list(planes.values()), "k,v", None, 0, instance_id, 16)
 
 
 def test_a_batch_is_planned_before_it_is_run() -> None:
-    """Two attentions of one backend keep their own steps."""
-    block, step, rows = made("eager")
+    """Two instances over one backend have their own plans."""
+    block, step, rows = block_of("eager")
     other = AttentionCustomOp(block.attention.backend, SPEC.v_head_dim)
     batch: AttentionBatch = batch_of(SPEC, [(0, 1), (0, 1)], rows)
     other.plan(batch)

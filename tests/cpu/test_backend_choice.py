@@ -9,7 +9,7 @@ from tests.cpu.test_backends import CPU, spec_of
 
 
 def test_auto_prefers_the_exact_backend_on_cpu() -> None:
-    """cpu serves every model on CPU; the choice says why, and what speaks against each other."""
+    """cpu serves every model on CPU; the choice has a reason for it and against each other."""
     for exact in (True, False):
         choice = select_backend("auto", spec_of(exact=exact), CPU)
 
@@ -19,8 +19,8 @@ def test_auto_prefers_the_exact_backend_on_cpu() -> None:
         assert ("exact" in choice.rejected["sdpa"]) == exact
 
 
-def test_an_unknown_backend_is_told_with_the_known_ones() -> None:
-    """The error names what was asked and every name that could have been."""
+def test_an_unknown_backend_is_an_error_that_lists_all() -> None:
+    """The error has the unknown name and every valid name."""
     with pytest.raises(ConfigError) as caught:
         select_backend("flashy", spec_of(), CPU)
 
@@ -29,7 +29,7 @@ def test_an_unknown_backend_is_told_with_the_known_ones() -> None:
 
 
 def test_the_old_name_of_a_backend_still_works() -> None:
-    """With a warning that names the new one."""
+    """With a warning that has the new name."""
     with pytest.warns(DeprecationWarning, match="'tree' is deprecated; use 'cpu'"):
         assert backend_class("tree") is backend_class("cpu")
     with pytest.warns(DeprecationWarning, match="use 'cpu'"):
@@ -50,8 +50,8 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
         assert reason in str(caught.value)
 
 
-def test_auto_elsewhere_lists_every_reason_it_passed_over() -> None:
-    """Where neither sdpa nor cpu can serve, eager does, and the choice tells why not they."""
+def test_auto_on_another_device_lists_every_reason() -> None:
+    """If neither sdpa nor cpu can serve, eager does, and the choice has their reasons."""
     choice = select_backend("auto", spec_of(exact=True), torch.device("meta"))
 
     assert choice.name == "eager"
@@ -61,7 +61,7 @@ def test_auto_elsewhere_lists_every_reason_it_passed_over() -> None:
 
 
 def test_the_error_lists_all_reasons() -> None:
-    """When nothing can serve, the message has one reason per backend that was tried."""
+    """If no backend can serve, the message has a reason for each."""
     reasons = {"cpu": "device cuda: written for CPU", "sdpa": "exact=True: bits differ"}
 
     message = str(UnsupportedBackendError("auto", reasons))

@@ -1,10 +1,10 @@
-"""Every backend against dense attention in float64, written here and sharing nothing with them."""
+"""Every backend against an independent dense attention in float64."""
 
 import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ from ramify.kv.block_table import PagedBlockTable
 from tests.pure.planner_bench import most_in_common
 
 CPU = torch.device("cpu")
-# the others are for GPUs: test_parity_grid.py has them, with fewer tokens
+# test_parity_grid.py has the GPU backends, with fewer tokens
 ON_CPU = ("eager", "cpu", "blocked", "sdpa")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of outputs that are of the order of 1
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # for outputs of about 1
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 
 # (cached, new): decode, a first chunk, later chunks, across and at the edges of 256-key blocks
@@ -37,7 +37,7 @@ BATCHES = {"mixed": MIXED, "decode": DECODE, "prefill": PREFILL}
 
 @dataclass(frozen=True)
 class Case:
-    """A batch over scattered pages in which every slot that is no request's token holds NaN."""
+    """A batch over scattered pages; every slot without a request's token is NaN."""
 
     spec: AttentionSpec
     batch: AttentionBatch
@@ -94,17 +94,17 @@ def dense_attention(case: Case, layer: int = 0) -> Tensor:
     for seq, (key, value) in enumerate(case.dense):
         start, stop = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
         kv_len = len(key)
-        query_at = torch.arange(kv_len - (stop - start), kv_len)[:, None]
-        key_at = torch.arange(kv_len)[None, :]
-        seen = key_at <= query_at
+        query = torch.arange(kv_len - (stop - start), kv_len)[:, None]
+        position = torch.arange(kv_len)[None, :]
+        visible = position <= query
         if window is not None:
-            seen &= key_at > query_at - window
+            visible &= position > query - window
         for head in range(spec.num_heads):
             shared = head // (spec.num_heads // spec.num_kv_heads)
             scores = case.q[start:stop, head].double() @ key[:, shared].double().T * spec.scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+            weights = torch.softmax(scores.masked_fill(~visible, -math.inf), -1)
             out[start:stop, head] = weights @ value[:, shared].double()
     return out
 
@@ -117,12 +117,12 @@ def run(name: str, case: Case, *, padding_rows: int = 0, layer: int = 0) -> Tens
 
 
 def assert_agrees(name: str, case: Case, *, layer: int = 0) -> None:
-    found = run(name, case, padding_rows=3, layer=layer)
+    out = run(name, case, padding_rows=3, layer=layer)
     num_tokens = case.batch.num_tokens
-    assert found.dtype == case.spec.dtype
-    assert found.shape == (num_tokens + 3, case.spec.num_heads, case.spec.head_dim)
-    assert torch.equal(found[num_tokens:], torch.zeros_like(found[num_tokens:]))
-    error = (found[:num_tokens].double() - dense_attention(case, layer)).abs().max()
+    assert out.dtype == case.spec.dtype
+    assert out.shape == (num_tokens + 3, case.spec.num_heads, case.spec.head_dim)
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    error = (out[:num_tokens].double() - dense_attention(case, layer)).abs().max()
     assert float(error) < TOLERANCE[case.spec.dtype]
 
 
@@ -130,12 +130,12 @@ def assert_agrees(name: str, case: Case, *, layer: int = 0) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_backends_agree_with_dense_attention(name: str, heads: str, page_size: int) -> None:
-    """Any page size, any grouping of heads, any mixture of chunks and decode steps."""
+    """Any page size, any GQA group size, any mixture of chunks and decodes."""
     num_heads, num_kv_heads = HEADS[heads]
     spec = spec_of(num_heads=num_heads, num_kv_heads=num_kv_heads, page_size=page_size)
 
-    for number, shares in enumerate(BATCHES.values()):
-        assert_agrees(name, case_of(spec, shares, seed=number))
+    for seed, shares in enumerate(BATCHES.values()):
+        assert_agrees(name, case_of(spec, shares, seed=seed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -151,32 +151,28 @@ def test_any_head_dim_and_dtype(name: str, head_dim: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("window", [1, 5, 50, 256, 300, 4096])
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_window_hides_what_is_further_back(name: str, window: int) -> None:
-    """A query sees itself and window - 1 tokens before it; other layers see everything."""
+    """A query sees itself and window - 1 tokens before it; layers without a window see all."""
     spec = spec_of(windows=(window, None))
     case = case_of(spec, MIXED)
 
     for layer in range(2):
         assert_agrees(name, case, layer=layer)
 
-    if window <= 5:  # it bites: the two layers differ
+    if window <= 5:  # the window matters: the layers differ
         assert not torch.allclose(run(name, case, layer=0), run(name, case, layer=1))
 
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("name", ["eager", "cpu", "blocked"])
 def test_a_soft_cap_bounds_the_scores(name: str, window: int | None) -> None:
-    """Scores are squashed before they are masked."""
+    """Scores are capped before they are masked."""
     spec = spec_of(soft_cap=1.5, scale=2.0, windows=(window,))
     case = case_of(spec, MIXED)
 
     assert_agrees(name, case)
 
-    uncapped = Case(spec_of(scale=2.0, windows=(window,)), *_rest(case))
+    uncapped = replace(case, spec=spec_of(scale=2.0, windows=(window,)))
     assert not torch.allclose(run(name, case), run(name, uncapped), atol=1e-2)
-
-
-def _rest(case: Case) -> tuple[AttentionBatch, Tensor, dict[str, Tensor], list]:
-    return case.batch, case.q, case.planes, case.dense
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
@@ -194,9 +190,9 @@ def test_a_chunk_of_any_length_equals_the_whole_prompt(name: str, page_size: int
         batch = AttentionBatch.build([Extend(0, 0, total - q_len, q_len)], table)
         part = Case(spec, batch, whole.q[-q_len:], whole.planes, whole.dense)
 
-        found = run(name, part)
+        out = run(name, part)
 
-        assert float((found.double() - expected[-q_len:]).abs().max()) < TOLERANCE[spec.dtype]
+        assert float((out.double() - expected[-q_len:]).abs().max()) < TOLERANCE[spec.dtype]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -212,7 +208,7 @@ def test_an_empty_batch_is_legal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_what_a_page_held_before_does_not_matter(name: str) -> None:
+def test_old_contents_of_a_page_do_not_matter(name: str) -> None:
     """NaN, infinity or zeros in unused slots: the same bits."""
     spec = spec_of(windows=(40,), soft_cap=None)
     case = case_of(spec, MIXED)
@@ -224,23 +220,23 @@ def test_what_a_page_held_before_does_not_matter(name: str) -> None:
             plane: torch.where(values.isnan(), filler, values)
             for plane, values in case.planes.items()
         }
-        found = run(name, Case(spec, case.batch, case.q, planes, case.dense))
+        out = run(name, Case(spec, case.batch, case.q, planes, case.dense))
 
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["eager", "cpu", "blocked"])
 def test_requests_that_share_pages_read_the_same_keys(name: str) -> None:
     """Block tables may overlap: equal queries over a shared prefix get equal rows."""
     spec = spec_of()
-    one = case_of(spec, ((320, 1),))
-    pages = one.batch.block_table[0].tolist()
+    alone = case_of(spec, ((320, 1),))
+    pages = alone.batch.block_table[0].tolist()
     table = PagedBlockTable.of([pages] * 3, spec.page_size)
     batch = AttentionBatch.build([Extend(i, i, 320, 1) for i in range(3)], table)
 
-    found = run(name, Case(spec, batch, one.q.expand(3, -1, -1), one.planes, one.dense * 3))
+    out = run(name, Case(spec, batch, alone.q.expand(3, -1, -1), alone.planes, alone.dense * 3))
 
-    assert torch.equal(found, run(name, one).expand(3, -1, -1))
+    assert torch.equal(out, run(name, alone).expand(3, -1, -1))
 
 
 def test_the_metadata_of_a_batch_is_frozen_and_complete() -> None:
@@ -264,27 +260,27 @@ def test_the_metadata_of_a_batch_is_frozen_and_complete() -> None:
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("name", ["eager", "cpu", "blocked"])
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_what_a_row_does_not_see_may_be_anything(
+def test_masked_keys_and_values_may_be_non_finite(
     name: str, window: int | None, poison: float
 ) -> None:
-    """K/V of a later token that is no number spoils no earlier row, nor those behind the window."""
+    """Non-finite K/V of a token changes no row before it, and none beyond the window."""
     spec = spec_of(windows=(window,), page_size=1)
     case = case_of(spec, ((0, 300),))
-    place = 260
+    position = 260
     clean = run(name, case)
     planes = {plane: values.clone() for plane, values in case.planes.items()}
     for values in planes.values():
-        values[case.batch.block_table[0, place]] = poison
+        values[case.batch.block_table[0, position]] = poison
 
-    found = run(name, Case(spec, case.batch, case.q, planes, case.dense))
+    out = run(name, Case(spec, case.batch, case.q, planes, case.dense))
 
-    blind = [*range(place), *(range(place + window, 300) if window else ())]
-    assert torch.equal(found[blind].view(torch.int32), clean[blind].view(torch.int32))
-    assert not found[place].isfinite().all()
+    blind = [*range(position), *(range(position + window, 300) if window else ())]
+    assert torch.equal(out[blind].view(torch.int32), clean[blind].view(torch.int32))
+    assert not out[position].isfinite().all()
 
 
-def spoilt_inputs() -> dict[str, Callable[[Case], Case]]:
-    """Arguments whose shape or order in memory is not what the spec says."""
+def wrong_inputs() -> dict[str, Callable[[Case], Case]]:
+    """Arguments whose shape, dtype or memory order does not fit the spec."""
 
     def planes(case: Case, change: Callable[[Tensor], Tensor]) -> Case:
         changed = {name: change(plane) for name, plane in case.planes.items()}
@@ -301,15 +297,15 @@ def spoilt_inputs() -> dict[str, Callable[[Case], Case]]:
     }
 
 
-@pytest.mark.parametrize("what", spoilt_inputs())
-def test_the_kernels_are_told_no_address_that_does_not_fit(what: str) -> None:
-    """Compiled code checks nothing: a mistake of the caller is an error before it."""
+@pytest.mark.parametrize("fault", wrong_inputs())
+def test_the_compiled_kernels_get_no_wrong_planes(fault: str) -> None:
+    """Compiled code checks nothing: a caller's mistake raises before it runs."""
     with pytest.raises(ConfigError):
-        run("cpu", spoilt_inputs()[what](case_of(spec_of(), MIXED)))
+        run("cpu", wrong_inputs()[fault](case_of(spec_of(), MIXED)))
 
 
 def test_latents_and_rotary_parts_may_be_stored_in_two_dtypes() -> None:
-    """One of them with scales, the other without."""
+    """Latents with scales, rope without."""
     spec = spec_of(num_kv_heads=1, head_dim=24, value_dim=16, kind="mla")
     table = PagedBlockTable.of([list(range(20))], 16)
     batch = AttentionBatch.build([Extend(0, 0, 290, 10)], table)
@@ -325,16 +321,16 @@ def test_latents_and_rotary_parts_may_be_stored_in_two_dtypes() -> None:
 
 
 def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
-    """The verdicts of probes and the promise of exactness hold for one number of threads."""
+    """Probe verdicts and exactness hold for one number of threads."""
     code = (
         "import torch; torch.set_num_threads(1)\n"
         "from tests.cpu.test_backends import CPU, MIXED, case_of, run, spec_of\n"
         "run('cpu', case_of(spec_of(), MIXED)); print(torch.get_num_threads())"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert found.stdout == "1\n", found.stderr
+    assert process.stdout == "1\n", process.stderr
 
 
 # -- reading a shared prefix once ---------------------------------------------------------------
@@ -352,14 +348,14 @@ def test_a_backend_leaves_the_number_of_threads_as_it_was() -> None:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=40)
-def test_who_shares_a_read_changes_no_bit(
+def test_shared_reads_change_no_bit(
     page_size: int,
     trunks: list[int],
     requests: list[tuple[int, int, int]],
     window: int | None,
     seed: int,
 ) -> None:
-    """Nested prefixes, alone or in groups, chunks beside decode: the bits of each request alone."""
+    """Nested prefixes, chunks and decodes in one batch: the bits of each request alone."""
     draw = np.random.default_rng(seed)
     fresh = iter(draw.permutation(20_000 // page_size).tolist())
     trunk = [next(fresh) for _ in range(sum(trunks) // page_size)]
@@ -384,32 +380,32 @@ def test_who_shares_a_read_changes_no_bit(
     apart = run("cpu", Case(spec, AttentionBatch.build(extends, table), q, planes, []))
     assert torch.equal(grouped.view(torch.int32), apart.view(torch.int32))
     for i, extend in enumerate(extends):
-        mine = slice(*together.cu_seqlens_q[i : i + 2].tolist())
+        own_rows = slice(*together.cu_seqlens_q[i : i + 2].tolist())
         alone = AttentionBatch.build([extend], table)
-        found = run("cpu", Case(spec, alone, q[mine], planes, []))
-        assert torch.equal(found.view(torch.int32), grouped[mine].view(torch.int32))
+        out = run("cpu", Case(spec, alone, q[own_rows], planes, []))
+        assert torch.equal(out.view(torch.int32), grouped[own_rows].view(torch.int32))
 
 
-def test_sdpa_reads_pages_that_follow_each_other_where_they_lie() -> None:
-    """No copy for them; for others one buffer that is kept from step to step."""
+def test_sdpa_reads_contiguous_pages_in_place() -> None:
+    """No copy for them; other pages are gathered into a buffer that is reused."""
     spec = spec_of()
     backend = SdpaBackend(spec, CPU)
     planes = {name: torch.randn(9, 16, 2, 16) for name in ("k", "v")}
-    found = []
+    buffers = []
     for pages in ([3, 4, 5, 6], [3, 7, 1, 6], [1, 5, 3, 0]):
         batch = AttentionBatch.build([Extend(0, 0, 59, 2)], PagedBlockTable.of([pages], 16))
         q = torch.ones(2, 6, 16)
         out = backend.run(backend.plan(batch), 0, q, planes)
         eager = run("eager", Case(spec, batch, q, planes, []))
         assert torch.allclose(out, eager, atol=1e-5)
-        found.append({name: kept.data_ptr() for name, kept in backend._scratch.items()})
+        buffers.append({name: buffer.data_ptr() for name, buffer in backend._scratch.items()})
 
-    assert found[0] == {}
-    assert found[1] == found[2] != {}
+    assert buffers[0] == {}
+    assert buffers[1] == buffers[2] != {}
 
 
 def test_requests_below_one_prefix_are_one_task() -> None:
-    """The blocks of a shared prefix are in one task for all; what follows is each one's own."""
+    """The blocks of a shared prefix are one task for all; each has its own after it."""
     backend = CpuBackend(spec_of(), CPU)
     pages = list(range(40))
     rows = [[*pages[:34], 100 + i] for i in range(8)] + [pages[:17] + [200] * 4]
@@ -425,7 +421,7 @@ def test_requests_below_one_prefix_are_one_task() -> None:
 
 
 def test_queries_may_be_views_in_any_float_dtype() -> None:
-    """The kernel widens, scales and rounds them as torch does."""
+    """The kernel converts, scales and rounds them as torch does."""
     case = case_of(spec_of(head_dim=20, dtype=torch.bfloat16, scale=0.3), MIXED)
     backend = CpuBackend(case.spec, CPU)
     plan = backend.plan(case.batch)

@@ -1,4 +1,4 @@
-"""Rows that read K/V where it lies have the bits of rows that have it laid out, whoever shares a task."""
+"""The in-place decode path has the bits of the packed-block path, whatever shares a task."""
 
 from itertools import pairwise
 
@@ -22,8 +22,8 @@ from tests.cpu.attention_cases import Step as Case
 
 LENGTHS = [1, 17, 31, 32, 33, 63, 64, 65, 96, 128, 250, 255, 256, 257, 288, 289, 511, 513, 700, 40]
 F32, BF16 = torch.float32, torch.bfloat16
-# of K/V and of queries; both in bfloat16 are computed in pairs, where the processor can
-KINDS = [(one, F32) for one in (F32, BF16, torch.float16, torch.int8, torch.float8_e4m3fn)]
+# dtypes of K/V and of queries; two bfloat16 use VNNI if the CPU has it
+KINDS = [(kind, F32) for kind in (F32, BF16, torch.float16, torch.int8, torch.float8_e4m3fn)]
 KINDS.append((BF16, BF16))
 
 
@@ -40,7 +40,7 @@ def backend_of(spec: AttentionSpec, num_workers: int) -> CpuBackend:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3), (15, 5), (8, 1)])
 @pytest.mark.parametrize("head_dim", [8, 24, 40, 64])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=str)
-def test_a_row_has_the_bits_that_it_has_in_a_chunk(
+def test_a_decode_has_the_bits_of_a_chunk(
     kind: torch.dtype,
     dtype: torch.dtype,
     head_dim: int,
@@ -48,7 +48,7 @@ def test_a_row_has_the_bits_that_it_has_in_a_chunk(
     kv_heads: int,
     window: int | None,
 ) -> None:
-    """One token of each of 20 requests (all heads in a task), of 3 (some heads), and in chunks of 17."""
+    """A token of each of 20 requests (all heads in a task), of 1 to 9 of them, and chunks of 17."""
     spec = spec_of(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=4, dtype=dtype,
         kv_dtype=kind, windows=(window,), soft_cap=5.0 if head_dim == 24 else None,
@@ -63,23 +63,23 @@ def test_a_row_has_the_bits_that_it_has_in_a_chunk(
     q = torch.randn(chunks.num_tokens, heads, head_dim, generator=noise).to(dtype)
     in_chunks = run(backend, Case(chunks, q, planes, None))
 
-    for at in (0, 7, 16):
-        mine = torch.arange(at, chunks.num_tokens, 17)
-        shares = [(length - 17 + at, 1) for length in lengths]
-        one_each = batch_of(spec, shares, rows)
-        together = run(backend, Case(one_each, q[mine], planes, None))
-        assert_same_bits(together, in_chunks[mine])
+    for offset in (0, 7, 16):
+        q_rows = torch.arange(offset, chunks.num_tokens, 17)
+        shares = [(length - 17 + offset, 1) for length in lengths]
+        decodes = batch_of(spec, shares, rows)
+        together = run(backend, Case(decodes, q[q_rows], planes, None))
+        assert_same_bits(together, in_chunks[q_rows])
         for begin, end in pairwise([0, 3, 4, 11, len(lengths)]):
             few = batch_of(spec, shares[begin:end], rows[begin:end])
-            alone = run(backend, Case(few, q[mine[begin:end]], planes, None))
+            alone = run(backend, Case(few, q[q_rows[begin:end]], planes, None))
             assert_same_bits(alone, together[begin:end])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("num_tokens", range(1, 10))
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_so_many_rows_of_a_head(num_tokens: int, group: int, dtype: torch.dtype) -> None:
-    """Tiles of 1, 2 and 4 rows, whole and not: 1 to 9 tokens with 1 to 3 heads in a group."""
+def test_every_number_of_rows_per_head(num_tokens: int, group: int, dtype: torch.dtype) -> None:
+    """Full and partial tiles of 1, 2 and 4 rows: 1 to 9 tokens, GQA groups of 1 to 3 heads."""
     spec = spec_of(num_heads=2 * group, num_kv_heads=2, head_dim=24, dtype=dtype)
     noise = torch.Generator().manual_seed(num_tokens)
     lengths = [300, 270, 45]
@@ -90,12 +90,12 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int, dtype: torch.dtype)
     chunks = batch_of(spec, [(length - 40, 40) for length in lengths], rows)
     q = torch.randn(chunks.num_tokens, 2 * group, 24, generator=noise).to(dtype)
     in_chunks = run(backend, Case(chunks, q, planes, None)).view(3, 40, 2 * group, 24)
-    some = batch_of(spec, [(length - num_tokens, num_tokens) for length in lengths], rows)
-    mine = q.view(3, 40, 2 * group, 24)[:, 40 - num_tokens :].flatten(0, 1)
+    last_rows = batch_of(spec, [(length - num_tokens, num_tokens) for length in lengths], rows)
+    last_q = q.view(3, 40, 2 * group, 24)[:, 40 - num_tokens :].flatten(0, 1)
 
-    found = run(backend, Case(some, mine, planes, None))
+    out = run(backend, Case(last_rows, last_q, planes, None))
 
-    assert_same_bits(found, in_chunks[:, 40 - num_tokens :].flatten(0, 1))
+    assert_same_bits(out, in_chunks[:, 40 - num_tokens :].flatten(0, 1))
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -104,7 +104,7 @@ def test_so_many_rows_of_a_head(num_tokens: int, group: int, dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(F32, F32), (BF16, F32), (torch.int8, F32), (BF16, BF16)], ids=str
 )
-def test_blocks_that_several_workers_read(
+def test_split_kv_has_the_bits_of_a_chunk(
     kind: torch.dtype,
     dtype: torch.dtype,
     num_workers: int,
@@ -112,7 +112,7 @@ def test_blocks_that_several_workers_read(
     kv_heads: int,
     window: int | None,
 ) -> None:
-    """Blocks of one request, or of a prefix that two share, cut among workers: the bits of a chunk."""
+    """Blocks of a request, or of a prefix that two share, split among workers."""
     spec = spec_of(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -132,23 +132,21 @@ def test_blocks_that_several_workers_read(
         q = torch.randn(40, heads, 8, generator=noise).to(dtype)
         in_chunks = run(backend, Case(chunks, q, planes, None)).view(2, 20, heads, 8)
         for num_tokens in (1, 2, 3):
-            mine = q.view(2, 20, heads, 8)[:, -num_tokens:]
+            last_q = q.view(2, 20, heads, 8)[:, -num_tokens:]
             alone = batch_of(spec, [(kv_len - num_tokens, num_tokens)], rows[:1])
-            found = run(backend, Case(alone, mine[0], planes, None))
-            assert_same_bits(found, in_chunks[0, -num_tokens:])
+            out = run(backend, Case(alone, last_q[0], planes, None))
+            assert_same_bits(out, in_chunks[0, -num_tokens:])
             both = batch_of(spec, [(kv_len - num_tokens, num_tokens)] * 2, rows, sharing)
-            found = run(backend, Case(both, mine.flatten(0, 1), planes, None))
-            assert_same_bits(found, in_chunks[:, -num_tokens:].flatten(0, 1))
+            out = run(backend, Case(both, last_q.flatten(0, 1), planes, None))
+            assert_same_bits(out, in_chunks[:, -num_tokens:].flatten(0, 1))
 
 
 @pytest.mark.parametrize(
     ("kv_len", "broken", "query"),
     [(257, torch.nan, 1.0), (272, torch.nan, 1.0), (20, torch.nan, 1.0), (20, -1e30, 1e30)],
 )
-def test_scores_that_are_no_numbers_are_no_reason_to_look_away(
-    kv_len: int, broken: float, query: float
-) -> None:
-    """NaN in the last block's keys, or no score but -inf: the last row is NaN, alone or with others."""
+def test_nan_scores_give_nan_outputs(kv_len: int, broken: float, query: float) -> None:
+    """NaN in the last block's keys, or all scores -inf: the last row is NaN in any batch."""
     spec = spec_of(num_heads=2, num_kv_heads=1, head_dim=8)
     noise = torch.Generator().manual_seed(0)
     rows = pages_of([kv_len], 8, noise)
@@ -159,47 +157,45 @@ def test_scores_that_are_no_numbers_are_no_reason_to_look_away(
     for num_tokens in (1, 2, 9):
         q = torch.full((num_tokens, 2, 8), query)
         batch = batch_of(spec, [(kv_len - num_tokens, num_tokens)], rows)
-        found = run(backend, Case(batch, q, planes, None))
-        assert found[-1].isnan().all()
+        out = run(backend, Case(batch, q, planes, None))
+        assert out[-1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("place", [257, 258, 269, 270])
-def test_a_value_that_is_no_number_stays_with_rows_that_see_it(
-    place: int, window: int | None, dtype: torch.dtype
+@pytest.mark.parametrize("position", [257, 258, 269, 270])
+def test_a_non_finite_value_reaches_only_rows_that_see_it(
+    position: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """At even and at odd places of a block, for many rows and for few; the others keep their bits."""
+    """At even and odd keys of a block, for many rows and few; the other rows keep their bits."""
     spec = spec_of(num_heads=2, num_kv_heads=1, head_dim=24, dtype=dtype, windows=(window,))
     noise = torch.Generator().manual_seed(0)
     kv_len, backend = 290, CpuBackend(spec, CPU)
     rows = pages_of([kv_len], 8, noise)
     planes = planes_of(spec, rows, [kv_len], noise)
     broken = planes | {"v": planes["v"].clone()}
-    broken["v"][rows[0][place // 8], place % 8] = torch.inf
+    broken["v"][rows[0][position // 8], position % 8] = torch.inf
     q = torch.randn(kv_len, 2, 24, generator=noise).to(dtype)
     for begin, end in [
         (250, 290),
-        (place - 3, place),
-        (place - 1, place + 1),
-        (place + 4, place + 6),
+        (position - 3, position),
+        (position - 1, position + 1),
+        (position + 4, position + 6),
     ]:
         batch = batch_of(spec, [(begin, end - begin)], [rows[0][: -(-end // 8)]])
         expected = run(backend, Case(batch, q[begin:end], planes, None))
-        found = run(backend, Case(batch, q[begin:end], broken, None))
-        for position in range(begin, end):
-            if position < place or (window and position >= place + window):
-                assert_same_bits(found[position - begin], expected[position - begin])
+        out = run(backend, Case(batch, q[begin:end], broken, None))
+        for query in range(begin, end):
+            if query < position or (window and query >= position + window):
+                assert_same_bits(out[query - begin], expected[query - begin])
             else:
-                assert not found[position - begin].isfinite().any()
+                assert not out[query - begin].isfinite().any()
 
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_a_plan_that_follows_another_is_the_one_made_anew(
-    num_workers: int, window: int | None
-) -> None:
-    """Requests that grow by a token each, over block ends, alone and on a prefix, one more or less."""
+def test_a_reused_decode_plan_equals_a_new_plan(num_workers: int, window: int | None) -> None:
+    """Requests grow by a token per step, over block ends, with and without a shared prefix."""
     spec = spec_of(num_heads=4, num_kv_heads=2, windows=(window,))
     noise, backend = torch.Generator().manual_seed(0), backend_of(spec, num_workers)
     lengths = [640, 700, 900, 120]
@@ -213,48 +209,52 @@ def test_a_plan_that_follows_another_is_the_one_made_anew(
         shares = [(length + step, 1) for length in lengths[:count]]
         batch = batch_of(spec, shares, rows[:count], shared[:count])
 
-        found, expected = backend.plan(batch), backend_of(spec, num_workers).plan(batch)
+        actual, expected = backend.plan(batch), backend_of(spec, num_workers).plan(batch)
 
         for name in ("tasks", "starts", "splits", "tokens", "positions", "table"):
-            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
+            assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), (step, name)
         for name in ("page_size", "num_tokens", "max_rows", "state_rows"):
-            assert getattr(found, name) == getattr(expected, name)
-        assert [one.tolist() for one in found.phases] == [one.tolist() for one in expected.phases]
+            assert getattr(actual, name) == getattr(expected, name)
+        phases = [[phase.tolist() for phase in plan.phases] for plan in (actual, expected)]
+        assert phases[0] == phases[1]
 
 
-def test_tasks_are_cut_by_what_they_cost() -> None:
-    """A shared prefix and one long request are work for several; equal requests are a task each."""
+def test_tasks_are_partitioned_by_cost() -> None:
+    """A shared prefix or a long request is split into tasks; equal requests are a task each."""
     spec = spec_of(num_heads=8, num_kv_heads=8)
     backend = backend_of(spec, 2)
 
     def costs(lengths: list[int], shared: int = 0) -> list[list[int]]:
         noise = torch.Generator().manual_seed(0)
         rows = pages_of(lengths, 8, noise)
-        for one in rows[1:]:
-            one[: shared // 8] = rows[0][: shared // 8]
+        for pages in rows[1:]:
+            pages[: shared // 8] = rows[0][: shared // 8]
         sharing = [(-1, 0)] + [(0, shared)] * (len(rows) - 1) if shared else None
         batch = batch_of(spec, [(length - 1, 1) for length in lengths], rows, sharing)
         phases = backend.plan(batch).phases
-        return [[int(t[2] * (t[4] - t[3]) * (t[8] - t[7])) for t in phase] for phase in phases]
+        return [
+            [int(task[2] * (task[4] - task[3]) * (task[8] - task[7])) for task in phase]
+            for phase in phases
+        ]
 
     prefix, _ = costs([2100] * 16, shared=2048)
     assert len(prefix) == 8 and max(prefix) == min(prefix)
-    (one_long,) = costs([8192] + [101] * 7)
-    assert one_long == [8] * 39
+    (long_and_short,) = costs([8192] + [101] * 7)
+    assert long_and_short == [8] * 39
     (equal,) = costs([2000] * 16)
     assert len(equal) == 16
     (alone,) = costs([2000])
     assert alone == [8] * 8
     (odd,) = costs([2100])
     assert odd == [8] * 8 + [4] * 2
-    (one_full,) = costs([300])  # of two blocks, in both of which the workers read some heads each
-    assert one_full == [4] * 4
+    (two_blocks,) = costs([300])  # workers split both blocks by heads
+    assert two_blocks == [4] * 4
     (short,) = costs([200])
     assert short == [2] * 4
 
 
-def test_blocks_before_every_window_are_no_tasks() -> None:
-    """Layers that all have a window: blocks that no row sees in any of them are left out."""
+def test_blocks_before_every_window_are_left_out() -> None:
+    """If all layers have a window, blocks that no row sees in any layer have no task."""
     for windows, first in (((300, 700), 16), ((300, None), 0)):
         backend = backend_of(spec_of(num_heads=2, num_kv_heads=1, windows=windows), 2)
         rows = pages_of([5000], 8, torch.Generator().manual_seed(0))
@@ -266,14 +266,14 @@ def test_blocks_before_every_window_are_no_tasks() -> None:
 @pytest.mark.parametrize("group", [1, 4, 31])
 @pytest.mark.parametrize("windows", [(None,), (300,)])
 @pytest.mark.parametrize("position", [0, 255, 256, 700])
-def test_one_token_in_one_piece_is_cut_as_any_other(
+def test_the_fast_path_for_one_token_gives_the_same_tasks(
     group: int, windows: tuple[int | None, ...], position: int
 ) -> None:
-    """The short way gives what the long one does for the same token in a piece less than one."""
+    """num_tasks=1 takes the fast path of `add_rows`, 0 the general one: equal tasks."""
     spec = spec_of(num_heads=2 * group, num_kv_heads=2, page_size=16, windows=windows)
-    found = []
-    for pieces in (1, 0):
-        cut = TaskPartitioner(
+    plans = []
+    for num_tasks in (1, 0):
+        partitioner = TaskPartitioner(
             np.array([position]),
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -282,8 +282,8 @@ def test_one_token_in_one_piece_is_cut_as_any_other(
             state_width=66,
         )
         for block in (0, 1):
-            cut.add_rows(block, 7, (0,), (block, 3), pieces)
-        found.append(cut.build(np.zeros((1, 64), np.int32), 16))
+            partitioner.add_rows(block, 7, (0,), (block, 3), num_tasks)
+        plans.append(partitioner.build(np.zeros((1, 64), np.int32), 16))
 
     for name in ("tasks", "starts", "splits", "tokens", "positions"):
-        assert np.array_equal(getattr(found[0], name), getattr(found[1], name)), name
+        assert np.array_equal(getattr(plans[0], name), getattr(plans[1], name)), name

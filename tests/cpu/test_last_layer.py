@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ramify.attention import paged
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend
-from ramify.engine.execution import runner as runners
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import SampleSpec, StepPlan
@@ -175,7 +175,7 @@ def record_last_attention(
 ) -> list[list[int] | None]:
     """Positions of the rows of each step's pruned attention; None if there was none."""
     recorded: list[list[int] | None] = []
-    select_rows, forward = runners.select_rows, runner.forward
+    select_rows, forward = paged.select_rows, runner.forward
 
     def recording_select_rows(*args: Any) -> Any:
         batch = select_rows(*args)
@@ -186,7 +186,7 @@ def record_last_attention(
         recorded.append(None)
         return forward(plan)
 
-    monkeypatch.setattr(runners, "select_rows", recording_select_rows)
+    monkeypatch.setattr(paged, "select_rows", recording_select_rows)
     monkeypatch.setattr(runner, "forward", recording_forward)
     return recorded
 

@@ -1,4 +1,4 @@
-"""The CPU backends against the reference where contexts are many key blocks long."""
+"""The CPU backends against the reference, with contexts of many key blocks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "sparse": {"sparse": True},
     "mla, sparse": MLA | {"sparse": True, "page_size": 3},
 }
-# (cached, new): up to 4k cached, beside block borders, a draft, a chunk, a first chunk
+# (cached, new): up to 4k cached, at block edges, drafts, a later chunk, a first chunk
 LONG = [(4096, 1), (4095, 3), (2047, 1), (2048, 1), (1500, 40), (0, 300)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", ["cpu", "blocked", "sdpa"])
 def test_long_contexts_agree_with_the_reference(name: str, feature: str) -> None:
-    """Or the backend says why it does not serve them; `cpu` serves them all."""
+    """Or `supports` has a reason; `cpu` supports them all."""
     spec = spec_of(**({"num_heads": 4, "num_kv_heads": 2} | FEATURES[feature]))
     reason = backend_class(name).supports(spec, CPU)
     if reason is not None:
@@ -38,8 +38,8 @@ def test_long_contexts_agree_with_the_reference(name: str, feature: str) -> None
         return
     step = step_of(spec, LONG)
 
-    found = run(backend_class(name)(spec, CPU), step)
+    out = run(backend_class(name)(spec, CPU), step)
 
     expected = run(EagerBackend(spec, CPU), step).double()
-    error = (found.double() - expected).abs() / (1 + expected.abs())
+    error = (out.double() - expected).abs() / (1 + expected.abs())
     assert float(error.max()) < TOLERANCE[spec.dtype]

@@ -1,4 +1,4 @@
-"""Both paths of latent attention against attention in float64 over keys that are all recomputed."""
+"""Both paths of MLA against attention in float64 over recomputed keys and values."""
 
 import math
 from dataclasses import dataclass, replace
@@ -27,15 +27,15 @@ from ramify.kv.block_table import PagedBlockTable
 from ramify.models.ops.functional import per_head_matmul
 
 CPU = torch.device("cpu")
-# (cached, new): first chunks, later chunks, decode, across and at the borders of chunks of 16
+# (cached, new): first chunks, later chunks, decode, across and at the edges of chunks of 16
 SHARES = ((0, 5), (37, 1), (16, 16), (15, 2), (40, 9), (0, 33), (1, 1), (31, 1))
-SPREADING = MlaCostModel(0.0, 1.0, 0.0, 0.0)  # expanding is always cheaper
-KEEPING = MlaCostModel(0.0, 0.0, 1.0, 1.0)
+EXPANDED_IS_FREE = MlaCostModel(0.0, 1.0, 0.0, 0.0)
+ABSORBED_IS_FREE = MlaCostModel(0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch over scattered pages; every slot that is no request's token holds NaN."""
+    """A batch over scattered pages; every slot without a request's token is NaN."""
 
     spec: AttentionSpec
     batch: AttentionBatch
@@ -82,14 +82,14 @@ def case_of(
     }
     latents = []
     for seq, (cached, new) in enumerate(shares):
-        own = random(cached + new, latent_dim), random(cached + new, rope_dim)
-        for plane, values in zip(planes.values(), own, strict=True):
+        latent_and_rope = random(cached + new, latent_dim), random(cached + new, rope_dim)
+        for plane, values in zip(planes.values(), latent_and_rope, strict=True):
             plane.flatten(0, 1)[torch.from_numpy(batch.kv_slots(seq))] = values
-        latents.append(own)
-    keys, values = random(num_heads, nope_dim, latent_dim), random(num_heads, latent_dim, value_dim)
-    keys, values = keys / math.sqrt(latent_dim), values / math.sqrt(latent_dim)
+        latents.append(latent_and_rope)
+    w_uk, w_uv = random(num_heads, nope_dim, latent_dim), random(num_heads, latent_dim, value_dim)
+    w_uk, w_uv = w_uk / math.sqrt(latent_dim), w_uv / math.sqrt(latent_dim)
     up = UpProjection(
-        keys, values, lambda x: per_head_matmul(x, keys), lambda x: per_head_matmul(x, values)
+        w_uk, w_uv, lambda x: per_head_matmul(x, w_uk), lambda x: per_head_matmul(x, w_uv)
     )
     num_rows = batch.num_tokens + 3  # padding
     query = MlaQuery(
@@ -99,20 +99,20 @@ def case_of(
 
 
 def recomputed(case: Case) -> Tensor:
-    """[T, num_heads, value_dim] float64: keys and values of every head from every latent."""
+    """Attention over keys and values of every head: [T, num_heads, value_dim] float64."""
     query, batch = case.query, case.batch
-    found = []
+    outputs = []
     for seq, (latent, rope) in enumerate(case.latents):
         rows = slice(int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1]))
         keys = torch.einsum("nl,hdl->hnd", latent.double(), query.up.w_uk.double())
         values = torch.einsum("nl,hlv->hnv", latent.double(), query.up.w_uv.double())
         scores = torch.einsum("thd,hnd->htn", query.q_nope[rows].double(), keys)
         scores += torch.einsum("thr,nr->htn", query.q_rope[rows].double(), rope.double())
-        at = torch.arange(len(latent) - (rows.stop - rows.start), len(latent))
-        unseen = torch.arange(len(latent)) > at[:, None]
-        weights = (scores * case.spec.scale).masked_fill(unseen, -torch.inf).softmax(-1)
-        found.append(torch.einsum("htn,hnv->thv", weights, values))
-    return torch.cat(found)
+        positions = torch.arange(len(latent) - (rows.stop - rows.start), len(latent))
+        masked = torch.arange(len(latent)) > positions[:, None]
+        weights = (scores * case.spec.scale).masked_fill(masked, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("htn,hnv->thv", weights, values))
+    return torch.cat(outputs)
 
 
 def attention_of(case: Case, **options: Any) -> MlaAttention:
@@ -139,12 +139,12 @@ def test_ab4_every_configuration_with_a_prefix_equals_full_recompute(
     """Any widths, equal or not; any pages; cached or not; padding rows come back as zeros."""
     case = case_of(nope_dim=nope_dim, value_dim=value_dim, page_size=page_size)
 
-    found = run(case, path=path, chunk_keys=16)
+    out = run(case, path=path, chunk_keys=16)
 
     num_tokens = case.batch.num_tokens
-    assert found.shape == (num_tokens + 3, 3, value_dim)
-    assert not found[num_tokens:].any()
-    assert float((found[:num_tokens].double() - recomputed(case)).abs().max()) < 2e-5
+    assert out.shape == (num_tokens + 3, 3, value_dim)
+    assert not out[num_tokens:].any()
+    assert float((out[:num_tokens].double() - recomputed(case)).abs().max()) < 2e-5
 
 
 @pytest.mark.parametrize("path", ["absorbed", "expanded"])
@@ -156,21 +156,21 @@ def test_ab4_exact_is_absorbed_or_refused(path: MlaPath) -> None:
         with pytest.raises(ConfigError, match="exact=True: its bits differ"):
             run(case, path=path)
     else:
-        found = run(case, path=path)
-        assert torch.equal(found, run(case))
+        out = run(case, path=path)
+        assert torch.equal(out, run(case))
         num_tokens = case.batch.num_tokens
-        assert float((found[:num_tokens].double() - recomputed(case)).abs().max()) < 2e-5
+        assert float((out[:num_tokens].double() - recomputed(case)).abs().max()) < 2e-5
 
 
 @pytest.mark.parametrize("path", ["absorbed", "expanded"])
 def test_bfloat16_is_within_its_rounding(path: MlaPath) -> None:
-    """Outputs of the order of 1 are off by less than 0.05."""
+    """Outputs of about 1 differ by less than 0.05."""
     case = case_of(dtype=torch.bfloat16)
 
-    found = run(case, path=path, chunk_keys=16)[: case.batch.num_tokens]
+    out = run(case, path=path, chunk_keys=16)[: case.batch.num_tokens]
 
-    assert found.dtype == torch.bfloat16
-    assert float((found.double() - recomputed(case)).abs().max()) < 0.05
+    assert out.dtype == torch.bfloat16
+    assert float((out.double() - recomputed(case)).abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("chunk_keys", [1, 7, 16, 64, 512])
@@ -178,9 +178,9 @@ def test_chunks_of_any_length_agree(chunk_keys: int) -> None:
     """Chunks begin at multiples of their length from position 0, whatever is cached."""
     case = case_of()
 
-    found = run(case, path="expanded", chunk_keys=chunk_keys)[: case.batch.num_tokens]
+    out = run(case, path="expanded", chunk_keys=chunk_keys)[: case.batch.num_tokens]
 
-    assert float((found.double() - recomputed(case)).abs().max()) < 2e-5
+    assert float((out.double() - recomputed(case)).abs().max()) < 2e-5
 
 
 def test_no_more_keys_than_a_chunk_are_expanded_at_once() -> None:
@@ -200,8 +200,8 @@ def test_no_more_keys_than_a_chunk_are_expanded_at_once() -> None:
     assert sizes == [16] * 6 + [13] + [16] * 3 + [2]
 
 
-def test_long_chunks_of_queries_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores in flight have a limit too; the answer does not depend on it."""
+def test_many_query_rows_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of scores in flight is limited; the output does not depend on it."""
     case = case_of()
     whole = run(case, path="expanded", chunk_keys=16)
 
@@ -212,7 +212,7 @@ def test_long_chunks_of_queries_are_taken_in_parts(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 11, 12])
 def test_merging_by_log_sum_exp_is_attention_over_both_parts(cut: int) -> None:
-    """Wherever the keys are cut, also where a part or a row sees nothing."""
+    """Wherever the keys are split, also if a part or a row sees no key."""
     noise = torch.Generator().manual_seed(cut)
     scores, values = torch.randn(2, 4, 12, generator=noise), torch.randn(2, 12, 3, generator=noise)
     scores[:, 1, :5] = -torch.inf
@@ -232,7 +232,7 @@ def test_merging_by_log_sum_exp_is_attention_over_both_parts(cut: int) -> None:
 
 
 def test_costs_choose_the_path_of_each_request() -> None:
-    """Expanding pays where many queries share the price of the keys, and never for one query."""
+    """Expanding is cheaper if many queries share its cost, and never used for one query."""
     costs = MlaCostModel(
         absorbed_row=0.0,
         absorbed_pair=3.0,
@@ -243,18 +243,18 @@ def test_costs_choose_the_path_of_each_request() -> None:
 
     plan = attention_of(case, costs=costs).plan(case.batch)
 
-    assert [span.stop - span.start for span in plan.expanded] == [16]
+    assert [request.stop - request.start for request in plan.expanded] == [16]
     assert plan.absorbed_rows is not None
     assert plan.absorbed_rows.tolist() == [*range(15), *range(31, 46)]
-    assert attention_of(case, costs=KEEPING).plan(case.batch).expanded == []
-    spread = attention_of(case, costs=SPREADING).plan(case.batch).expanded
-    assert [span.stop - span.start for span in spread] == [14, 16, 15]
-    mixed = run(case, costs=costs)[: case.batch.num_tokens]
-    assert float((mixed.double() - recomputed(case)).abs().max()) < 2e-5
+    assert attention_of(case, costs=ABSORBED_IS_FREE).plan(case.batch).expanded == []
+    expanded = attention_of(case, costs=EXPANDED_IS_FREE).plan(case.batch).expanded
+    assert [request.stop - request.start for request in expanded] == [14, 16, 15]
+    out = run(case, costs=costs)[: case.batch.num_tokens]
+    assert float((out.double() - recomputed(case)).abs().max()) < 2e-5
 
 
-def test_costs_are_measured_when_asked_for_and_once() -> None:
-    """Four figures of seconds; a step of decoding alone asks for none."""
+def test_costs_are_measured_on_first_use_and_once() -> None:
+    """Seconds per unit of work; a step of decodes alone needs none."""
     case = case_of(shares=((10, 1), (3, 1)))
     attention = attention_of(case)
     attention.plan(case.batch)
@@ -275,21 +275,21 @@ def test_costs_are_measured_when_asked_for_and_once() -> None:
         ({"windows": (7,)}, "it knows no window"),
     ],
 )
-def test_what_the_expanded_path_does_not_know_is_refused_or_absorbed(
+def test_unsupported_by_the_expanded_path_is_an_error_or_absorbed(
     changes: dict[str, Any], message: str
 ) -> None:
-    """Asked for it raises; by cost alone the absorbed path is taken, however dear."""
+    """`path="expanded"` raises; `auto` takes the absorbed path, whatever it costs."""
     case = case_of(**changes)
     with pytest.raises(ConfigError, match=message):
         attention_of(case, path="expanded")
 
-    plan = attention_of(case, costs=SPREADING).plan(case.batch)
+    plan = attention_of(case, costs=EXPANDED_IS_FREE).plan(case.batch)
 
     assert plan.expanded == []
 
 
 def test_misuse_is_refused() -> None:
-    """Another kind of attention, an index without sparseness and the reverse, no chunk."""
+    """Wrong kind, index without sparse, sparse without index, an empty chunk."""
     case = case_of()
     index = SparseIndex(top_k=4, num_heads=2, head_dim=8, device=CPU, exact=False)
     plain = AttentionSpec(
@@ -312,7 +312,7 @@ def test_misuse_is_refused() -> None:
 
 
 def test_sparse_attention_reads_what_the_index_selects() -> None:
-    """With an index that keeps all it is dense attention; one that keeps 4 gives another answer."""
+    """An index of all keys gives dense attention; top_k=4 differs at later positions."""
     case = case_of(sparse=True)
     noise = torch.Generator().manual_seed(0)
     num_rows = len(case.query.q_nope)
@@ -325,7 +325,7 @@ def test_sparse_attention_reads_what_the_index_selects() -> None:
     keys = torch.randn(*case.planes["latent"].shape[:2], 8, generator=noise)
     case = replace(case, query=query, planes=case.planes | {"index_key": keys})
 
-    found = {
+    outputs = {
         top_k: run(
             case,
             index=SparseIndex(top_k=top_k, num_heads=2, head_dim=8, device=CPU, exact=False),
@@ -335,7 +335,7 @@ def test_sparse_attention_reads_what_the_index_selects() -> None:
 
     errors = {
         k: (out[: case.batch.num_tokens].double() - recomputed(case)).abs().amax((1, 2))
-        for k, out in found.items()
+        for k, out in outputs.items()
     }
     assert float(errors[64].max()) < 2e-5
     few = torch.from_numpy(case.batch.positions < 4)

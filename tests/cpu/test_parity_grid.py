@@ -1,4 +1,4 @@
-"""Every backend against the reference over every feature; what is skipped says why.
+"""Every backend against the reference over every feature; a skipped cell has a reason.
 
 `python -m tests.cpu.test_parity_grid`, from the root, prints the table.
 """
@@ -20,7 +20,7 @@ MLA = {"kind": "mla", "num_heads": 5, "num_kv_heads": 1, "head_dim": 40, "value_
 
 
 def spec_of(**changes: object) -> AttentionSpec:
-    """One K/V head unless the feature is about heads: less to interpret."""
+    """One K/V head unless the feature is about heads: the interpreter is slow."""
     return any_spec(**({"num_heads": 3, "num_kv_heads": 1} | changes))
 
 
@@ -54,7 +54,7 @@ FEATURES: dict[str, dict[str, object]] = {
 # (cached, new): first chunks, later chunks, decode, drafts, splits of 64 keys and their edges
 MIXED = [(0, 5), (37, 1), (130, 1), (63, 1), (60, 9)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-SKIPPED_ON_CPU = {  # what nobody skips by accident: the feature is a part of the reason
+SKIPPED_ON_CPU = {  # no feature is skipped by accident: the reason must have one of these words
     "sdpa": ("soft_cap", "value_dim", "kv_dtype", "kind=mla", "sparse", "exact"),
     "cpu": ("float8_e5m2",),
     "blocked": ("value_dim", "kv_dtype", "kind=mla", "sparse"),
@@ -66,15 +66,15 @@ SKIPPED_ON_CPU = {  # what nobody skips by accident: the feature is a part of th
 }
 
 
-def made(name: str, spec: AttentionSpec) -> AttentionBackend:
-    """Triton's with small tiles, the others as they are."""
+def backend_of(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """Triton with small tiles, the others with their defaults."""
     return triton(spec) if name == "triton" else backend_class(name)(spec, CPU)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager"])
 def test_a_backend_agrees_with_the_reference_or_says_why_not(name: str, feature: str) -> None:
-    """Every cell of the grid is either equal to eager or has a reason of `supports`."""
+    """Every cell of the grid equals eager, or `supports` has a reason."""
     spec = spec_of(**FEATURES[feature])
     reason = backend_class(name).supports(spec, CPU)
     if reason is not None:
@@ -82,41 +82,41 @@ def test_a_backend_agrees_with_the_reference_or_says_why_not(name: str, feature:
         return
     step = step_of(spec, MIXED)
 
-    found = run(made(name, spec), step, padding=3)
+    out = run(backend_of(name, spec), step, padding=3)
 
     expected = run(EagerBackend(spec, CPU), step)
-    assert found.dtype == spec.dtype
-    assert found.shape == (step.batch.num_tokens + 3, spec.num_heads, spec.v_head_dim)
-    assert torch.equal(found[-3:], torch.zeros_like(found[-3:]))
-    error = (found[:-3].double() - expected.double()).abs() / (1 + expected.double().abs())
+    assert out.dtype == spec.dtype
+    assert out.shape == (step.batch.num_tokens + 3, spec.num_heads, spec.v_head_dim)
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
+    error = (out[:-3].double() - expected.double()).abs() / (1 + expected.double().abs())
     assert float(error.max()) < TOLERANCE[spec.dtype]
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "free"])
 @pytest.mark.parametrize("window", [None, 1, 9, 64, 90])
-def test_any_way_of_cutting_a_step_agrees(window: int | None, exact: bool, split: bool) -> None:
-    """Split or not, one fold or two, windows that begin in the middle of a split."""
+def test_any_partition_of_a_step_agrees(window: int | None, exact: bool, split: bool) -> None:
+    """Split or not, merged per split or not, windows that begin inside a split."""
     spec = spec_of(windows=(window,), exact=exact, num_heads=3, num_kv_heads=1)
     step = step_of(spec, MIXED)
 
-    found = run(triton(spec, split=split), step)
+    out = run(triton(spec, split=split), step)
 
     expected = run(EagerBackend(spec, CPU), step)
-    assert float((found - expected).abs().max()) < 2e-5
+    assert float((out - expected).abs().max()) < 2e-5
 
 
 def test_ab27_no_head_dim_needs_to_be_a_power_of_two_in_any_dtype() -> None:
-    """Masked lanes: 80, 96 and 192 with scales, float8 and a value of another width."""
+    """80, 96 and 192 with scales, float8 and another `value_dim`."""
     for dim in (80, 96, 192):
         for kv_dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
             spec = spec_of(head_dim=dim, kv_dtype=kv_dtype, value_dim=dim - 16)
             step = step_of(spec, [(20, 1), (0, 3)])
 
-            found = run(triton(spec), step)
+            out = run(triton(spec), step)
 
             expected = run(EagerBackend(spec, CPU), step)
-            assert float((found - expected).abs().max()) < (2e-5 if kv_dtype.itemsize < 2 else 1e-2)
+            assert float((out - expected).abs().max()) < (2e-5 if kv_dtype.itemsize < 2 else 1e-2)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -127,12 +127,12 @@ def test_an_empty_batch_is_legal_everywhere(name: str) -> None:
         pytest.skip(str(backend_class(name).supports(spec, CPU)))
     step = step_of(spec, [])
 
-    assert torch.equal(run(made(name, spec), step, padding=4), torch.zeros(4, 3, 16))
+    assert torch.equal(run(backend_of(name, spec), step, padding=4), torch.zeros(4, 3, 16))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has a CUDA device")
 def test_without_cuda_every_gpu_backend_says_what_is_missing() -> None:
-    """No probing by exception: `supports` answers for a device that is not there."""
+    """`supports` gives a reason for a missing device, without an exception."""
     for name in ("triton", "flashinfer", "varlen", "flex"):
         reason = backend_class(name).supports(spec_of(), torch.device("cuda"))
 

@@ -1,4 +1,4 @@
-"""Triton's kernels in the interpreter: the same bits however rows and keys are cut."""
+"""The Triton kernels in the interpreter: the same bits for every partition of rows and keys."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def exact(kind: str, **changes: object) -> AttentionSpec:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_of_any_length_gives_the_bits_of_the_whole_prompt(kind: str) -> None:
-    """One shot, chunks, a draft, decode with split keys: one arithmetic."""
+    """Chunks, drafts, decodes with split keys: the same bits."""
     spec, total = exact(kind), 101
     whole = step_of(spec, [(0, total)])
     rows = [whole.batch.block_table[0].tolist()]
@@ -57,13 +57,13 @@ def test_a_chunk_of_any_length_gives_the_bits_of_the_whole_prompt(kind: str) -> 
     for cached, new in ((64, 37), (90, 7), (97, 3), (63, 1), (64, 1), (100, 1)):
         part = whole.take(slice(cached, cached + new), batch_of(spec, [(cached, new)], rows))
         for split in (True, False) if new < 8 else (False,):
-            found = run(triton(spec, split=split), part)
-            assert_same_bits(found, expected[cached : cached + new])
+            out = run(triton(spec, split=split), part)
+            assert_same_bits(out, expected[cached : cached + new])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batch_mates_change_no_bit(kind: str) -> None:
-    """Alone or among others, wherever in the tile and the batch."""
+def test_other_requests_change_no_bit(kind: str) -> None:
+    """Alone or with others, at any index of the tile and the batch."""
     spec = exact(kind)
     shares = [(70, 1), (0, 9), (129, 1), (30, 3)]
     step = step_of(spec, shares)
@@ -77,7 +77,7 @@ def test_batch_mates_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sparse"])
-def test_a_prefix_read_once_gives_the_bits_of_one_read_by_each(kind: str) -> None:
+def test_reading_a_shared_prefix_once_changes_no_bit(kind: str) -> None:
     """Grouped, ungrouped and unsplit decode; nested sharing; drafts among single tokens."""
     spec = exact(kind)
     shares = [(140, 1), (135, 1), (130, 3), (150, 1), (70, 1)]
@@ -92,7 +92,7 @@ def test_a_prefix_read_once_gives_the_bits_of_one_read_by_each(kind: str) -> Non
     assert_same_bits(run(grouping, step), expected)
     assert_same_bits(run(triton(spec, split=False), unshared), expected)
 
-    items = [len(backend.plan(one.batch).arrays["decode_items"].nonzero()) for backend, one in
+    items = [len(backend.plan(case.batch).arrays["decode_items"].nonzero()) for backend, case in
              ((grouping, step), (plain, unshared))]  # fmt: skip
     assert items[0] < items[1]
 
@@ -101,7 +101,7 @@ def test_a_prefix_read_once_gives_the_bits_of_one_read_by_each(kind: str) -> Non
 def test_pages_change_no_bit(kind: str) -> None:
     """Pages of 1, 3, 16 or 64 tokens, anywhere, with anything in their unused slots."""
     noise = torch.Generator().manual_seed(5)
-    shares, found = [(75, 1), (0, 5)], []
+    shares, outputs = [(75, 1), (0, 5)], []
     lengths = [76, 5]
     tokens: dict[str, list[Tensor]] = {}
     for page_size in (1, 3, 16, 64):
@@ -111,22 +111,22 @@ def test_pages_change_no_bit(kind: str) -> None:
         for seq, length in enumerate(lengths):
             slots = torch.from_numpy(step.batch.kv_slots(seq))
             for name, plane in planes.items():
-                known = tokens.setdefault(name, [])
-                if len(known) == seq:
-                    known.append(torch.randn(length, *plane.shape[2:], generator=noise))
-                plane.flatten(0, 1)[slots] = known[seq]
+                by_seq = tokens.setdefault(name, [])
+                if len(by_seq) == seq:
+                    by_seq.append(torch.randn(length, *plane.shape[2:], generator=noise))
+                plane.flatten(0, 1)[slots] = by_seq[seq]
         q = torch.linspace(-1, 1, step.q.numel()).view_as(step.q)
-        found.append(run(triton(spec), Step(step.batch, q, planes, None)))
+        outputs.append(run(triton(spec), Step(step.batch, q, planes, None)))
 
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
+    for out in outputs[1:]:
+        assert_same_bits(out, outputs[0])
 
 
 def _rows(step: Step) -> list[list[int]]:
     return [[page for page in row if page >= 0] for row in step.batch.block_table.tolist()]
 
 
-def test_what_a_step_is_planned_into_keeps_its_address() -> None:
+def test_buffers_of_a_plan_keep_their_addresses() -> None:
     """A CUDA graph holds pointers: steps of the same signature reuse every buffer in place."""
     spec = exact("gqa")
     rows = [list(range(20)), list(range(20, 40))]
@@ -137,14 +137,14 @@ def test_what_a_step_is_planned_into_keeps_its_address() -> None:
         tensors = [*plan.arrays.values(), plan.partial_acc, plan.partial_ml]
         return plan.signature, [tensor.data_ptr() for tensor in tensors]
 
-    planned(159)  # the largest step first, as a captured one is
-    kept = [planned(cached) for cached in (150, 151, 155)]
+    planned(159)  # the largest step first, as for a CUDA graph
+    plans = [planned(cached) for cached in (150, 151, 155)]
 
-    assert kept[0] == kept[1] == kept[2]
+    assert plans[0] == plans[1] == plans[2]
 
 
 def test_a_signature_changes_with_the_addresses() -> None:
-    """A batch that outgrows the buffers moves them, and the signature says so."""
+    """A batch that outgrows the buffers reallocates them and changes the signature."""
     spec = exact("gqa")
     backend = triton(spec)
     small = backend.plan(batch_of(spec, [(8, 1)], [[0, 1]])).signature
@@ -155,7 +155,7 @@ def test_a_signature_changes_with_the_addresses() -> None:
 
 
 class Recorded(TorchDispatchMode):
-    """The names of all operators that ran."""
+    """Records the names of all torch operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Recorded(TorchDispatchMode):
 
 
 def test_pb31_one_upload_per_step_and_ab13_nothing_read_back() -> None:
-    """A step's arrays travel in one copy; no value of a tensor is asked for."""
+    """A step's arrays are uploaded in one copy; no tensor value is read back."""
     spec = exact("gqa")
     backend = triton(spec)
     step = step_of(spec, [(100, 1), (0, 30)])
@@ -180,19 +180,19 @@ def test_pb31_one_upload_per_step_and_ab13_nothing_read_back() -> None:
     assert not [name for name in recorded.names if "local_scalar" in name or "item" in name]
 
 
-def test_ab26_a_buffer_on_its_way_is_not_written_again() -> None:
-    """Consecutive steps are staged in different host buffers, and the device has the last one."""
+def test_ab26_a_buffer_being_copied_is_not_overwritten() -> None:
+    """Consecutive steps use different host buffers; the device has the last step."""
     arrays = StagingBuffers(CPU)
     steps = [torch.arange(4, dtype=torch.int32).add(10 * n).numpy() for n in range(3)]
     staged = []
 
     for step in steps:
-        found = arrays.upload({"a": step, "last": step})
+        uploaded = arrays.upload({"a": step, "last": step})
         staged.append(arrays._host[(arrays._step - 1) % NUM_STAGES].copy())
-        assert found["a"][:, 0].tolist() == step.tolist()
+        assert uploaded["a"][:, 0].tolist() == step.tolist()
 
     assert arrays._host[0].ctypes.data != arrays._host[1].ctypes.data
-    assert (arrays._host[1] == staged[1]).all()  # the third step left it alone
+    assert (arrays._host[1] == staged[1]).all()  # the third step did not write it
 
 
 IMPORTS = """
@@ -208,10 +208,10 @@ print(*sorted({"triton", "flashinfer", "numba"} & set(sys.modules)))
 
 
 def test_pb29_no_optional_extra_is_loaded_before_it_is_used() -> None:
-    """Neither the package, nor a star import, nor choosing among all backends loads one."""
-    done = subprocess.run(
+    """Neither the package, a star import, nor `select_backend` loads an optional extra."""
+    process = subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, timeout=120
     )
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == []

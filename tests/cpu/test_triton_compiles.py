@@ -1,4 +1,4 @@
-"""Triton's kernels compile for real devices, without one: types, shared memory, registers."""
+"""The Triton kernels compile for real GPUs, on a machine without: types and shared memory."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the compiler comes with triton")
 
-# The backend's own launch, with the compiler in place of the launcher.
+# The backend's own launch, with the compiler instead of the launcher.
 COMPILE = """
 import sys
 from pathlib import Path
@@ -43,11 +43,11 @@ class Compiled:
         signature = {name: signature[name] for name in names}
         source = ASTSource(self.kernel, signature, constants, aligned)
         options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
-        found = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
-        assert found.metadata.shared <= SHARED, (constants, found.metadata.shared)
+        compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
+        assert compiled.metadata.shared <= SHARED, (constants, compiled.metadata.shared)
         if not enable_fp_fusion:
-            assert "fma.rn.f32" not in found.asm["ptx"] or constants["TYPE"] == paged_attention.tl.float32
-        print(constants.get("BLOCK_M"), found.metadata.shared)
+            assert "fma.rn.f32" not in compiled.asm["ptx"] or constants["TYPE"] == paged_attention.tl.float32
+        print(constants.get("BLOCK_M"), compiled.metadata.shared)
 
 paged_attention.paged_attention = Compiled(paged_attention.paged_attention)
 paged_attention.merge_split_kv = Compiled(paged_attention.merge_split_kv)
@@ -61,8 +61,8 @@ for changes in eval(sys.argv[3]):
         batch = batch_of(spec, [(cached, new)], [rows[0][: -(-(cached + new) // 16)]])
         planes = planes_of(spec, rows, [1000], torch.Generator())
         q = torch.zeros(new, spec.num_heads, spec.head_dim, dtype=spec.dtype)
-        chosen = torch.zeros(new, 64, dtype=torch.int32) if spec.sparse else None
-        backend.run(backend.plan(batch), 0, q, planes, selected=chosen)
+        selected = torch.zeros(new, 64, dtype=torch.int32) if spec.sparse else None
+        backend.run(backend.plan(batch), 0, q, planes, selected=selected)
 """
 BF16 = "'dtype': torch.bfloat16"
 MLA = "'kind': 'mla', 'num_heads': 16, 'num_kv_heads': 1, 'head_dim': 576, 'value_dim': 512"
@@ -78,7 +78,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compile_for_a_hopper(case: str, tmp_path: Path) -> None:
-    """Every launch of a decode step and of a chunk, within the shared memory of a block."""
+    """Every launch of a decode step and of a chunk fits the shared memory of a thread block."""
     _compile(90, 227 << 10, CASES[case], tmp_path)
 
 
@@ -88,14 +88,14 @@ def test_kernels_compile_for_an_ampere(tmp_path: Path) -> None:
 
 
 def _compile(arch: int, shared: int, changes: str, cache: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[2]
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{root / 'src'}:{root}"}
 
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", COMPILE, str(arch), str(shared), f"[{changes}]"],
         capture_output=True, text=True, check=False, timeout=280, env=environment,
     )  # fmt: skip
 
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) >= 3
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert len(process.stdout.splitlines()) >= 3

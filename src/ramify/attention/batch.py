@@ -132,22 +132,18 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """Like `from_rows` for requests with one new token each, but faster."""
         page_size, count = table.page_size, len(rows)
-        lengths = [at + 1 for at in cached]
+        lengths = [length + 1 for length in cached]
         cu_q, positions = _iota(count), np.array(cached, np.int32)
         kv, last = positions + 1, positions // page_size
         pages = _pages(table, rows, lengths, kv)
         page_of = pages[cu_q[:-1], last]
         assert np.count_nonzero(page_of >= 0) == count, "a new token has no page"
         slots = (page_of - last).astype(np.int64) * page_size + positions
+        arrays = (cu_q, kv, positions, pages, positions, slots)
         for array in (kv, pages, positions, slots):
             array.flags.writeable = False
         return cls(
-            cu_q,
-            kv,
-            positions,
-            pages,
-            positions,
-            slots,
+            *arrays,
             *sharing,
             page_size=page_size,
             max_q_len=min(1, count),
@@ -167,7 +163,7 @@ class AttentionBatch:
         """
         size, num_pages = self.page_size, self.block_table.shape[1]
         positions, slots, pages = self.seq_lens_kv, self.slot_mapping + 1, self.block_table
-        in_new_page = [i for i, at in enumerate(positions.tolist()) if at % size == 0]
+        in_new_page = [i for i, position in enumerate(positions.tolist()) if position % size == 0]
         width = -(-(self.max_kv_len + 1) // size)
         if in_new_page:
             pages = np.full((len(rows), width), -1, np.int32)
@@ -180,13 +176,9 @@ class AttentionBatch:
             pages.flags.writeable = False
         kv = positions + 1
         kv.flags.writeable = slots.flags.writeable = False
+        arrays = (self.cu_seqlens_q, kv, positions, pages, positions, slots)
         return AttentionBatch(
-            self.cu_seqlens_q,
-            kv,
-            positions,
-            pages,
-            positions,
-            slots,
+            *arrays,
             self.shared_with,
             self.shared_len,
             page_size=size,
@@ -222,7 +214,7 @@ class AttentionBatch:
                 by default all. The rows before count as cached.
         """
         assert list(seqs) == sorted(seqs)
-        shared_with, shared_len = self._sharing_of(seqs)
+        sharing = self._sharing_of(seqs)
         ends = self.cu_seqlens_q[1:][seqs]
         lens = ends - self.cu_seqlens_q[:-1][seqs] if num_rows is None else num_rows
         cu_q = np.zeros(len(seqs) + 1, np.int32)
@@ -230,16 +222,8 @@ class AttentionBatch:
         rows = np.arange(cu_q[-1]) + np.repeat(ends - cu_q[1:], lens)
         kv = self.seq_lens_kv[seqs]
         cached = (kv - lens).astype(np.int32)
-        arrays = (
-            cu_q,
-            kv,
-            cached,
-            self.block_table[seqs],
-            self.positions[rows],
-            self.slot_mapping[rows],
-            shared_with,
-            shared_len,
-        )
+        positions, slots = self.positions[rows], self.slot_mapping[rows]
+        arrays = (cu_q, kv, cached, self.block_table[seqs], positions, slots, *sharing)
         for array in arrays:
             array.flags.writeable = False
         return AttentionBatch(

@@ -201,9 +201,8 @@ class MlaAttention:
         selected: Tensor | None,
     ) -> Tensor:
         q = torch.cat((query.up.absorb(query.q_nope), query.q_rope), -1)
-        return query.up.project_v(
-            self.backend.run(plan.absorbed, layer, q, planes, selected=selected)
-        )
+        latents = self.backend.run(plan.absorbed, layer, q, planes, selected=selected)
+        return query.up.project_v(latents)
 
     def _expanded(
         self, request: RequestSlice, query: MlaQuery, planes: Mapping[str, Tensor]

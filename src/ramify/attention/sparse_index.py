@@ -122,15 +122,9 @@ class SparseIndex:
                 num_keys = int(lens[stop - 1])
                 slots = np.zeros(-(-num_keys // KEY_TILE) * KEY_TILE, np.int64)
                 slots[:num_keys] = kv_slots[:num_keys]
-                tiles.append(
-                    IndexTile(
-                        start,
-                        stop,
-                        num_keys,
-                        torch.from_numpy(slots).to(self.device),
-                        torch.from_numpy(lens[start:stop]).to(self.device),
-                    )
-                )
+                arrays = (slots, lens[start:stop])
+                on_device = (torch.from_numpy(array).to(self.device) for array in arrays)
+                tiles.append(IndexTile(start, stop, num_keys, *on_device))
         return IndexPlan(tiles, min(self.top_k, int(lens.max(initial=0))))
 
     def select(self, plan: IndexPlan, query: IndexQuery, planes: Mapping[str, Tensor]) -> Tensor:

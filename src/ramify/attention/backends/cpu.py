@@ -307,11 +307,5 @@ def _plane_view(planes: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     size = plane.element_size()
     head = plane.stride(2) * size if plane.dim() == 4 else 0
     scales = 0 if scale is None else scale.data_ptr()
-    return (
-        KV_KINDS[plane.dtype],
-        plane.data_ptr(),
-        plane.shape[-1],
-        plane.stride(1) * size,
-        head,
-        scales,
-    )
+    width, token = plane.shape[-1], plane.stride(1) * size
+    return KV_KINDS[plane.dtype], plane.data_ptr(), width, token, head, scales

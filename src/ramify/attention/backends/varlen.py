@@ -78,13 +78,8 @@ class VarlenBackend:
             flat = np.concatenate(slots) if slots else np.zeros(0, np.int64)
             cu_k = np.concatenate([[0], np.cumsum(batch.seq_lens_kv)]).astype(np.int32)
             kv_metadata = (self._upload(cu_k), self._upload(flat), None, None)
-        return VarlenPlan(
-            batch.num_tokens,
-            batch.max_q_len,
-            batch.max_kv_len,
-            self._upload(batch.cu_seqlens_q),
-            *kv_metadata,
-        )
+        cu_q = self._upload(batch.cu_seqlens_q)
+        return VarlenPlan(batch.num_tokens, batch.max_q_len, batch.max_kv_len, cu_q, *kv_metadata)
 
     def _upload(self, array: NDArray[np.integer]) -> Tensor:
         host = torch.from_numpy(array.copy())

@@ -4,47 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.backends.cpu import CpuBackend
-from ramify.attention.batch import AttentionBatch
 from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedAttention
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
 from ramify.models.dense import DenseDecoder
 from ramify.models.loader import Decoder
 from ramify.models.ops.cpu_layer_attention import FusedAttention, FusedAttentionArgs
-
-
-class PagedAttention:
-    """Attention of one step, called by a decoder layer by layer: writes K/V, then attends."""
-
-    def __init__(self, runner: ModelRunner, step: StepPlan, slots: Tensor) -> None:
-        self._runner, self._batch, self._slots = runner, step.batch, slots
-        self._plan: Any = runner.backend.plan(step.batch)
-        self.fused_args = runner.inline_step(self._plan, slots)
-        self.output_rows = runner.output_rows(step)
-
-    def __call__(self, layer: int, q: Any, *new: Tensor) -> Tensor:
-        """Write the K/V of a layer (`new`, one tensor per plane), and attend to it.
-
-        Args:
-            q: query rows [T, ...]; in the last layer perhaps only those of `output_rows`.
-        """
-        runner, pool = self._runner, self._runner.pool
-        names = [plane.name for plane in pool.layout.planes]
-        pool.write_kv(layer, self._slots, **dict(zip(names, new, strict=True)))
-        if self.output_rows is not None and isinstance(q, Tensor) and len(q) < len(self._slots):
-            if not len(q):
-                return torch.empty_like(q)
-            self._plan = runner.backend.plan(select_rows(self._batch, self.output_rows.numpy()))
-        return runner.backend.run(self._plan, layer, q, pool.planes(layer))
 
 
 class ModelRunner:
@@ -118,7 +91,10 @@ class ModelRunner:
             token_ids, positions = (np.pad(x, (0, num_padding)) for x in (token_ids, positions))
             slots = np.concatenate([slots, spare])
         tensors = [torch.from_numpy(array) for array in (token_ids, positions, slots)]
-        attend = PagedAttention(self, plan, tensors[2])
+        attend = PagedAttention(
+            self.backend, self.pool, batch, tensors[2], output_rows=self.output_rows(plan)
+        )
+        attend.fused_args = self.inline_step(attend.plan, tensors[2])
         hidden = self.model.forward(tensors[0], tensors[1], attend)
         return hidden[: batch.num_tokens] if num_padding else hidden
 
@@ -136,10 +112,3 @@ class ModelRunner:
             return []
         rows: list[int] = torch.nonzero(~torch.isfinite(hidden).all(-1))[:, 0].tolist()
         return rows
-
-
-def select_rows(batch: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:
-    """The batch reduced to query rows [R], which must be the last rows of their requests."""
-    owners = np.searchsorted(batch.cu_seqlens_q, rows, side="right") - 1
-    seqs, counts = np.unique(owners, return_counts=True)
-    return batch.select(seqs.tolist(), counts)

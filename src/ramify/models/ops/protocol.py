@@ -11,7 +11,7 @@ from torch import Tensor
 RowFunction = Callable[[Tensor], Tensor]
 
 # attend(layer, query, *kv) -> attention output. It writes kv, one tensor [T, ...] per K/V plane, to the
-# step's slots, then attends. The engine's is `ramify.engine.execution.runner.PagedAttention`.
+# step's slots, then attends. The engine's is `ramify.attention.paged.PagedAttention`.
 #
 #   dense     attend(layer, q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]) -> like q
 #   DeepSeek  attend(layer, MlaQuery, latent [T, latent_dim], rope [T, rope_dim][, index_key [T, dim]])
