@@ -75,12 +75,12 @@ def workloads(args: argparse.Namespace, repeat: int, vocab: int) -> list[Workloa
         return [rng.randrange(3, vocab) for _ in range(count)]
 
     shared = ids(args.shared)
-    asked = [shared + ids(args.own) for _ in range(args.requests)]
-    again = [shared + ids(args.own) for _ in range(args.requests)]
+    cold = [shared + ids(args.own) for _ in range(args.requests)]
+    warm = [shared + ids(args.own) for _ in range(args.requests)]
     alone = [ids(args.shared + args.own) for _ in range(args.requests)]
     return [
-        Workload("cold", asked, args.new),
-        Workload("warm", again, args.new),
+        Workload("cold", cold, args.new),
+        Workload("warm", warm, args.new),
         Workload("no sharing", alone, args.new),
         Workload("single", [ids(args.single)], args.single_new),
     ]
@@ -100,10 +100,12 @@ class Ramify:
         start = time.perf_counter()
         outputs = self.llm.generate(workload.prompts, params)
         total = time.perf_counter() - start
-        prompt = sum(one.cache.prompt_tokens for one in outputs)
-        computed = sum(one.cache.computed_tokens for one in outputs)
-        ttft = median(one.metrics.ttft_s or 0.0 for one in outputs)
-        return Sample(total, ttft, 1 - computed / prompt, [list(one.token_ids) for one in outputs])
+        prompt = sum(output.cache.prompt_tokens for output in outputs)
+        computed = sum(output.cache.computed_tokens for output in outputs)
+        ttft = median(output.metrics.ttft_s or 0.0 for output in outputs)
+        return Sample(
+            total, ttft, 1 - computed / prompt, [list(output.token_ids) for output in outputs]
+        )
 
 
 class HuggingFace:
@@ -128,7 +130,7 @@ class HuggingFace:
                 first.append(time.perf_counter() - start)
                 return torch.zeros(len(ids), dtype=torch.bool)
 
-        found = self.model.generate(
+        output_ids = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=workload.num_new,
@@ -136,7 +138,7 @@ class HuggingFace:
             stopping_criteria=[FirstToken()],
         )
         total = time.perf_counter() - start
-        return Sample(total, first[0], 0.0, found[:, ids.shape[1] :].tolist())
+        return Sample(total, first[0], 0.0, output_ids[:, ids.shape[1] :].tolist())
 
 
 Turn = dict[str, Sample]  # engine → what it did with one workload in one repetition
@@ -169,22 +171,22 @@ def measure(args: argparse.Namespace, path: str, vocab: int) -> list[Row]:
     warm_up = Workload("single", [[5 + at % 97 for at in range(64)]], 4)
     for engine in engines:
         engine.run(warm_up)
-    found: dict[str, list[Turn]] = {}
+    turns_by_workload: dict[str, list[Turn]] = {}
     for repeat in range(args.repeats):
         for workload in workloads(args, repeat, vocab):
             turn: Turn = {}
             for engine in engines if repeat % 2 == 0 else engines[::-1]:
                 turn[engine.name] = engine.run(workload)
-            found.setdefault(workload.name, []).append(turn)
-            times = ", ".join(f"{name} {one.total_s:.2f} s" for name, one in turn.items())
+            turns_by_workload.setdefault(workload.name, []).append(turn)
+            times = ", ".join(f"{name} {sample.total_s:.2f} s" for name, sample in turn.items())
             print(f"  {repeat + 1}/{args.repeats} {workload.name}: {times}", flush=True)
-    return [_row(name, turns) for name, turns in found.items()]
+    return [_row(name, turns) for name, turns in turns_by_workload.items()]
 
 
 def _row(name: str, turns: list[Turn]) -> Row:
     ratios = [turn["transformers"].total_s / turn["ramify"].total_s for turn in turns]
     outputs = [
-        len({tuple(one) for one in answers}) == 1
+        len({tuple(token_ids) for token_ids in answers}) == 1
         for turn in turns
         for answers in zip(*(sample.tokens for sample in turn.values()), strict=True)
     ]

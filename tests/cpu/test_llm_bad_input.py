@@ -227,10 +227,10 @@ def test_token_ids_come_in_many_forms(llm: LLM, prompts: Any) -> None:
     """Arrays, tensors, tuples and ranges of ids are one prompt, or a list of one."""
     outputs = llm.generate(prompts, SHORT)
 
-    assert [one.prompt_token_ids for one in outputs] == [(5, 6, 7)]
+    assert [output.prompt_token_ids for output in outputs] == [(5, 6, 7)]
 
 
-@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {5, 6}, b"ab", (one for one in "ab")])
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {5, 6}, b"ab", (letter for letter in "ab")])
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
     """Nothing is guessed from a dict, a set, bytes, a number or a generator."""
     with pytest.raises(InvalidParamsError, match=r"prompts=.*a text, token ids, or a list"):
@@ -253,7 +253,7 @@ def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(llm: 
 
     outputs = llm.chat([good, bad, good], SHORT)
 
-    assert [one.error is None for one in outputs] == [True, False, True]
+    assert [output.error is None for output in outputs] == [True, False, True]
     assert "prophet" in str(outputs[1].error)
     nothings: tuple[Any, ...] = (None, [], "hi")
     for nothing in nothings:

@@ -48,9 +48,15 @@ def test_greedy_answers_are_those_of_transformers(
     """Token for token, with penalties over prompt and output."""
     ids = list(llm.tokenizer.encode(PROMPT)) if llm.tokenizer else []
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    asked = {"max_new_tokens": 40, "eos_token_id": 2, "do_sample": False} | options
-    expected = model.generate(torch.tensor([ids]), pad_token_id=0, **asked)[0, len(ids) :]
-    ends = [asked["eos_token_id"]] if asked["eos_token_id"] == 2 else asked["eos_token_id"]
+    generate_options = {"max_new_tokens": 40, "eos_token_id": 2, "do_sample": False} | options
+    expected = model.generate(torch.tensor([ids]), pad_token_id=0, **generate_options)[
+        0, len(ids) :
+    ]
+    ends = (
+        [generate_options["eos_token_id"]]
+        if generate_options["eos_token_id"] == 2
+        else generate_options["eos_token_id"]
+    )
 
     (output,) = llm.generate(
         [ids],
@@ -59,7 +65,9 @@ def test_greedy_answers_are_those_of_transformers(
             repetition_penalty=options["repetition_penalty"],
             min_tokens=options.get("min_new_tokens", 0),
             stop_token_ids=ends,
-            logit_bias={one: bias for (one,), bias in options.get("sequence_bias", {}).items()},
+            logit_bias={
+                token_id: bias for (token_id,), bias in options.get("sequence_bias", {}).items()
+            },
         ),
     )
 
@@ -83,7 +91,7 @@ def test_options_of_one_request_touch_no_other(llm: LLM) -> None:
 
     together = llm.generate([PROMPT] * len(many), many)
 
-    assert [one.completions for one in together] == [one.completions for one in alone]
+    assert [output.completions for output in together] == [output.completions for output in alone]
     assert together[0].token_ids != together[1].token_ids
     assert set(together[4].token_ids) <= {70, 71, 72}
     assert_idle(llm)
@@ -114,7 +122,9 @@ def test_every_answer_of_a_request_follows_its_format(llm: LLM) -> None:
 
     (output,) = llm.generate(PROMPT, params)
 
-    ended = [one.text for one in output.completions if one.finish_reason == "stop"]
+    ended = [
+        completion.text for completion in output.completions if completion.finish_reason == "stop"
+    ]
     values = [json.loads(text) for text in ended]
     assert len(values) >= 6
     assert all(value.keys() == {"name", "old"} for value in values)
@@ -133,9 +143,9 @@ def test_min_tokens_puts_off_the_end_of_a_format(llm: LLM) -> None:
         PROMPT, SamplingParams(structured=spec, logit_bias=bias, min_tokens=31, **options)
     )[0]
 
-    assert {one.text for one in free.completions} == {"ab"}
-    assert {one.text for one in late.completions} == {"ab" * 16}
-    assert {one.finish_reason for one in late.completions} == {"stop"}
+    assert {completion.text for completion in free.completions} == {"ab"}
+    assert {completion.text for completion in late.completions} == {"ab" * 16}
+    assert {completion.finish_reason for completion in late.completions} == {"stop"}
 
 
 def test_stop_texts_do_not_end_before_min_tokens(llm: LLM) -> None:

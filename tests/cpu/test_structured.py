@@ -72,7 +72,11 @@ class Teller:
 
     def guess(self, request: Request, limit: int) -> tuple[int, ...]:
         known = list(request.output_ids)
-        rest = [list(one[len(known) :]) for one in self.answers if list(one[: len(known)]) == known]
+        rest = [
+            list(answer[len(known) :])
+            for answer in self.answers
+            if list(answer[: len(known)]) == known
+        ]
         guesses = self.rng.choice(rest)[: min(limit, self.rng.randrange(9))] if rest else []
         if guesses and self.rng.random() < 0.4:
             guesses[self.rng.randrange(len(guesses))] = self.rng.randrange(VOCAB)
@@ -92,10 +96,10 @@ def answers(
     drafter: Teller | None = None,
 ) -> RequestOutput:
     """Of an engine with a device that draws at random, and sees every fault of the cache."""
-    asked = EngineConfig.of(
+    engine_config = EngineConfig.of(
         kv_cache_tokens=pool_tokens, page_size=4, max_num_seqs=8, max_batch_tokens=budget
     )
-    config = resolve(asked, model_max_len=1024, token_bytes=1, free_memory=0)
+    config = resolve(engine_config, model_max_len=1024, token_bytes=1, free_memory=0)
     core = EngineCore(
         config,
         FakeExecutor(config.num_pages, 4, vocab_size=VOCAB, fail_at=fail_at, error=error),
@@ -108,17 +112,17 @@ def answers(
     first = core.add_request(PROMPT, params)
     for number in range(others):
         core.add_request(PROMPT[number:], replace(params, seed=number + 900))
-    found: dict[int, RequestOutput] = {}
+    outputs: dict[int, RequestOutput] = {}
     while core.has_unfinished:
         try:
             events = core.step()
         except KeyboardInterrupt:
             continue
-        found |= {event.request_id: event.output for event in events if event.output is not None}
+        outputs |= {event.request_id: event.output for event in events if event.output is not None}
         core.cache.check()
-    assert len(found) == others + 1
+    assert len(outputs) == others + 1
     assert core.cache.stats().private_pages == 0
-    return found[first]
+    return outputs[first]
 
 
 def sampled(structured: StructuredOutput, **options: Any) -> SamplingParams:
@@ -181,11 +185,15 @@ def test_every_answer_follows_its_format(
 
     output = answers(tokenizer, formats, sampled(spec, n=40))
 
-    ended = [one for one in output.completions if one.finish_reason is FinishReason.STOP]
+    ended = [
+        completion
+        for completion in output.completions
+        if completion.finish_reason is FinishReason.STOP
+    ]
     assert len(ended) >= 15
-    assert {one.finish_reason for one in output.completions} <= {"stop", "length"}
-    assert [one.text for one in ended if not satisfies(one.text)] == []
-    assert len({one.text for one in ended}) > 1
+    assert {completion.finish_reason for completion in output.completions} <= {"stop", "length"}
+    assert [completion.text for completion in ended if not satisfies(completion.text)] == []
+    assert len({completion.text for completion in ended}) > 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -207,15 +215,15 @@ def test_the_tokens_are_those_of_a_quiet_engine(
     """Preemption, failed steps, interrupts and guesses leave no matcher ahead or behind."""
     params = sampled(CASES[name][0], n=3, seed=5, max_tokens=40)
     quiet = answers(tokenizer, formats, params)
-    expected = [one.token_ids for one in quiet.completions]
+    expected = [completion.token_ids for completion in quiet.completions]
 
     if "drafter" in changes:
         changes = changes | {"drafter": Teller(expected)}
     output = answers(tokenizer, formats, params, **changes)
 
-    assert [one.token_ids for one in output.completions] == expected
-    assert [one.finish_reason for one in output.completions] == [
-        one.finish_reason for one in quiet.completions
+    assert [completion.token_ids for completion in output.completions] == expected
+    assert [completion.finish_reason for completion in output.completions] == [
+        completion.finish_reason for completion in quiet.completions
     ]
     if "pool_tokens" in changes and name in ("schema", "lark"):  # the long ones
         assert output.metrics.preemptions > 0
@@ -235,16 +243,16 @@ def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: Gramm
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         draft = [int(rng.choice(allowed)), *(rng.randrange(VOCAB) for _ in range(3))]
 
-        found = matcher.token_bitmasks(output, draft)
+        bitmasks = matcher.token_bitmasks(output, draft)
         if rng.random() < 0.2:
             matcher.advance(output[: rng.randrange(len(output) + 1)])
         if rng.random() < 0.1:
             matcher._num_known = None  # what an interrupt leaves
-        assert np.array_equal(found[0], mask)
-        for place in range(1, len(found)):
+        assert np.array_equal(bitmasks[0], mask)
+        for position in range(1, len(bitmasks)):
             longer = formats.compile(CASES["schema"][0])
             assert np.array_equal(
-                found[place], longer.token_bitmasks([*output, *draft[:place]], ())[0]
+                bitmasks[position], longer.token_bitmasks([*output, *draft[:position]], ())[0]
             )
         output.append(draft[0])
 
@@ -256,9 +264,13 @@ def test_a_complete_format_ends_the_answer_without_a_token_for_it(
     spec = StructuredOutput(choice=["yes"])
 
     for options in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
-        (one,) = answers(tokenizer, formats, sampled(spec, **options)).completions
-        assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
-        assert END not in one.token_ids
+        (completion,) = answers(tokenizer, formats, sampled(spec, **options)).completions
+        assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+            "yes",
+            "stop",
+            None,
+        )
+        assert END not in completion.token_ids
 
 
 def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
@@ -270,7 +282,11 @@ def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
     for options in ({}, {"ignore_eos": True}):
         output = answers(tokenizer, formats, sampled(spec, n=9, max_tokens=300, **options))
 
-        texts = [one.text for one in output.completions if one.finish_reason == "stop"]
+        texts = [
+            completion.text
+            for completion in output.completions
+            if completion.finish_reason == "stop"
+        ]
         assert len(texts) > 4
         assert all(re.fullmatch("(ab)+", text) for text in texts)
 
@@ -329,10 +345,12 @@ def test_a_format_that_takes_too_long_blocks_nobody(
 
     with pytest.raises(InvalidParamsError, match="simpler: it takes more than"):
         formats.compile(spec)
-    (worker,) = [one for one in threading.enumerate() if one.name == "ramify-format"]
+    (worker,) = [thread for thread in threading.enumerate() if thread.name == "ramify-format"]
     with pytest.raises(InvalidParamsError, match="simpler: it takes more than"):
         formats.compile(spec)
-    assert [one for one in threading.enumerate() if one.name == "ramify-format"] == [worker]
+    assert [thread for thread in threading.enumerate() if thread.name == "ramify-format"] == [
+        worker
+    ]
 
     worker.join()
     formats.compile(spec).advance(())
@@ -391,10 +409,10 @@ def test_a_choice_may_have_thousands_of_texts(
     """They are one terminal, not as many items of the parser."""
     texts = [f"c{i}" for i in range(4000)]
 
-    (one,) = answers(tokenizer, formats, sampled(StructuredOutput(choice=texts))).completions
+    (completion,) = answers(tokenizer, formats, sampled(StructuredOutput(choice=texts))).completions
 
-    assert one.text in texts
-    assert one.finish_reason == "stop"
+    assert completion.text in texts
+    assert completion.finish_reason == "stop"
 
 
 def test_a_parser_that_gives_up_says_why(tokenizer: Tokenizer, formats: GrammarCompiler) -> None:

@@ -157,21 +157,21 @@ class CacheModel:
     # -- steps, which rules combine --------------------------------------------------------
 
     def look_up(self, namespace: str, tokens: bytes, *, attach: bool) -> Request:
-        found = self.find(namespace, tokens, pending=attach)
-        ideal = self.find_ideal(namespace, tokens, len(found) * self.size)
+        pages = self.find(namespace, tokens, pending=attach)
+        ideal = self.find_ideal(namespace, tokens, len(pages) * self.size)
         call = self.cache.attach if attach else self.cache.acquire
         lease = call(CacheKey(list(tokens), namespace))
-        asked = (len(tokens), lease.num_tokens, ideal)
-        request = Request(namespace, tokens, lease, lease.num_tokens, asked)
-        assert list(lease.pages) == found
-        assert lease.key == self.key(request, len(found) * self.size)
+        token_counts = (len(tokens), lease.num_tokens, ideal)
+        request = Request(namespace, tokens, lease, lease.num_tokens, token_counts)
+        assert list(lease.pages) == pages
+        assert lease.key == self.key(request, len(pages) * self.size)
         assert not tokens or lease.num_tokens < len(tokens)
-        assert lease.num_pending == sum(at in self.pending for at in self.path(request, len(found)))
+        assert lease.num_pending == sum(at in self.pending for at in self.path(request, len(pages)))
         self.live.append(request)
         self.lookups += 1
-        self.asked += asked[0]
-        self.hit += asked[1]
-        self.ideal += asked[2]
+        self.asked += token_counts[0]
+        self.hit += token_counts[1]
+        self.ideal += token_counts[2]
         return request
 
     def take(self, request: Request, num_pages: int) -> None:
@@ -318,11 +318,13 @@ class CacheModel:
 
     def the_tree_is_the_model(self) -> None:
         """Which prefixes are known, in which pages, pending or ready, and pinned how often."""
-        pins = Counter(at for each in self.holders() for at in self.path(each, each.pinned))
+        pins = Counter(
+            at for request in self.holders() for at in self.path(request, request.pinned)
+        )
         model = {at: (page, False, pins[at]) for at, page in self.ready.items()}
         model |= {at: (page, True, pins[at]) for at, (page, _) in self.pending.items()}
-        found, ghosts = self.nodes()
-        assert found == model
+        cached, ghosts = self.nodes()
+        assert cached == model
         assert ghosts == self.ghosts
 
     def nodes(self) -> tuple[dict[Prefix, tuple[int, bool, int]], set[Prefix]]:
@@ -330,7 +332,7 @@ class CacheModel:
 
         Who is remembered as evicted is behind what is cached or remembered, and no hit.
         """
-        found: dict[Prefix, tuple[int, bool, int]] = {}
+        cached: dict[Prefix, tuple[int, bool, int]] = {}
         ghosts: set[Prefix] = set()
         tree = self.cache._tree
         todo = [(child, b"") for root in tree.roots.values() for child in tree.children(root)]
@@ -344,14 +346,14 @@ class CacheModel:
             ends = range((start + 1) * self.size, len(tokens) + 1, self.size)
             for end, page in zip_longest(ends, array("i", pages)):
                 prefix = (namespace, tokens[:end])
-                assert prefix not in found
+                assert prefix not in cached
                 assert prefix not in ghosts
                 if page is None:
                     ghosts.add(prefix)
                 else:
-                    found[prefix] = (page, tree.leader[node] != 0, tree.ref_count[node])
+                    cached[prefix] = (page, tree.leader[node] != 0, tree.ref_count[node])
             todo += [(child, tokens) for child in tree.children(node)]
-        return found, ghosts
+        return cached, ghosts
 
     def shared_means_computed(self) -> None:
         """A shared page holds what it is shared as; so does all that a request has computed."""

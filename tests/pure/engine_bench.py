@@ -55,7 +55,7 @@ class Bench:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        asked = EngineConfig.of(
+        engine_config = EngineConfig.of(
             kv_cache_tokens=self.pool_tokens,
             page_size=self.page_size,
             max_num_seqs=self.max_num_seqs,
@@ -66,7 +66,9 @@ class Bench:
             max_draft_tokens=self.max_draft_tokens,
             check_sample=self.check_sample,
         )
-        config = resolve(asked, model_max_len=self.max_model_len, token_bytes=1, free_memory=0)
+        config = resolve(
+            engine_config, model_max_len=self.max_model_len, token_bytes=1, free_memory=0
+        )
         self.device = FakeExecutor(
             config.num_pages,
             self.page_size,
@@ -118,8 +120,8 @@ class Bench:
         self.outputs[output.request_id] = output
         assert list(output.token_ids) == self.tokens[output.request_id]
         for index, completion in enumerate(output.completions):
-            told = self.answers.get(output.request_id, {}).get(index, [])
-            assert list(completion.token_ids) == told
+            token_ids = self.answers.get(output.request_id, {}).get(index, [])
+            assert list(completion.token_ids) == token_ids
             text = self.texts.get((output.request_id, index), "")
             if completion.finish_reason is FinishReason.ABORT:
                 assert completion.text.startswith(text)  # `output` tells the rest
@@ -137,7 +139,7 @@ class Bench:
         """Counts agree, and no row of the block table holds a free page."""
         self.core.cache.check()
         running = self.core.scheduler.running
-        rows = [one.sequence.row for one in running]
+        rows = [request.sequence.row for request in running]
         assert None not in rows
         assert len(set(rows)) == len(rows) <= self.max_num_seqs
         assert self.core.table.num_free_rows == self.max_num_seqs - len(rows)

@@ -126,7 +126,7 @@ def test_a_time_to_live_beyond_all_floats_is_for_ever() -> None:
 
     pin = cache.pin(key("abcd"), "me", ttl=10**400)
 
-    assert [one.id for one in cache.pins()] == [pin.id]
+    assert [listed_pin.id for listed_pin in cache.pins()] == [pin.id]
     cache.unpin(pin)
     assert cache.evict(8) == 3
 

@@ -43,10 +43,10 @@ def test_a_part_of_a_page_cannot_be_found(index: str) -> None:
     cache = PrefixCache(16, 4, index=index)
     serve(cache, "abcdefgh")
 
-    told = {text: cache.explain(key(text)) for text in ("abcdef", "abcdefg", "abcdefghij")}
+    explanations = {text: cache.explain(key(text)) for text in ("abcdef", "abcdefg", "abcdefghij")}
 
-    assert {each.reason for each in told.values()} == {"page_tail"}
-    assert str(told["abcdef"]) == "4 of 6 tokens found; the rest is less than a page"
+    assert {explanation.reason for explanation in explanations.values()} == {"page_tail"}
+    assert str(explanations["abcdef"]) == "4 of 6 tokens found; the rest is less than a page"
     assert [cache.explain(key(text)).reason for text in ("abcde", "abcdefgh")] == ["hit", "hit"]
 
 
@@ -57,11 +57,14 @@ def test_all_that_can_be_found_is_a_hit(text: str, index: str) -> None:
     cache = PrefixCache(16, 2, index=index)
     serve(cache, "abcdef")
 
-    told = cache.explain(key(text))
+    explanation = cache.explain(key(text))
 
-    found = (len(text) - 1) // 2 * 2
-    assert told == Explanation(len(text), found, "hit")
-    assert str(told) == f"{found} of {len(text)} tokens found; that is all there is to find"
+    hit_tokens = (len(text) - 1) // 2 * 2
+    assert explanation == Explanation(len(text), hit_tokens, "hit")
+    assert (
+        str(explanation)
+        == f"{hit_tokens} of {len(text)} tokens found; that is all there is to find"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "a"])
@@ -82,10 +85,10 @@ def test_the_next_page_may_be_in_work(index: str) -> None:
     lease, private = begin(cache, "abcdef")
     lease = cache.announce(lease, key("abcdef"), private)
 
-    told = cache.explain(key("abcdefg"))
+    explanation = cache.explain(key("abcdefg"))
 
-    assert (told.hit_tokens, told.reason) == (2, "pending")
-    assert str(told) == "2 of 7 tokens found; the next page is being computed"
+    assert (explanation.hit_tokens, explanation.reason) == (2, "pending")
+    assert str(explanation) == "2 of 7 tokens found; the next page is being computed"
     cache.publish(lease, key("abcdef"))
     assert cache.explain(key("abcdefg")).reason == "hit"
 
@@ -111,11 +114,11 @@ def test_an_eviction_is_told_with_time_cause_and_idleness(by: str, index: str) -
         assert cache.evict_if(lambda node: True) == 2
     clock.now_s += 2.5
 
-    told = cache.explain(key("abcdefg"))
-    assert told == Explanation(
+    explanation = cache.explain(key("abcdefg"))
+    assert explanation == Explanation(
         7, 2, "evicted", evicted_tokens=4, evicted_by=by, evicted_ago_s=2.5, idle_s=15.0
     )
-    assert str(told) == (
+    assert str(explanation) == (
         f"2 of 7 tokens found; the next 4 were evicted 2.5 s ago ({by}), idle for 15.0 s"
     )
     cache.release(lease)
@@ -127,11 +130,18 @@ def test_a_tail_that_was_evicted_is_told_of_the_same_node() -> None:
     serve(cache, "abcdefgh")
     cache.evict(2)
 
-    told = [cache.explain(key(text)) for text in ("abcdefghi", "abcdef!", "abcdeX!", "abcd!")]
+    explanations = [
+        cache.explain(key(text)) for text in ("abcdefghi", "abcdef!", "abcdeX!", "abcd!")
+    ]
 
-    assert [each.hit_tokens for each in told] == [4, 4, 4, 4]
-    assert [each.reason for each in told] == ["evicted", "evicted", "never_seen", "hit"]
-    assert [each.evicted_tokens for each in told] == [4, 2, 0, 0]
+    assert [explanation.hit_tokens for explanation in explanations] == [4, 4, 4, 4]
+    assert [explanation.reason for explanation in explanations] == [
+        "evicted",
+        "evicted",
+        "never_seen",
+        "hit",
+    ]
+    assert [explanation.evicted_tokens for explanation in explanations] == [4, 2, 0, 0]
 
 
 def test_a_withdrawn_page_is_told_as_such() -> None:
@@ -144,10 +154,14 @@ def test_a_withdrawn_page_is_told_as_such() -> None:
     cache.withdraw(lease)
     cache.release(lease)
 
-    told = cache.explain(key("abcdef"))
+    explanation = cache.explain(key("abcdef"))
 
-    assert told.idle_s == 2
-    assert (told.reason, told.evicted_by, told.evicted_tokens) == ("evicted", "withdrawn", 4)
+    assert explanation.idle_s == 2
+    assert (explanation.reason, explanation.evicted_by, explanation.evicted_tokens) == (
+        "evicted",
+        "withdrawn",
+        4,
+    )
 
 
 def test_what_is_not_remembered_was_never_seen() -> None:
@@ -156,10 +170,10 @@ def test_what_is_not_remembered_was_never_seen() -> None:
     serve(cache, "abcd")
     cache.clear()
 
-    told = cache.explain(key("abcde"))
+    explanation = cache.explain(key("abcde"))
 
-    assert told == Explanation(5, 0, "never_seen")
-    assert str(told) == "0 of 5 tokens found; nothing cached or remembered begins like this"
+    assert explanation == Explanation(5, 0, "never_seen")
+    assert str(explanation) == "0 of 5 tokens found; nothing cached or remembered begins like this"
 
 
 @INDICES
@@ -179,14 +193,18 @@ def test_the_first_token_that_differs_is_told_exactly(
 ) -> None:
     """And how the cached prompt goes on there, from the end of the hit."""
     cache = PrefixCache(16, 2, index=index)
-    for each in ("abcdefgh", "uvwx", "uvyz"):
-        serve(cache, each)
+    for prompt in ("abcdefgh", "uvwx", "uvyz"):
+        serve(cache, prompt)
 
-    told = cache.explain(key(text))
+    explanation = cache.explain(key(text))
 
-    assert (told.hit_tokens, told.reason, told.diverged_at) == (hit, "diverged", diverged_at)
-    assert text_of(told.sibling).startswith(sibling)
-    assert str(told) == (
+    assert (explanation.hit_tokens, explanation.reason, explanation.diverged_at) == (
+        hit,
+        "diverged",
+        diverged_at,
+    )
+    assert text_of(explanation.sibling).startswith(sibling)
+    assert str(explanation) == (
         f"{hit} of {len(text)} tokens found; a cached prompt is the same up to token {diverged_at}"
     )
 
@@ -199,9 +217,13 @@ def test_another_namespace_is_named_wherever_nodes_end(own: str, index: str) -> 
     serve(cache, own, "A")
     serve(cache, "abcdefgh", "B")
 
-    told = cache.explain(key("abcdefghi", "A"))
+    explanation = cache.explain(key("abcdefghi", "A"))
 
-    assert (told.hit_tokens, told.reason, told.other_tokens) == (4, "namespace", 8)
+    assert (explanation.hit_tokens, explanation.reason, explanation.other_tokens) == (
+        4,
+        "namespace",
+        8,
+    )
 
 
 def test_a_new_suffix_goes_on_like_nothing_cached() -> None:
@@ -209,9 +231,9 @@ def test_a_new_suffix_goes_on_like_nothing_cached() -> None:
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
 
-    told = cache.explain(key("abcdefg"))
+    explanation = cache.explain(key("abcdefg"))
 
-    assert str(told) == "4 of 7 tokens found; nothing cached or remembered goes on like this"
+    assert str(explanation) == "4 of 7 tokens found; nothing cached or remembered goes on like this"
 
 
 def test_who_shares_not_one_token_is_no_sibling() -> None:
@@ -230,12 +252,12 @@ def test_another_namespace_may_have_it(index: str) -> None:
     serve(cache, "abcd", "two")
     serve(cache, "axyz", "here")
 
-    told = cache.explain(key("abcdefg", "here"))
+    explanation = cache.explain(key("abcdefg", "here"))
 
-    assert told == Explanation(7, 0, "namespace", other_namespace=b"one", other_tokens=6), (
+    assert explanation == Explanation(7, 0, "namespace", other_namespace=b"one", other_tokens=6), (
         "or a sibling"
     )
-    assert str(told) == "0 of 7 tokens found; another namespace has 6"
+    assert str(explanation) == "0 of 7 tokens found; another namespace has 6"
     assert cache.explain(key("abcdefg", "nobody's")).other_namespace == b"one"
     assert cache.explain(key("abXXX", "two")).reason == "diverged"
 
@@ -252,9 +274,12 @@ def test_a_refused_pin_is_told_with_the_eviction_that_followed() -> None:
 
     cache.evict(3)
 
-    told = cache.explain(key("abcdef"))
-    assert (told.reason, told.pin_refused) == ("evicted", "3 of at most 2 pages would be pinned")
-    assert "after a pin was refused (3 of at most 2 pages would be pinned)" in str(told)
+    explanation = cache.explain(key("abcdef"))
+    assert (explanation.reason, explanation.pin_refused) == (
+        "evicted",
+        "3 of at most 2 pages would be pinned",
+    )
+    assert "after a pin was refused (3 of at most 2 pages would be pinned)" in str(explanation)
 
 
 # -- cost ----------------------------------------------------------------------------------
@@ -312,42 +337,48 @@ def test_an_explanation_is_true(seed: int, index: str, page_size: int, ghost_pag
     for _ in traffic.run(30):
         pass
     stored = {name for event in subscription.take() for name in event.page_hashes}
-    known = {page for each in traffic.asked for page in pages(each, page_size)}
+    known = {page for cache_key in traffic.asked for page in pages(cache_key, page_size)}
 
-    for asked in [*traffic.asked[-8:], *(traffic.key() for _ in range(8))]:
-        told = cache.explain(asked)
-        assert str(told)
-        hit, next_page = told.hit_tokens, asked.prefix(told.hit_tokens + page_size)
-        assert hit == cache.match(asked).num_tokens
-        assert told.num_tokens == len(asked)
-        if len(asked) - hit <= page_size:
-            assert told.reason in ("hit", "page_tail")
+    for cache_key in [*traffic.asked[-8:], *(traffic.key() for _ in range(8))]:
+        explanation = cache.explain(cache_key)
+        assert str(explanation)
+        hit, next_page = (
+            explanation.hit_tokens,
+            cache_key.prefix(explanation.hit_tokens + page_size),
+        )
+        assert hit == cache.match(cache_key).num_tokens
+        assert explanation.num_tokens == len(cache_key)
+        if len(cache_key) - hit <= page_size:
+            assert explanation.reason in ("hit", "page_tail")
             continue
-        assert told.reason not in ("hit", "page_tail")
-        if told.reason == "evicted":
-            gone = asked.prefix(hit + told.evicted_tokens)
+        assert explanation.reason not in ("hit", "page_tail")
+        if explanation.reason == "evicted":
+            gone = cache_key.prefix(hit + explanation.evicted_tokens)
             assert len(gone) >= hit + page_size
             assert set(pages(gone, page_size)) <= known
-            assert told.evicted_by == "withdrawn" or next_page.page_hashes(page_size)[-1] in stored
-            assert told.evicted_ago_s is not None
-            assert 0 <= told.evicted_ago_s <= clock.now_s - 1000
-        elif told.reason == "pending":
-            lease = cache.attach(asked)
+            assert (
+                explanation.evicted_by == "withdrawn"
+                or next_page.page_hashes(page_size)[-1] in stored
+            )
+            assert explanation.evicted_ago_s is not None
+            assert 0 <= explanation.evicted_ago_s <= clock.now_s - 1000
+        elif explanation.reason == "pending":
+            lease = cache.attach(cache_key)
             assert lease.num_tokens > hit
             cache.cancel(lease)
-        elif told.reason == "diverged":
-            at = told.diverged_at
+        elif explanation.reason == "diverged":
+            at = explanation.diverged_at
             assert at is not None
-            same, own = array("i", told.sibling), asked.tokens()
+            same, own = array("i", explanation.sibling), cache_key.tokens()
             assert hit <= at < hit + page_size
             assert same[: at - hit] == own[hit:at]
             assert same[at - hit] != own[at]
-        elif told.reason == "namespace":
-            assert told.other_namespace is not None
-            other = CacheKey(asked.atoms, told.other_namespace)
-            assert cache.match(other).num_tokens == told.other_tokens > hit
+        elif explanation.reason == "namespace":
+            assert explanation.other_namespace is not None
+            other = CacheKey(cache_key.atoms, explanation.other_namespace)
+            assert cache.match(other).num_tokens == explanation.other_tokens > hit
         else:
-            assert told.reason == "never_seen"
+            assert explanation.reason == "never_seen"
             assert ghost_pages < 1000 or next_page.page_hashes(page_size)[-1] not in stored
 
 

@@ -38,8 +38,8 @@ def test_what_nobody_has_cannot_be_condemned() -> None:
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
 
-    for one in (key("xyz"), key("abcd", "elsewhere"), key(""), key("a")):
-        assert evict_suspect_prefix(cache, one) == []
+    for cache_key in (key("xyz"), key("abcd", "elsewhere"), key(""), key("a")):
+        assert evict_suspect_prefix(cache, cache_key) == []
     assert cache.match(key("abcde")).num_tokens == 4
 
 
@@ -66,7 +66,7 @@ def test_a_cache_is_built_anew_in_place(index: str) -> None:
     """All pages are free, leases and pins void; who listens is told, and goes on listening."""
     cache = PrefixCache(16, 2, policy="lru", index=index)
     subscription, gone = cache.subscribe(), []
-    cache.observe_evictions(lambda told: gone.append(told.reason))
+    cache.observe_evictions(lambda eviction: gone.append(eviction.reason))
     serve(cache, "abcdef")
     cache.pin(key("abcdef"), "one")
     lease, private = begin(cache, "abcdxyz")

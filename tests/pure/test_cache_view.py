@@ -100,17 +100,17 @@ def test_the_tree_tells_runs_of_pages_after_their_parents() -> None:
     tree = llm.cache.tree()
 
     assert tree.num_nodes == len(tree.nodes) == 4
-    root = next(one for one in tree.nodes if one.token_ids == tuple(STEM))
-    below = [one for one in tree.nodes if one.parent == root.id]
-    assert [one.level for one in (root, *below)] == [0, 1, 1]
+    root = next(node for node in tree.nodes if node.token_ids == tuple(STEM))
+    below = [node for node in tree.nodes if node.parent == root.id]
+    assert [node.level for node in (root, *below)] == [0, 1, 1]
     assert (root.num_pages, root.num_children, root.start) == (3, 2, 0)
-    assert {one.start for one in below} == {12}
+    assert {node.start for node in below} == {12}
     assert tree.nodes.index(root) < min(map(tree.nodes.index, below))
-    assert [one.tenant for one in tree.nodes if one.tenant] == ["a"]
+    assert [node.tenant for node in tree.nodes if node.tenant] == ["a"]
     [top] = llm.cache.tree(1).nodes
     assert top.id == root.id
     two = llm.cache.tree(2).nodes
-    assert [one.token_ids[0] for one in two] == [1, 30]
+    assert [node.token_ids[0] for node in two] == [1, 30]
     with pytest.raises(ConfigError, match="max_nodes=0"):
         llm.cache.tree(0)
 
@@ -158,11 +158,11 @@ def test_warming_tells_what_was_computed_and_what_was_there(tmp_path: Path) -> N
     ]
     file.write_text("\n\n".join(map(json.dumps, lines)))
 
-    found = llm.cache.warm(file)
+    report = llm.cache.warm(file)
 
-    assert (found.num_prompts, found.num_failed) == (4, 1)
-    assert (found.computed_tokens, found.found_tokens) == (12 + 5 + 12, 12)
-    assert "0 tokens" in found.errors[0]
+    assert (report.num_prompts, report.num_failed) == (4, 1)
+    assert (report.computed_tokens, report.found_tokens) == (12 + 5 + 12, 12)
+    assert "0 tokens" in report.errors[0]
     again = llm.cache.warm([WarmPrompt([*STEM, 40, 41, 42, 43, 44])])
     assert (again.computed_tokens, again.found_tokens) == (1, 16)
     assert llm.cache.warm([WarmPrompt([])]).num_failed == 1
@@ -187,7 +187,7 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text('one\n\n{"prompt": "two"}\n')
 
-    assert [one.prompt for one in read_prompts(file)] == ["one", '{"prompt": "two"}']
+    assert [prompt.prompt for prompt in read_prompts(file)] == ["one", '{"prompt": "two"}']
 
 
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0c", "\x0b", "\x1c"])
@@ -198,8 +198,8 @@ def test_only_line_feeds_end_lines(tmp_path: Path, odd: str) -> None:
     quoted = "a b" if odd < " " else f"a{odd}b"  # control characters are escaped in JSON
     lines.write_text(f'{{"prompt": "{quoted}"}}\n', "utf-8")
 
-    assert [one.prompt for one in read_prompts(text)] == [f"a{odd}b", "c"]
-    assert [one.prompt for one in read_prompts(lines)] == [quoted]
+    assert [prompt.prompt for prompt in read_prompts(text)] == [f"a{odd}b", "c"]
+    assert [prompt.prompt for prompt in read_prompts(lines)] == [quoted]
 
 
 def test_the_same_calls_while_an_async_engine_serves() -> None:

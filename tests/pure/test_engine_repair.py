@@ -103,8 +103,8 @@ def test_a_check_repairs_what_it_finds(damage: Callable[[Bench], None]) -> None:
 
     assert not bench.core.recovery.audit()
 
-    found = bench.core.recovery.counts
-    assert (found.audits, found.mismatches, found.rebuilds, found.errors) == (1, 1, 1, 0)
+    counts = bench.core.recovery.counts
+    assert (counts.audits, counts.mismatches, counts.rebuilds, counts.errors) == (1, 1, 1, 0)
     assert bench.core.recovery.audit()
     assert_answered(bench, prompts)
 
@@ -129,9 +129,9 @@ def test_watchers_survive_a_repair() -> None:
     bench = Bench(64, 4)
     prompts = served(bench, 1)
     bench.run()
-    cache, told = bench.core.cache, list[object]()
+    cache, evictions = bench.core.cache, list[object]()
     subscription = cache.subscribe()
-    stop = cache.observe_evictions(told.append)
+    stop = cache.observe_evictions(evictions.append)
     pin = cache.pin(CacheKey(STEM), "somebody")
     before = cache.stats()
     subscription.take()
@@ -149,11 +149,11 @@ def test_watchers_survive_a_repair() -> None:
     bench.run()
     assert {event.kind for event in subscription.take()} == {"stored"}
     cache.evict(1)
-    assert told
+    assert evictions
     stop()
-    told.clear()
+    evictions.clear()
     cache.evict(1)
-    assert not told
+    assert not evictions
     subscription.close()
     assert {*prompts, *more} == set(bench.outputs)
 
@@ -377,13 +377,13 @@ def test_branches_can_be_aborted_when_the_first_answer_has_ended() -> None:
     """The caller knows one id, which stands for all answers until the last has ended."""
     bench = Bench()
     key = bench.add([3, 1, 4], n=3, temperature=1.0, seed=1, max_tokens=400)
-    while not any(one.is_finished for one in bench.core.live):
+    while not any(request.is_finished for request in bench.core.live):
         bench.step()
     assert key not in bench.outputs
 
     bench.abort(key)
 
-    reasons = [one.finish_reason for one in bench.outputs[key].completions]
+    reasons = [completion.finish_reason for completion in bench.outputs[key].completions]
     assert FinishReason.STOP in reasons
     assert FinishReason.ABORT in reasons
     bench.assert_nothing_leaked()
@@ -424,9 +424,9 @@ def test_a_step_that_is_too_large_is_tried_in_halves(limit: int) -> None:
 
     assert_answered(bench, prompts)
 
-    found = bench.core.recovery.counts
-    assert found.out_of_memory == found.failed_steps >= 1
-    assert found.errors == 0
+    counts = bench.core.recovery.counts
+    assert counts.out_of_memory == counts.failed_steps >= 1
+    assert counts.errors == 0
     assert device.sizes[0] == 8 + 6 * 2  # two pages once, and what is behind them
     assert max(device.sizes[-10:]) <= 2 * limit
 

@@ -102,12 +102,12 @@ def test_the_template_tells_the_format() -> None:
 def test_a_grammar_allows_the_chosen_tool_only() -> None:
     """Or all of them."""
     tools = [{"function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
-    one = tool_call_schema(tools, "add").json_schema
-    both = tool_call_schema(tools, None).json_schema
-    assert isinstance(one, str)
-    assert isinstance(both, str)
-    assert "look_up" not in one
-    assert "look_up" in both
+    add_schema = tool_call_schema(tools, "add").json_schema
+    all_tools_schema = tool_call_schema(tools, None).json_schema
+    assert isinstance(add_schema, str)
+    assert isinstance(all_tools_schema, str)
+    assert "look_up" not in add_schema
+    assert "look_up" in all_tools_schema
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_a_grammar_allows_the_chosen_tool_only() -> None:
 def test_a_single_call_is_the_first(form: ToolCallFormat, text: str, shown: str) -> None:
     """Further ones are neither calls nor text."""
     parser = ToolCallParser(form, NAMES, single=True)
-    told, calls = split([*parser.feed(text), *parser.finish()])
-    assert (told, [call.name for call in calls]) == (shown, ["add"])
+    plain_text, calls = split([*parser.feed(text), *parser.finish()])
+    assert (plain_text, [call.name for call in calls]) == (shown, ["add"])
 
 
 def test_text_and_calls_keep_their_order() -> None:
     """Also where one piece of an answer has several of them."""
     parser = ToolCallParser(HERMES, NAMES)
-    found = parser.feed(f"a<tool_call>{CALL}</tool_call>b<tool_call>{OTHER}</tool_call>")
-    assert [one if isinstance(one, str) else one.name for one in found] == [
+    pieces = parser.feed(f"a<tool_call>{CALL}</tool_call>b<tool_call>{OTHER}</tool_call>")
+    assert [piece if isinstance(piece, str) else piece.name for piece in pieces] == [
         "a",
         "add",
         "b",

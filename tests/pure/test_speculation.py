@@ -124,15 +124,15 @@ def test_yb15_nothing_is_verified_past_the_end(max_tokens: int) -> None:
 
     while bench.core.has_unfinished:
         bench.step()
-        for one in bench.core.scheduler.running:
-            assert len(one.sequence.tokens) <= one.max_len
-            assert one.sequence.num_computed < one.max_len
+        for request in bench.core.scheduler.running:
+            assert len(request.sequence.tokens) <= request.max_len
+            assert request.sequence.num_computed < request.max_len
 
     assert bench.tokens[request_id] == [7] * max_tokens
     assert bench.core.num_computed_tokens >= len(PROMPT) + max_tokens - 1
     assert bench.outputs[request_id].metrics.num_accepted < max_tokens
     if max_tokens == 1:
-        assert {one.acceptance_rate for one in counts(bench).values()} == {0.0}
+        assert {stats.acceptance_rate for stats in counts(bench).values()} == {0.0}
     bench.assert_nothing_leaked()
 
 
@@ -158,11 +158,11 @@ def test_ab9_a_guess_that_crosses_pages_has_all_of_them(page_size: int, num_draf
             bench.step()
             bench.step()
 
-            one = bench.core.scheduler.running[0].sequence
-            assert one.num_computed == start + 1 + right
-            assert one.row is not None
-            held = bench.core.table.num_pages(one.row)
-            assert held >= -(-one.num_computed // page_size)
+            sequence = bench.core.scheduler.running[0].sequence
+            assert sequence.num_computed == start + 1 + right
+            assert sequence.row is not None
+            held = bench.core.table.num_pages(sequence.row)
+            assert held >= -(-sequence.num_computed // page_size)
             assert held == -(-(start + 1 + num_draft) // page_size)
             assert list(bench.outputs.values()) == []
 
@@ -176,9 +176,11 @@ def test_ab18_guesses_are_in_no_name_of_a_page() -> None:
     outputs = bench.run()
 
     text = [*PROMPT, *outputs[request_id].token_ids]
-    found = [node for root in bench.core.cache._tree.roots.values() for node in nodes(bench, root)]
-    assert all(text[: len(one)] == one for one in found)
-    assert max(map(len, found)) == (len(text) - 1) // 4 * 4
+    prefixes = [
+        node for root in bench.core.cache._tree.roots.values() for node in nodes(bench, root)
+    ]
+    assert all(text[: len(prefix)] == prefix for prefix in prefixes)
+    assert max(map(len, prefixes)) == (len(text) - 1) // 4 * 4
 
 
 def nodes(bench: Bench, root: int) -> list[list[int]]:
@@ -196,7 +198,9 @@ class Always:
         self.told: list[int] = []
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        yield from [(one, self.guess(one)) for one in running if accepts_drafts(one)]
+        yield from [
+            (request, self.guess(request)) for request in running if accepts_drafts(request)
+        ]
 
     def guess(self, request: Request) -> tuple[int, ...]:
         context = request.sequence.tokens.tolist()
@@ -253,9 +257,9 @@ def test_texts_stops_and_log_probabilities_are_those_without_guesses(n: int) -> 
                 bench.add(PROMPT, n=n, ignore_eos=True, **params)
                 bench.run()
         if speculative == "auto":
-            assert sum(one.num_accepted for one in counts(bench).values()) > 50
+            assert sum(stats.num_accepted for stats in counts(bench).values()) > 50
         bench.assert_nothing_leaked()
-        return [bench.outputs[one] for one in sorted(bench.outputs)]
+        return [bench.outputs[request_id] for request_id in sorted(bench.outputs)]
 
     for without, guessed in zip(asked("off"), asked("auto"), strict=True):
         assert guessed.completions == without.completions
@@ -362,8 +366,8 @@ def test_random_text_is_hardly_ever_guessed_at() -> None:
         bench.add(PROMPT, max_tokens=400, ignore_eos=True, temperature=1.0, seed=1)
         bench.run()
 
-    found = counts(bench)
-    assert sum(one.num_drafted for one in found.values()) < 0.2 * 1200
+    stats_by_source = counts(bench)
+    assert sum(stats.num_drafted for stats in stats_by_source.values()) < 0.2 * 1200
 
 
 def test_options_are_checked() -> None:
