@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, and how many tokens each request generates."""
+    """The prompts of a workload, and the number of tokens each request generates."""
 
     name: str
     prompts: Prompts
@@ -59,7 +59,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One engine on one workload, once. Times in seconds."""
+    """One engine's result on one workload. Times in seconds."""
 
     total_s: float
     ttft_s: float
@@ -68,7 +68,7 @@ class Sample:
 
 
 def workloads(args: argparse.Namespace, repeat: int, vocab: int) -> list[Workload]:
-    """Fresh prompts for every repetition, of the same lengths."""
+    """Build the workloads of one repetition: fresh prompts of fixed lengths."""
     rng = random.Random(f"shared prefix {repeat}")
 
     def ids(count: int) -> list[int]:
@@ -87,7 +87,7 @@ def workloads(args: argparse.Namespace, repeat: int, vocab: int) -> list[Workloa
 
 
 class Ramify:
-    """The engine under test; its cache lives from `cold` to `warm` and is emptied otherwise."""
+    """The engine under test; its cache is cleared before every workload but `warm`."""
 
     def __init__(self, path: str, dtype: str, *, exact: bool, cache: bool) -> None:
         self.name = "ramify" if cache else "cache off"
@@ -146,7 +146,7 @@ Turn = dict[str, Sample]  # engine → what it did with one workload in one repe
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: medians over the repetitions, and the spread of the ratio."""
+    """A table row: medians over the repetitions, and the spread of the ratio."""
 
     workload: str
     ramify_s: float
@@ -162,7 +162,7 @@ class Row:
 
 
 def measure(args: argparse.Namespace, path: str, vocab: int) -> list[Row]:
-    """All repetitions of all workloads, engines taking turns."""
+    """Run all repetitions of all workloads, alternating engines; returns the table's rows."""
     engines = (
         Ramify(path, args.dtype, exact=args.exact, cache=True),
         Ramify(path, args.dtype, exact=args.exact, cache=False),
@@ -210,7 +210,7 @@ def _row(name: str, turns: list[Turn]) -> Row:
 
 
 def report(args: argparse.Namespace, rows: list[Row]) -> None:
-    """The table, with what is needed to read it."""
+    """Print the table and the setting it was measured in."""
     print(f"\n{setting(args)}\n")
     print(
         "| workload | ramify s | cache off s | transformers s | transformers / ramify (min–max) "
@@ -227,7 +227,7 @@ def report(args: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def setting(args: argparse.Namespace) -> str:
-    """Model, dtype, sizes, machine and commit in two lines."""
+    """Describe model, dtype, sizes, machine and commit in two lines."""
     here = Path(__file__).parent
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],

@@ -56,7 +56,7 @@ class AtOnce:
 
 
 class Cell:
-    """An engine in which so many requests decode, and so many wait."""
+    """An engine with a number of decoding requests and a number of waiting requests."""
 
     def __init__(self, num_running: int, num_waiting: int, shared: int, context: int) -> None:
         self.name = f"{num_running} x {num_waiting:,}"
@@ -83,7 +83,7 @@ class Cell:
         self.parts: dict[str, list[float]] = defaultdict(list)
 
     def steps(self, count: int) -> None:
-        """Time whole steps; the executor's time is not counted."""
+        """Time whole steps, without the executor's share."""
         for _ in range(count):
             before, start = self.device.spent, time.thread_time()
             self.core.step()
@@ -113,7 +113,7 @@ class Cell:
 
 
 def timed(owner: Any, name: str, spent: dict[str, float], part: str) -> Callable[[], None]:
-    """Count the time inside a method until the returned function is called."""
+    """Add the time inside a method to `spent[part]` until the returned function is called."""
     inner = getattr(owner, name)
 
     @wraps(inner)

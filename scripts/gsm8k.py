@@ -40,7 +40,7 @@ filter_list:
 
 @dataclass(frozen=True)
 class Told:
-    """What a run of the harness found."""
+    """The results of one run of the harness."""
 
     answers: list[str]
     num_right: int
@@ -81,7 +81,7 @@ class Harness:
         self.rounds = 0
 
     def ask_all(self, url: str) -> Told:
-        """One round."""
+        """Run lm-eval once on all problems; returns answers, score and the counters' growth."""
         self.rounds += 1
         out = Path(self.folder.name) / f"round-{self.rounds}"
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:  # noqa: S310
@@ -118,7 +118,7 @@ class Harness:
 
 
 def counters(url: str) -> dict[str, float]:
-    """What the server's metrics say of all requests so far."""
+    """Read the server's counters: prompt tokens, cached tokens and seconds of latency."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:  # noqa: S310
         text = answer.read().decode()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A version to compare with, and which of its files are needed."""
+    """A wheel to compare with, and the suffixes of the files to unpack."""
 
     name: str
     version: str
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def fetch(wheel: Wheel, folder: Path) -> str:
-    """Unpack a wheel below the folder, unless it is there; returns what went wrong, if anything."""
+    """Unpack a wheel below `folder` if it is missing; returns the error message, or ""."""
     target = folder / wheel.name
     if (target / f"{wheel.name}-{wheel.version}.dist-info").is_dir():
         return ""

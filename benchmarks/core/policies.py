@@ -20,7 +20,7 @@ LAST_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """One policy on one trace: hit rate by capacity in tokens."""
+    """The hit rates of one policy on one trace, by capacity in tokens."""
 
     trace: str
     policy: str
@@ -30,7 +30,7 @@ class HitRates:
 def hit_rates(
     path: Path, policies: Sequence[str], limit: int | None
 ) -> tuple[list[HitRates], float]:
-    """All policies at all capacities, and the rate of a cache that never evicts."""
+    """Return the hit rates of all policies at all capacities, and that of an unbounded cache."""
     lines = list(read_trace(path))[:limit]
     known = {identity for line in lines for identity in line.hash_ids}
     results = []
@@ -41,7 +41,7 @@ def hit_rates(
 
 
 def hit_rate(lines: Sequence[TraceLine], num_pages: int, policy: str) -> float:
-    """Tokens found over tokens asked for, from an empty cache."""
+    """Return hit tokens / input tokens of a trace, from an empty cache."""
     cache = PrefixCache(num_pages, 1, policy=policy)
     hit_pages = 0
     for number, line in enumerate(lines):
@@ -56,5 +56,5 @@ def hit_rate(lines: Sequence[TraceLine], num_pages: int, policy: str) -> float:
 
 
 def default_policies() -> list[str]:
-    """All of them, as the library lists them."""
+    """Return the names of all eviction policies."""
     return list(POLICIES)

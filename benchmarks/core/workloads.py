@@ -40,14 +40,14 @@ class Workload:
 
 
 def tokens_of(space: int, item: int, count: int) -> Tokens:
-    """`count` token ids that belong to this item of this space: equal calls, equal ids."""
+    """Return `count` token ids, a pure function of `space` and `item`."""
     with np.errstate(over="ignore"):
         bits = np.arange(count, dtype=np.uint64) + np.uint64((space << 56) + (item << 24))
         return _mixed(bits)
 
 
 def _mixed(bits: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> Tokens:
-    """Token ids from the finaliser of splitmix64."""
+    """Map counters to token ids with the finaliser of splitmix64."""
     with np.errstate(over="ignore"):
         bits = bits + np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -60,7 +60,7 @@ def _mixed(bits: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> Tokens:
 
 
 def conversation(limit: int | None, trace: Path | None) -> list[Request]:
-    """The first requests of a Mooncake trace; a hash id is always the same 512 tokens."""
+    """The first requests of a Mooncake trace; each hash id expands to a fixed 512 tokens."""
     offsets = np.arange(TRACE_PAGE, dtype=np.uint64)
     requests: list[Request] = []
     for at, line in enumerate(islice(read_trace(find_trace(trace)), limit or 2_000)):
@@ -82,7 +82,7 @@ def few_shot(limit: int | None, _: Path | None) -> list[Request]:
 
 
 def chat(limit: int | None, _: Path | None) -> list[Request]:
-    """256 chats take eight turns each, 768 tokens of a person and 256 of the model a turn."""
+    """256 chats of eight turns; each turn is 768 user tokens and 256 model tokens."""
     rng = np.random.default_rng(2)
     history = [np.empty(0, np.int32) for _ in range(256)]
     requests: list[Request] = []
@@ -116,7 +116,7 @@ WORKLOADS = {
 
 
 def small_and_tight(page_size: int) -> list[Request]:
-    """Requests that share, branch and end anywhere, for a pool of 64 pages: for the audit."""
+    """Random requests that share and branch, for a pool of 64 pages: for the audit."""
     rng = np.random.default_rng(3)
     known = [np.empty(0, np.int32)]
     requests: list[Request] = []
@@ -156,7 +156,7 @@ def find_trace(given: Path | None) -> Path:
 
 
 def read_trace(path: Path) -> Iterator[TraceLine]:
-    """The requests of a trace, in the order of their arrival."""
+    """Yield the requests of a trace, in order of arrival."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)

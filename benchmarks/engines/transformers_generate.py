@@ -15,7 +15,7 @@ BATCH_BYTES = 2 << 30  # of K/V in one static batch; more requests become severa
 
 
 class Transformers:
-    """What anybody gets from three lines of Python."""
+    """transformers' `generate`, as called in three lines of Python."""
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
@@ -32,7 +32,7 @@ class Transformers:
         self.model.generation_config.pad_token_id = 0
 
     def prepare(self, num_requests: int, request_tokens: int) -> None:
-        """As many requests in a batch as memory allows, in batches of equal size."""
+        """Choose the batch size: equal batches, as large as BATCH_BYTES allows."""
         most = max(1, BATCH_BYTES // (request_tokens * self._token_bytes))
         self._batch = -(-num_requests // -(-num_requests // most))
 

@@ -1,8 +1,8 @@
-"""Lives of an engine: random requests and random faults around a tiny model, and what must hold.
+"""Engine soak test: random requests and random faults around a tiny model.
 
-Every answer is compared with that of the same request alone, cold, on a fresh engine. What is done
-to the engine: steps that raise before or after they wrote, run out of memory or are interrupted;
-K/V that becomes NaN, in cached pages too; copies, decoders and observers of evictions that raise.
+Every answer is compared with that of the same request alone, cold, on a fresh engine. The faults:
+steps that raise before or after they write, run out of memory or are interrupted; K/V that becomes
+NaN, also in cached pages; page copies, detokenizers and eviction observers that raise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """In what engines differ."""
+    """Engine options that differ between runs."""
 
     name: str
     page_size: int = 4
@@ -87,7 +87,7 @@ CELLS = {
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A small grammar: few stems, each with few continuations, each with few ends."""
+    """A grammar of prompts: few stems, each with few continuations, each with few ends."""
 
     stems: tuple[tuple[int, ...], ...]
 
@@ -138,7 +138,7 @@ class SmallModel:
         self._alone.min_pruned_rows = sys.maxsize  # whole steps
 
     def runner(self, num_pages: int, page_size: int) -> ModelRunner:
-        """The one for such a pool: one engine at a time may have it."""
+        """Return the ModelRunner for a pool of this size; one engine at a time may use it."""
         if (num_pages, page_size) not in self._runners:
             runner = self._runners[num_pages, page_size] = self._new_runner(num_pages, page_size)
             runner.min_pruned_rows = 1  # whatever the last layer may leave out is left out
@@ -153,7 +153,7 @@ class SmallModel:
         return ModelRunner(self.decoder, pool, backend)
 
     def reference(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Completion:
-        """The answer of this request alone."""
+        """Return the answer of this request alone, on a fresh engine."""
         params = replace(params, n=1, seed=seed)
         if (prompt, params, seed) not in self.references:
             cell = Cell("alone", page_size=16, pool_tokens=16 * 16, max_batch_tokens=256)
@@ -170,7 +170,7 @@ class SmallModel:
 
 @dataclass
 class Saboteur:
-    """An executor in which, and around which, things go wrong."""
+    """An executor that injects faults into steps, copies, decoders and eviction observers."""
 
     runner: ModelRunner
     rng: random.Random
@@ -181,7 +181,7 @@ class Saboteur:
         self.inner = LocalExecutor(self.runner)
 
     def happens(self, rate: float, *kinds: str) -> str:
-        """One of these faults, or none; counted."""
+        """Return a random fault of `kinds`, counted, with probability `rate`; else ""."""
         if self.rng.random() >= rate:
             return ""
         kind = self.rng.choice(kinds)
@@ -227,7 +227,7 @@ class Saboteur:
         raise RuntimeError("sabotage")
 
     def _spoil_page(self) -> None:
-        """Some page that is cached or in use, or a free one."""
+        """Write NaN into a random page, cached, in use or free."""
         page = self.rng.randrange(self.runner.pool.num_pages)
         size = self.runner.pool.page_size
         self._spoil(range(page * size, (page + 1) * size))
@@ -248,14 +248,14 @@ class Saboteur:
         self.inner.copy_pages(pairs)
 
     def evicted(self, told: object) -> None:
-        """An observer of evictions, so that it is called inside `plan`."""
+        """Raise inside `plan` at random, as an observer of evictions."""
         kind = self.happens(self.rate / 4, "raise in plan", "interrupt in plan")
         if kind:
             raise (RuntimeError("sabotage") if kind.startswith("raise") else KeyboardInterrupt)
 
 
 class TornDecoder:
-    """A decoder that is sometimes interrupted, before or after it took a token in."""
+    """A detokenizer that is sometimes interrupted, before or after it took a token."""
 
     def __init__(self, tokenizer: Tokenizer, saboteur: Saboteur) -> None:
         self._inner, self._saboteur = Detokenizer(tokenizer), saboteur
@@ -277,7 +277,7 @@ class TornDecoder:
 
 @dataclass
 class Guesser:
-    """Guesses what it was told is right, or nonsense."""
+    """Drafts the reference answer, or nonsense."""
 
     share: float
     rng: random.Random
@@ -305,7 +305,7 @@ class Guesser:
 def build(
     model: SmallModel, cell: Cell, saboteur: Saboteur, drafter: Guesser | None = None
 ) -> EngineCore:
-    """An engine as `LLM` builds it."""
+    """Build an EngineCore the way `LLM` does."""
     config = model.decoder.config
     engine_config = EngineConfig.of(
         page_size=cell.page_size,
@@ -333,7 +333,7 @@ def build(
 
 @dataclass
 class Asked:
-    """A request of a life, and what was told of it."""
+    """A submitted request, with the tokens and texts streamed so far."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -357,7 +357,7 @@ class Life:
         self.counts: Counter[str] = Counter()
 
     def run(self, num_requests: int) -> Counter[str]:
-        """Serve so many requests; AssertionError for whatever is wrong."""
+        """Serve `num_requests` requests; raises AssertionError for any violated invariant."""
         left, steps, rng = num_requests, 0, self.rng
         while left or self.core.has_unfinished:
             while left and rng.random() < 0.6:

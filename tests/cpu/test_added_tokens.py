@@ -1,4 +1,4 @@
-"""Tokens that the other files of a tokenizer name: the ids are those of transformers."""
+"""Tokens that are added by a tokenizer's other files get the ids that transformers gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flags(draw: Random) -> dict[str, bool]:
 
 
 def base(draw: Random) -> tokenizers.Tokenizer:
-    """Bytes, or a Unigram vocabulary that has a special token's text as a piece."""
+    """Build a byte-level BPE, or a Unigram with a special token's text as a piece."""
     if draw.random() < 0.5:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         model = models.BPE({sign: number for number, sign in enumerate(alphabet)}, [])
@@ -49,7 +49,7 @@ def base(draw: Random) -> tokenizers.Tokenizer:
 
 
 def write(path: Path, draw: Random) -> None:
-    """A tokenizer whose files name tokens in all the ways that there are."""
+    """Write a tokenizer whose files name added tokens in every supported way."""
     core = base(draw)
     core.save(str(path / "tokenizer.json"))
     count = core.get_vocab_size()
@@ -104,7 +104,7 @@ def write(path: Path, draw: Random) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
-    """Which texts are tokens, which of them are special, their ids, and what surrounds a text."""
+    """Ids, special tokens and decoded texts equal those of transformers."""
     draw = Random(seed)
     write(tmp_path, draw)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -123,7 +123,7 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, seed: int) -> N
 
 
 def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_path: Path) -> None:
-    """It is guarded as those of `tokenizer.json` are."""
+    """A special token from tokenizer_config.json alone is escaped in user text."""
     base(Random(0)).save(str(tmp_path / "tokenizer.json"))
     entry = {"content": "<|end|>", "special": True}
     added = {"added_tokens_decoder": {"300": entry}}
@@ -152,7 +152,7 @@ def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_pat
     ],
 )
 def test_what_is_no_token_is_told(tmp_path: Path, name: str, content: Any, told: str) -> None:
-    """In one kind of error."""
+    """An invalid added token raises CheckpointError with the reason."""
     base(Random(1)).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / f"{name}.json").write_text(json.dumps(content))
 
@@ -161,7 +161,7 @@ def test_what_is_no_token_is_told(tmp_path: Path, name: str, content: Any, told:
 
 
 def test_an_older_file_beside_entries_is_read_as_carefully(tmp_path: Path) -> None:
-    """It still says what ends a text, where the newer one does not."""
+    """special_tokens_map.json supplies the EOS token, and its entries are validated."""
     base(Random(1)).save(str(tmp_path / "tokenizer.json"))
     newer, older = tmp_path / "tokenizer_config.json", tmp_path / "special_tokens_map.json"
     newer.write_text(json.dumps({"added_tokens_decoder": {"300": {"content": "<end>"}}}))
@@ -174,7 +174,7 @@ def test_an_older_file_beside_entries_is_read_as_carefully(tmp_path: Path) -> No
 
 
 def test_files_that_are_too_deep_are_told(tmp_path: Path) -> None:
-    """Deeper than the parser can go."""
+    """JSON nested deeper than the parser can go raises CheckpointError."""
     base(Random(1)).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "added_tokens.json").write_text("[" * 200_000)
 
@@ -185,7 +185,7 @@ def test_files_that_are_too_deep_are_told(tmp_path: Path) -> None:
 def test_an_id_that_a_token_cannot_have_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It gets the next one, as in transformers; the model's embedding may mean another."""
+    """A token with an impossible id gets the next free id, and a warning is logged."""
     base(Random(0)).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|far|>": 5000}))
 

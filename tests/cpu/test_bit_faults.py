@@ -1,4 +1,4 @@
-"""Faults that make bits depend on the cache: the comparison of `bit_scenarios` finds each of them."""
+"""`bit_scenarios` detects each fault that makes output bits depend on the cache."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -40,7 +40,7 @@ def runs_with_faults() -> Iterator[Scenario]:
 
 
 def find(model: Model, max_runs: int | None = None) -> list[str]:
-    """What differs in the first run in which anything does."""
+    """Return the differences of the first run that has any, else an empty list."""
     for run in islice(runs_with_faults(), max_runs):
         differences = compare(model, run).differences
         if differences:
@@ -49,7 +49,7 @@ def find(model: Model, max_runs: int | None = None) -> list[str]:
 
 
 def assert_found(model: Model, still: Callable[[], bool], fault: str) -> None:
-    """The comparison finds the fault, unless it was measured to change no bit on this machine."""
+    """Assert that the fault is detected; skip if it changes no bit on this machine."""
     differences = find(model)
 
     if not differences and not still():
@@ -69,12 +69,12 @@ def assert_found(model: Model, still: Callable[[], bool], fault: str) -> None:
 def test_the_runs_that_catch_faults_are_clean_without_one(
     family: str, variant: str, model_of: ModelOf
 ) -> None:
-    """No difference without a fault: what the mutants show is theirs."""
+    """Without a fault, the runs show no difference."""
     assert find(model_of(family, variant), max_runs=3) == []
 
 
 def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:
-    """float32 rows that are not filled up to whole multiples of 8 change with their number."""
+    """float32 GEMM rows not padded to a multiple of 8 are detected."""
     model = model_of("llama", "float32-plain").with_fault(row_multiple=1)
 
     def still() -> bool:
@@ -91,7 +91,7 @@ def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_skipped_padding_of_attention_rows_is_found(dtype: str, model_of: ModelOf) -> None:
-    """The products inside attention are float32 whatever the model's dtype, and need whole rows."""
+    """Attention query rows without padding are detected in every dtype."""
     model = model_of("llama", dtype).with_fault(backend=UnpaddedRows)
 
     assert_found(model, lambda: products_differ(range(1, 40)), "padding of query rows skipped")
@@ -99,7 +99,7 @@ def test_skipped_padding_of_attention_rows_is_found(dtype: str, model_of: ModelO
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shortened_last_block_is_found(dtype: str, model_of: ModelOf) -> None:
-    """A row's sums over a block depend on how many keys are in it, even if they weigh nothing."""
+    """A last key block cut to the keys in use is detected."""
     model = model_of("llama", dtype).with_fault(backend=ShortenedLastBlock)
 
     assert_found(model, lambda: reductions_differ(ShortenedLastBlock), "last block shortened")
@@ -107,7 +107,7 @@ def test_a_shortened_last_block_is_found(dtype: str, model_of: ModelOf) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reduction_cut_at_a_node_boundary_is_found(dtype: str, model_of: ModelOf) -> None:
-    """A row's sums depend on where they are cut; the end of the cached prefix is no such place."""
+    """A reduction split at the end of the cached prefix is detected."""
     model = model_of("llama", dtype).with_fault(backend=CutAtNodeBoundary)
 
     assert_found(model, lambda: reductions_differ(CutAtNodeBoundary), "reduction cut at a node")
@@ -119,7 +119,7 @@ def test_a_reduction_cut_at_a_node_boundary_is_found(dtype: str, model_of: Model
 def test_a_tree_that_merges_at_node_borders_is_found(
     family: str, variant: str, model_of: ModelOf
 ) -> None:
-    """The kernels' sums have an order of their own; two of them joined have another."""
+    """Partial attention results merged at node boundaries are detected."""
     assert find(model_of(family, variant).with_fault(backend=CutTree))
 
 
@@ -130,12 +130,12 @@ def test_a_tree_that_merges_at_node_borders_is_found(
 def test_fresh_keys_instead_of_the_planes_are_found(
     family: str, variant: str, model_of: ModelOf
 ) -> None:
-    """A step that sees its own K/V unrounded sees other K/V than those who find it cached."""
+    """Attention over unrounded K/V of the current step is detected."""
     assert find(model_of(family, variant).with_fault(pool=FreshKeys))
 
 
 def products_differ(row_counts: range) -> bool:
-    """Whether rows of attention's two products depend on how many there are."""
+    """Return whether rows of attention's two GEMMs depend on the number of rows."""
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, BLOCK_KEYS, 20, generator=draw) for _ in "kv")
     rows = torch.randn(2, 64, 20, generator=draw)
@@ -149,7 +149,7 @@ def products_differ(row_counts: range) -> bool:
 
 
 def reductions_differ(fault: type[BlockedBackend]) -> bool:
-    """Whether the faulty reduction of one block has other bits than the right one, ever."""
+    """Return whether the faulty reduction of a block ever differs in its bits."""
     spec = AttentionSpec(
         num_heads=2,
         num_kv_heads=2,

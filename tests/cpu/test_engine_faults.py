@@ -1,4 +1,4 @@
-"""A real model with NaN in its weights or its K/V, and memory that cannot be had."""
+"""A real model with NaN in weights or K/V, and with failed allocations."""
 
 import logging
 import shutil
@@ -38,7 +38,7 @@ def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def spoil(pool: KVPool, pages: list[int], plane: str) -> None:
-    """NaN in one layer of these pages: in the values, or in their scales."""
+    """Write NaN into layer 1 of these pages: into the plane itself, or into its scales."""
     planes = pool.planes(1)
     name = plane if planes[plane].is_floating_point() else f"{plane}_scale"
     planes[name][pages] = float("nan")
@@ -56,7 +56,7 @@ def cached_pages(llm: LLM, tokens: list[int]) -> list[int]:
 def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     checkpoint: Path, dtype: str, kv_dtype: str, plane: str, is_pinned: bool
 ) -> None:
-    """Whoever reads it is computed without it, and it is dropped: the next ones hit again."""
+    """Requests that hit a damaged page are recomputed, and the page is evicted."""
     llm = started(checkpoint, dtype, kv_dtype)
     prompts = [[*STEM, 70], [*STEM, 71, 72], [80, 81, 82, 83, 84]]
     expected = answers(llm.generate(prompts, PARAMS))
@@ -84,7 +84,7 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
 def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
     checkpoint: Path, dtype: str, kv_dtype: str
 ) -> None:
-    """Its own page, or one that it shares with another running request."""
+    """A damaged page of a running request is recomputed, private or shared."""
     llm = started(checkpoint, dtype, kv_dtype)
     prompts = [[*STEM, 70], [*STEM, 71], [80, 81, 82]]
     expected = answers(llm.generate(prompts, PARAMS))
@@ -110,7 +110,7 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
 def test_a_weight_that_is_nan_fails_those_who_need_it(
     checkpoint: Path, tmp_path: Path, dtype: str, kv_dtype: str
 ) -> None:
-    """One row of the embedding: its requests are told; others, of the same step, are served."""
+    """A NaN embedding row fails the request that uses it; its batch mates are answered."""
     prompts = [[*STEM, 70], [*STEM, 290, 71], [80, 81, 82]]
     expected = answers(started(checkpoint, dtype, kv_dtype).generate(prompts, PARAMS))
     damaged = tmp_path / "damaged"
@@ -146,12 +146,12 @@ def test_a_weight_that_is_nan_fails_those_who_need_it(
     ],
 )
 def test_errors_of_every_library_that_mean_memory_are_known(error: Exception, found: bool) -> None:
-    """By type, or by the words that torch uses on CPU."""
+    """`is_out_of_memory` recognises memory errors by type, and by torch's message on CPU."""
     assert is_out_of_memory(error) is found
 
 
 def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> None:
-    """torch cannot have what it asks for when a step is large: the answers are the same."""
+    """A forward pass that fails to allocate is retried in halves, with the same answers."""
     llm = started(checkpoint, "float32", "auto")
     expected = answers(llm.generate([STEM, [80, 81]], PARAMS))
     llm.cache.clear()
@@ -173,7 +173,7 @@ def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> N
 
 
 class _Stand:
-    """A model with another forward pass."""
+    """A stand-in model with another forward pass."""
 
     def __init__(self, model: object, forward: object) -> None:
         self._model, self.forward = model, forward
@@ -183,7 +183,7 @@ class _Stand:
 
 
 def test_memory_errors_name_the_way_out() -> None:
-    """And are memory errors for whoever asks."""
+    """StepMemoryError is a MemoryError and names the options to lower."""
     error = StepMemoryError(512, "can't allocate memory")
 
     assert isinstance(error, MemoryError)
@@ -198,7 +198,7 @@ def test_memory_errors_name_the_way_out() -> None:
 def test_eb16_a_life_with_faults_changes_no_answer_and_leaves_nothing(
     name: str, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A few requests of `make soak-engine` in three of its cells."""
+    """Twelve requests of `make soak-engine` survive random faults in each of three cells."""
     caplog.set_level(logging.CRITICAL)
     cell = CELLS[name]
     folder = tmp_path_factory.getbasetemp() / "engine-life"

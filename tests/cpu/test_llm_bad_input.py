@@ -1,4 +1,4 @@
-"""What bad input gets: one clear error, the others of the batch go on, and no page leaks."""
+"""Bad input gets one clear error; the rest of the batch is served and no page leaks."""
 
 import re
 from array import array
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(checkpoint: Path) -> Callable[..., LLM]:
-    """Engines with options of their own over the same checkpoint."""
+    """A factory of engines with options of their own over one checkpoint."""
     return lambda **options: LLM(checkpoint, **{"kv_cache_tokens": 2048, **options})
 
 
@@ -51,7 +51,7 @@ def engine(make: Callable[..., LLM]) -> LLM:
 
 @pytest.fixture
 def llm(engine: LLM) -> Iterator[LLM]:
-    """The shared engine; after each test nothing may be held."""
+    """The shared engine; asserts after each test that it is idle."""
     yield engine
     assert_idle(engine)
 
@@ -80,7 +80,7 @@ def narrow(make: Callable[..., LLM]) -> LLM:
 def test_a_bad_prompt_gets_one_clear_error_and_the_others_go_on(
     narrow: LLM, prompt: Any, error: type[RequestError], told: str
 ) -> None:
-    """In a batch it is that prompt's output; alone it is raised; nothing leaks either way."""
+    """A bad prompt fails alone in a batch, raises when given alone, and leaks no page."""
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     good = narrow.generate("the rain", params)[0]
 
@@ -98,7 +98,7 @@ def test_a_bad_prompt_gets_one_clear_error_and_the_others_go_on(
 
 
 def test_what_is_no_prompt_at_all_is_refused(llm: LLM) -> None:
-    """Neither text nor ids: the value is named, and nothing stays queued."""
+    """A value that is neither text nor token ids is named in the error and not queued."""
     wrong: tuple[Any, ...] = (None, 5, b"bytes", {"role": "user"})
     for prompt in wrong:
         outputs = llm.generate(["a", prompt], SHORT)
@@ -111,7 +111,7 @@ def test_what_is_no_prompt_at_all_is_refused(llm: LLM) -> None:
 
 
 def test_ids_may_come_in_any_array(llm: LLM) -> None:
-    """array, numpy, and numpy's integers inside a list."""
+    """Token ids may be an array, a numpy array, or a list of numpy integers."""
     wanted = llm.generate([5, 6, 7], SHORT)[0].token_ids
 
     forms: tuple[Any, ...] = (array("i", [5, 6, 7]), array("q", [5, 6, 7]), np.array([5, 6, 7]))
@@ -121,7 +121,7 @@ def test_ids_may_come_in_any_array(llm: LLM) -> None:
 
 
 def test_a_call_in_which_every_prompt_is_refused_raises(llm: LLM) -> None:
-    """The first prompt's error."""
+    """If every prompt of a batch is refused, the first prompt's error is raised."""
     prompts: list[Any] = ["", [999]]
 
     with pytest.raises(EmptyPromptError):
@@ -129,7 +129,7 @@ def test_a_call_in_which_every_prompt_is_refused_raises(llm: LLM) -> None:
 
 
 def test_unknown_options_and_values_are_refused(make: Callable[..., LLM]) -> None:
-    """By name, with what is possible, before any weight is read."""
+    """An unknown option or value raises an error that names it and the valid choices."""
     with pytest.raises(UnknownOptionError, match=r"unknown option 'page_sise'.*page_size"):
         make(page_sise=3)
     with pytest.raises(ConfigError, match="attention_backend='flash' does not exist; choose auto"):
@@ -145,7 +145,7 @@ def test_unknown_options_and_values_are_refused(make: Callable[..., LLM]) -> Non
 
 
 def test_a_directory_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """The error names the directory."""
+    """A directory without weights raises CheckpointError with its path."""
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
 
     with pytest.raises(CheckpointError, match=str(tmp_path)):
@@ -156,7 +156,7 @@ def test_a_directory_without_weights_is_refused(checkpoint: Path, tmp_path: Path
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty", "missing"])
 def test_a_corrupt_shard_is_refused(tmp_path: Path, damage: str) -> None:
-    """The error names the file, and says what to do."""
+    """A corrupt or missing shard raises CheckpointError with the file's name."""
     path = write_tiny_checkpoint(tmp_path, "llama", shards=2)
     shard = path / "model-00002-of-00002.safetensors"
     content = shard.read_bytes()
@@ -174,7 +174,7 @@ def test_a_corrupt_shard_is_refused(tmp_path: Path, damage: str) -> None:
 
 
 def test_without_a_tokenizer_ids_still_work(tmp_path: Path) -> None:
-    """Text, stop texts and messages are refused with the reason; ids are answered."""
+    """Without a tokenizer, token ids are served; text, stop texts and messages are refused."""
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
     llm = LLM(path, kv_cache_tokens=256)
 
@@ -193,7 +193,7 @@ def test_without_a_tokenizer_ids_still_work(tmp_path: Path) -> None:
 
 
 def test_broken_weights_fail_their_requests_and_the_engine_lives(tmp_path: Path) -> None:
-    """A token whose embedding is NaN: its request is told, and the next one is served."""
+    """A NaN embedding fails the request that uses it, and the next request is served."""
     path = write_tiny_checkpoint(tmp_path, "llama")
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][77] = float("nan")
@@ -224,7 +224,7 @@ def test_broken_weights_fail_their_requests_and_the_engine_lives(tmp_path: Path)
     ],
 )
 def test_token_ids_come_in_many_forms(llm: LLM, prompts: Any) -> None:
-    """Arrays, tensors, tuples and ranges of ids are one prompt, or a list of one."""
+    """Arrays, tensors, tuples and ranges of ids are one prompt, alone or in a list."""
     outputs = llm.generate(prompts, SHORT)
 
     assert [output.prompt_token_ids for output in outputs] == [(5, 6, 7)]
@@ -232,14 +232,14 @@ def test_token_ids_come_in_many_forms(llm: LLM, prompts: Any) -> None:
 
 @pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {5, 6}, b"ab", (letter for letter in "ab")])
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
-    """Nothing is guessed from a dict, a set, bytes, a number or a generator."""
+    """`prompts` refuses dicts, sets, bytes, numbers and generators."""
     with pytest.raises(InvalidParamsError, match=r"prompts=.*a text, token ids, or a list"):
         llm.generate(prompts)
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, "x", 5, [1]])
 def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
-    """Options are SamplingParams, not dicts or numbers."""
+    """`params` refuses everything but SamplingParams."""
     with pytest.raises(InvalidParamsError, match="params="):
         llm.generate(["hi"], params)
     with pytest.raises(InvalidParamsError, match="params="):
@@ -247,7 +247,7 @@ def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
 
 
 def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(llm: LLM) -> None:
-    """One bad role among good conversations gets an output with an error."""
+    """A conversation with an invalid role fails alone; the rest of the batch is served."""
     good = [{"role": "user", "content": "hi"}]
     bad = [{"role": "prophet", "content": "hi"}]
 
@@ -262,7 +262,7 @@ def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(llm: 
 
 
 def test_a_pool_beyond_the_free_memory_is_refused(make: Callable[..., LLM]) -> None:
-    """Before anything is allocated, with what is free and which option to lower."""
+    """A pool larger than the free memory raises an error that names the option to lower."""
     with pytest.raises(ConfigError, match=r"needs .* free; lower kv_cache_tokens"):
         make(kv_cache_tokens=10**13)
     with pytest.raises(ConfigError, match=r"needs .* free; lower max_num_seqs"):
@@ -270,7 +270,7 @@ def test_a_pool_beyond_the_free_memory_is_refused(make: Callable[..., LLM]) -> N
 
 
 def test_options_take_torch_dtypes_and_numpy_integers(make: Callable[..., LLM]) -> None:
-    """What a caller has at hand is understood."""
+    """Options accept torch dtypes and numpy integers."""
     llm = make(dtype=torch.bfloat16, kv_cache_tokens=np.int64(512))
 
     assert llm.engine.decoder.dtype == torch.bfloat16
@@ -278,7 +278,7 @@ def test_options_take_torch_dtypes_and_numpy_integers(make: Callable[..., LLM]) 
 
 
 def test_outputs_of_aborted_requests_are_bounded(make: Callable[..., LLM]) -> None:
-    """Nobody takes them, so the oldest go."""
+    """At most MAX_KEPT_OUTPUTS untaken outputs are stored; the oldest are dropped."""
     llm = make()
     first = llm.add_request([5, 6])
     llm.abort(first)

@@ -45,7 +45,7 @@ def llm(checkpoint: Path) -> LLM:
 def test_greedy_answers_are_those_of_transformers(
     options: dict[str, Any], llm: LLM, checkpoint: Path
 ) -> None:
-    """Token for token, with penalties over prompt and output."""
+    """Greedy tokens equal those of transformers, with penalties over prompt and output."""
     ids = list(llm.tokenizer.encode(PROMPT)) if llm.tokenizer else []
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     generate_options = {"max_new_tokens": 40, "eos_token_id": 2, "do_sample": False} | options
@@ -76,7 +76,7 @@ def test_greedy_answers_are_those_of_transformers(
 
 
 def test_options_of_one_request_touch_no_other(llm: LLM) -> None:
-    """Plain, penalised and structured requests in one batch answer what they answer alone."""
+    """Plain, penalised and structured requests give the same answers in a batch as alone."""
     many = [
         SamplingParams(max_tokens=30),
         SamplingParams(max_tokens=30, frequency_penalty=1.5, presence_penalty=0.5, logprobs=2),
@@ -98,7 +98,7 @@ def test_options_of_one_request_touch_no_other(llm: LLM) -> None:
 
 
 def test_log_probabilities_are_those_before_any_option(llm: LLM) -> None:
-    """A forced token has the log probability that the model gives it."""
+    """A forced token reports the log probability of the unmodified model."""
     free = llm.generate(PROMPT, SamplingParams(max_tokens=1, logprobs=300))[0]
     forced = llm.generate(
         PROMPT, SamplingParams(max_tokens=1, logprobs=0, allowed_token_ids=[99], logit_bias={99: 5})
@@ -111,7 +111,7 @@ def test_log_probabilities_are_those_before_any_option(llm: LLM) -> None:
 
 
 def test_every_answer_of_a_request_follows_its_format(llm: LLM) -> None:
-    """Branches have matchers of their own; what ends by itself is JSON as asked."""
+    """Every branch has a matcher of its own, and every answer that stops is valid JSON."""
     params = SamplingParams(
         n=12,
         temperature=5.0,  # a random model at 1 repeats the whitespace between JSON's tokens
@@ -134,7 +134,7 @@ def test_every_answer_of_a_request_follows_its_format(llm: LLM) -> None:
 
 
 def test_min_tokens_puts_off_the_end_of_a_format(llm: LLM) -> None:
-    """Where the format may end but need not, the end of sequence waits."""
+    """`min_tokens` bans end-of-sequence where the format may end but need not."""
     options: dict[str, Any] = {"temperature": 1.0, "seed": 2, "n": 6, "max_tokens": 80}
     spec, bias = StructuredOutput(regex="(ab)+"), {2: 100}
 
@@ -149,7 +149,7 @@ def test_min_tokens_puts_off_the_end_of_a_format(llm: LLM) -> None:
 
 
 def test_stop_texts_do_not_end_before_min_tokens(llm: LLM) -> None:
-    """A stop text that came before is part of the output; one that comes after is not."""
+    """A stop text before `min_tokens` stays in the output; a later stop text ends it."""
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))[0]
     stop = plain.text[4:6]
 
@@ -175,7 +175,7 @@ def test_stop_texts_do_not_end_before_min_tokens(llm: LLM) -> None:
 def test_what_cannot_be_served_is_refused_at_once(
     options: dict[str, Any], name: str, llm: LLM
 ) -> None:
-    """Nothing is queued."""
+    """An option that cannot be served raises InvalidParamsError and queues nothing."""
     with pytest.raises(InvalidParamsError) as caught:
         llm.generate(PROMPT, SamplingParams(n=2, **options))
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_served_is_refused_at_once(
 
 
 def test_a_format_needs_a_tokenizer(tmp_path: Path) -> None:
-    """Token ids in, token ids out: there is no text that could follow it."""
+    """Structured output on a model without a tokenizer is refused."""
     bare = LLM(
         write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=1),
         kv_cache_tokens=256,

@@ -57,7 +57,7 @@ def formats(tokenizer: Tokenizer) -> GrammarCompiler:
 
 @dataclass
 class Teller:
-    """Guesses what it was told, often with an error somewhere."""
+    """Drafts the known answers, often with an error in one token."""
 
     answers: Iterable[Sequence[int]]
     rng: random.Random = field(default_factory=lambda: random.Random(3))
@@ -95,7 +95,7 @@ def answers(
     error: BaseException | None = None,
     drafter: Teller | None = None,
 ) -> RequestOutput:
-    """Of an engine with a device that draws at random, and sees every fault of the cache."""
+    """Serve PROMPT on an engine whose executor draws at random; checks the cache each step."""
     engine_config = EngineConfig.of(
         kv_cache_tokens=pool_tokens, page_size=4, max_num_seqs=8, max_batch_tokens=budget
     )
@@ -131,7 +131,7 @@ def sampled(structured: StructuredOutput, **options: Any) -> SamplingParams:
 
 
 def satisfies_schema(text: str) -> bool:
-    """What SCHEMA says, by hand."""
+    """Check a JSON text against SCHEMA without a schema library."""
     value = json.loads(text)
     kinds = value["kinds"]
     return (
@@ -180,7 +180,7 @@ CASES = {
 def test_every_answer_follows_its_format(
     name: str, tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
-    """Whatever is drawn; it ends by itself, and its end shows in the reason."""
+    """Every sampled answer that stops by itself satisfies its format."""
     spec, satisfies = CASES[name]
 
     output = answers(tokenizer, formats, sampled(spec, n=40))
@@ -212,7 +212,7 @@ def test_every_answer_follows_its_format(
 def test_the_tokens_are_those_of_a_quiet_engine(
     name: str, changes: dict[str, Any], tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
-    """Preemption, failed steps, interrupts and guesses leave no matcher ahead or behind."""
+    """Preemption, failed steps, interrupts and drafts change no token of a constrained answer."""
     params = sampled(CASES[name][0], n=3, seed=5, max_tokens=40)
     quiet = answers(tokenizer, formats, params)
     expected = [completion.token_ids for completion in quiet.completions]
@@ -232,7 +232,7 @@ def test_the_tokens_are_those_of_a_quiet_engine(
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), interrupt=st.integers(1, 60))
 def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: GrammarCompiler) -> None:
-    """Drafts right, wrong and beyond the end; asked again, behind, ahead, or cut off in between."""
+    """The bitmasks of a matcher match those of a fresh matcher after drafts and rollbacks."""
     rng = random.Random(seed)
     matcher = formats.compile(CASES["schema"][0])
     plain, output = formats.compile(CASES["schema"][0]), list[int]()
@@ -260,7 +260,7 @@ def test_a_matcher_follows_any_history(seed: int, interrupt: int, formats: Gramm
 def test_a_complete_format_ends_the_answer_without_a_token_for_it(
     tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
-    """Nothing can follow "yes"; also if end-of-sequence tokens are ignored, and before min_tokens."""
+    """A complete format ends the answer, even with `ignore_eos` and before `min_tokens`."""
     spec = StructuredOutput(choice=["yes"])
 
     for options in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
@@ -276,7 +276,7 @@ def test_a_complete_format_ends_the_answer_without_a_token_for_it(
 def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
     tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
-    """It ends the answer even if such tokens are ignored otherwise."""
+    """An end-of-sequence token may end the answer where the format may, even with `ignore_eos`."""
     spec = StructuredOutput(regex="(ab)+")
 
     for options in ({}, {"ignore_eos": True}):
@@ -292,7 +292,7 @@ def test_the_end_of_sequence_is_allowed_where_the_format_may_end(
 
 
 def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: GrammarCompiler) -> None:
-    """The allowed tokens spell the format's beginning only; batch mates go on."""
+    """A request whose allowed tokens cannot complete the format fails with DeadEndError."""
     spec = StructuredOutput(regex="abcd")
     ids = list(tokenizer.encode("abc", add_special_tokens=False))
 
@@ -324,7 +324,7 @@ def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: GrammarCompiler) -> N
 def test_what_cannot_be_compiled_is_refused(
     options: dict[str, Any], told: str, formats: GrammarCompiler
 ) -> None:
-    """With the option's name and the reason, and again when it comes again."""
+    """A format that cannot be compiled is refused every time, by option name and reason."""
     spec = StructuredOutput(**options)
 
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_what_cannot_be_compiled_is_refused(
 def test_a_format_that_takes_too_long_blocks_nobody(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
-    """It is refused at the deadline, at once when it comes again, and served once it is there."""
+    """A slow compilation is refused at the deadline, goes on in one thread, and is then served."""
     properties = {f"p{at}": {"type": "string", "pattern": "^(a|b|c){1,50}x+"} for at in range(900)}
     spec = StructuredOutput(json_schema={"type": "object", "properties": properties})
     formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
@@ -359,7 +359,7 @@ def test_a_format_that_takes_too_long_blocks_nobody(
 def test_formats_that_are_kept_are_bounded(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
-    """The oldest go; a copy in use is nobody else's."""
+    """The cache of compiled formats evicts the oldest entries beyond MAX_CACHED."""
     monkeypatch.setattr(structured, "MAX_CACHED", 3)
     formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
@@ -372,7 +372,7 @@ def test_formats_that_are_kept_are_bounded(
 def test_without_llguidance_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
-    """The extra by its name."""
+    """Without llguidance, the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     formats = GrammarCompiler(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[END])
 
@@ -381,7 +381,7 @@ def test_without_llguidance_the_error_says_what_to_install(
 
 
 def test_a_tokenizer_without_bytes_is_refused() -> None:
-    """What its tokens spell is not known, so that no format can follow them."""
+    """Structured output refuses a tokenizer whose tokens have no known bytes."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     formats = GrammarCompiler(words.to_str, vocab_size=2, eos_token_ids=[1])
 
@@ -390,7 +390,7 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
 
 
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: Tokenizer) -> None:
-    """A mask has a bit for each id of the model, and none of an id without a text."""
+    """A mask has one bit per model id, and allows no id that has no text."""
     for vocab_size in (270, 300, 301, 4000):
         formats = GrammarCompiler(tokenizer.to_json, vocab_size=vocab_size, eos_token_ids=[END])
 
@@ -406,7 +406,7 @@ def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(tokenizer: To
 def test_a_choice_may_have_thousands_of_texts(
     tokenizer: Tokenizer, formats: GrammarCompiler
 ) -> None:
-    """They are one terminal, not as many items of the parser."""
+    """A choice of 4,000 texts compiles, and the answer is one of its texts."""
     texts = [f"c{i}" for i in range(4000)]
 
     (completion,) = answers(tokenizer, formats, sampled(StructuredOutput(choice=texts))).completions
@@ -416,7 +416,7 @@ def test_a_choice_may_have_thousands_of_texts(
 
 
 def test_a_parser_that_gives_up_says_why(tokenizer: Tokenizer, formats: GrammarCompiler) -> None:
-    """Too many rules at once: its own words, not that the model drew what is not allowed."""
+    """A grammar with too many rules fails its request with the parser's own message."""
     rules = " | ".join(f'"c{i}"' for i in range(2500))
 
     answer = answers(tokenizer, formats, sampled(StructuredOutput(grammar=f"start: {rules}")))

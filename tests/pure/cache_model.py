@@ -1,4 +1,4 @@
-"""What a prefix cache must do, kept in dicts: the oracle of the state machine."""
+"""A reference prefix cache kept in dicts: the oracle of the state machine."""
 
 import sys
 from array import array
@@ -16,7 +16,7 @@ Prefix = tuple[str, bytes]  # namespace, and all tokens (a byte each) up to the 
 
 @dataclass(eq=False)
 class Request:
-    """What an engine would know of a request."""
+    """An engine's view of one request."""
 
     namespace: str
     tokens: bytes
@@ -36,7 +36,7 @@ class Request:
 
 
 class CacheModel:
-    """A cache, the requests that use it, and what must be true of both."""
+    """A cache, its requests, and the invariants between them."""
 
     size: int  # tokens per page
     num_pages: int
@@ -57,7 +57,7 @@ class CacheModel:
     # -- what is known ---------------------------------------------------------------------
 
     def prompt(self, pages: str, tail: int) -> bytes:
-        """Tokens that share whole pages, parts of pages, or nothing with other prompts."""
+        """Return tokens that share whole pages, parts of pages, or nothing with other prompts."""
         blank = bytes(self.size - 1)
         contents = (blank + b"\0", blank + b"\1", b"\2" + blank)
         return b"".join(contents[int(page)] for page in pages) + bytes(tail % (self.size + 1))
@@ -67,7 +67,7 @@ class CacheModel:
         return [(request.namespace, request.tokens[:end]) for end in ends]
 
     def find(self, namespace: str, tokens: bytes, *, pending: bool) -> list[int]:
-        """The pages of the longest known prefix that is shorter than the tokens."""
+        """Return the pages of the longest known prefix that is shorter than `tokens`."""
         pages = []
         for end in range(self.size, len(tokens), self.size):
             prefix = (namespace, tokens[:end])
@@ -80,7 +80,7 @@ class CacheModel:
         return pages
 
     def find_ideal(self, namespace: str, tokens: bytes, found: int) -> int:
-        """The length of a hit of `found` tokens if nothing computed had been evicted."""
+        """Return how long a hit of `found` tokens would be if nothing had been evicted."""
         computed = (self.ghosts | self.pending.keys()) - self.uncomputed
         for end in range(found + self.size, len(tokens), self.size):
             if (namespace, tokens[:end]) not in computed:
@@ -89,7 +89,7 @@ class CacheModel:
         return found
 
     def holders(self) -> list[Request]:
-        """Whose prefixes are pinned."""
+        """Return the requests whose prefixes are pinned."""
         return self.live
 
     def pins(self) -> set[Prefix]:
@@ -99,7 +99,7 @@ class CacheModel:
         return len(self.ready.keys() - self.pins())
 
     def unpublished(self, request: Request, *, own: bool) -> list[Prefix]:
-        """The pending part of a request's prefix that it leads itself, or that others do."""
+        """Return the pending prefixes of a request: its own, or those it waits for."""
         path = self.path(request, request.pinned)
         return [at for at in path if at in self.pending and own == (self.pending[at][1] is request)]
 
@@ -110,7 +110,7 @@ class CacheModel:
         return CacheKey(list(request.tokens[:num_tokens]), request.namespace)
 
     def snapshot(self) -> tuple:
-        """Everything that a refused call must leave as it is."""
+        """Return all state that a refused call must leave unchanged."""
         tree, store = self.cache._tree, self.cache._store
         nodes = [(tree.node(at), tree.length[at], list(tree.children(at))) for at in tree.nodes()]
         remembered = [
@@ -137,7 +137,7 @@ class CacheModel:
             raise AssertionError(f"{call.__name__} was not refused with {error.__name__}")
 
     def forget_evicted(self, expected: int, taken: Sequence[int] = ()) -> None:
-        """Learn which pages were evicted: as many as `expected`, none of them pinned."""
+        """Drop the evicted pages from the model: exactly `expected`, none of them pinned."""
         gone = [at for at, page in self.ready.items() if self.cache.is_free(page) or page in taken]
         assert len(gone) == expected, f"{len(gone)} pages were evicted, not {expected}"
         assert not self.pins().intersection(gone), "a pinned page was evicted"
@@ -147,7 +147,7 @@ class CacheModel:
         self.remember(gone)
 
     def remember(self, gone: Iterable[Prefix]) -> None:
-        """Learn what was forgotten for the sake of the budget: nothing while it suffices."""
+        """Add evicted prefixes to the ghosts; drop ghosts only when the budget is exceeded."""
         known = self.ghosts.union(gone)
         _, self.ghosts = self.nodes()
         assert self.ghosts <= known, "what was not evicted is remembered as if it were"
@@ -187,7 +187,7 @@ class CacheModel:
         request.private += pages
 
     def promise(self, request: Request, num_pages: int) -> None:
-        """Announce up to `num_pages` pages in all, as far as there are tokens and pages."""
+        """Announce up to `num_pages` pages, as far as tokens and pages allow."""
         whole = min(num_pages, len(request.tokens) // self.size, len(request.table))
         start = request.pinned
         if whole <= start:
@@ -205,7 +205,7 @@ class CacheModel:
         self.replace(request, lease, request.table[:whole])
 
     def write(self, request: Request, end: int) -> None:
-        """Compute a request up to token `end`, after the leaders of what it attached to."""
+        """Compute a request up to token `end`, after the leaders that it waits for."""
         for prefix in self.unpublished(request, own=False):
             self.write(self.pending[prefix][1], len(prefix[1]))
         end = min(end, len(request.tokens), len(request.table) * self.size)
@@ -219,7 +219,7 @@ class CacheModel:
         request.computed = max(end, request.computed)
 
     def share(self, request: Request, num_tokens: int) -> None:
-        """Publish `num_tokens` tokens, which are computed unless a leader is behind."""
+        """Publish `num_tokens` computed tokens; refused while a leader is behind."""
         key, whole = self.key(request, num_tokens), num_tokens // self.size
         if self.unpublished(request, own=False):
             self.refused(LeaseError, self.cache.publish, request.lease, key, request.private)
@@ -237,7 +237,7 @@ class CacheModel:
         self.replace(request, self.cache.publish(request.lease, key, request.private), pages)
 
     def replace(self, request: Request, lease: Lease, pages: list[int]) -> None:
-        """A newer lease: it has exactly these pages, and the private ones behind it go on."""
+        """Replace a request's lease by a newer lease that holds exactly `pages`."""
         assert list(lease.pages) == pages
         assert lease.key == self.key(request, len(pages) * self.size)
         del request.private[: len(pages) - len(request.lease.pages)]
@@ -272,7 +272,7 @@ class CacheModel:
             each.kept = kept
 
     def stop(self, request: Request, split: int = 0) -> None:
-        """Finish or abort; refused while others depend on what the request has announced."""
+        """Finish or abort a request; refused while others depend on its announced pages."""
         own = self.unpublished(request, own=True)
         pinning = [at for at in self.live if own and own[0] in self.path(at, at.pinned)]
         if len(pinning) > 1:
@@ -289,19 +289,19 @@ class CacheModel:
     # -- the oracle ------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """All that must be true between any two calls."""
+        """Check all invariants that hold between two calls."""
         self.every_page_has_one_owner()
         self.the_tree_is_the_model()
         self.shared_means_computed()
         self.statistics_are_right()
 
     def in_use(self) -> list[int]:
-        """Every page that the model knows an owner of, once per owner."""
+        """Return every page that has an owner, once per owner."""
         private = [page for request in self.live for page in request.private]
         return [*self.ready.values(), *(page for page, _ in self.pending.values()), *private]
 
     def every_page_has_one_owner(self) -> None:
-        """Pages are free, private to one request, or in the tree; no live table has a free one."""
+        """Check that each page is free, private to one request, or in the tree."""
         free = [page for page in range(self.num_pages) if self.cache.is_free(page)]
         assert sorted(free + self.in_use()) == list(range(self.num_pages))
         self.cache.check()
@@ -317,7 +317,7 @@ class CacheModel:
                 assert self.cache.is_blocked(request.lease) == others
 
     def the_tree_is_the_model(self) -> None:
-        """Which prefixes are known, in which pages, pending or ready, and pinned how often."""
+        """Check prefixes, pages, pending state and pin counts of the tree against the model."""
         pins = Counter(
             at for request in self.holders() for at in self.path(request, request.pinned)
         )
@@ -356,7 +356,7 @@ class CacheModel:
         return cached, ghosts
 
     def shared_means_computed(self) -> None:
-        """A shared page holds what it is shared as; so does all that a request has computed."""
+        """Check that shared pages and computed tokens hold the content of their prefix."""
         assert all(self.memory.get(page) == prefix for prefix, page in self.ready.items())
         for request in self.live:
             if request.kept is not None:

@@ -1,4 +1,4 @@
-"""An engine over a fake device, checked after every step, and what it must answer."""
+"""An engine over a fake device, checked after every step, and its expected answers."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ VOCAB, EOS = 50, 0
 
 
 class LetterDecoder:
-    """Token t is the letter number t; uneven tokens show only together with the next one."""
+    """Token t is letter number t; an odd token is held back until the next token."""
 
     def __init__(self) -> None:
         self.held = ""
@@ -98,7 +98,7 @@ class Bench:
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """One step; every event belongs to a live request, and ends it once."""
+        """Run one step; asserts that each event belongs to a live request."""
         self.time += 1.0
         events = self.core.step()
         for event in events:
@@ -136,7 +136,7 @@ class Bench:
         self.check()
 
     def check(self) -> None:
-        """Counts agree, and no row of the block table holds a free page."""
+        """Check the cache, the block table's row count, and that no row holds a free page."""
         self.core.cache.check()
         running = self.core.scheduler.running
         rows = [request.sequence.row for request in running]
@@ -169,7 +169,7 @@ class Bench:
 
 
 def expected(prompt: Sequence[int], max_tokens: int, *, ends: Container[int] = (EOS,)) -> list[int]:
-    """What an engine without any cache answers."""
+    """Return the answer of an engine without a cache."""
     context = list(prompt)
     while len(context) < len(prompt) + max_tokens:
         context.append(fake_next_token(context, VOCAB))

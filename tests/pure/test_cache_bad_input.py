@@ -1,4 +1,4 @@
-"""What is no key, lease, content or number is refused with one clear error, and nothing changes."""
+"""Invalid keys, leases, content and numbers raise one clear error and change nothing."""
 
 import pickle
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.pure.test_prefix_cache import begin, key, serve, state
 
 
 class Number:
-    """An integer of another package."""
+    """An integer type of another package: it has `__index__` only."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -50,7 +50,7 @@ class Number:
 )
 @pytest.mark.parametrize("it", [[1, 2, 3], b"abcd", None])
 def test_token_ids_are_no_key(call: Callable[..., object], it: Any) -> None:
-    """The error says what to make of them."""
+    """Bare token ids are refused with an error that shows how to build a CacheKey."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcdef")
     lease = cache.acquire(key("abcde"))
@@ -65,7 +65,7 @@ def test_token_ids_are_no_key(call: Callable[..., object], it: Any) -> None:
 
 @pytest.mark.parametrize("it", [None, 5, key("abcd")])
 def test_what_is_no_lease_is_refused(it: Any) -> None:
-    """As one that is not live."""
+    """A value that is not a lease raises LeaseError."""
     cache = PrefixCache(8, 2)
 
     for call in (cache.release, cache.fork, cache.cancel, cache.withdraw, cache.is_blocked):
@@ -75,7 +75,7 @@ def test_what_is_no_lease_is_refused(it: Any) -> None:
 
 @pytest.mark.parametrize("num_tokens", [5.0, "5", None, -1])
 def test_a_retraction_to_no_number_of_tokens_changes_nothing(num_tokens: Any) -> None:
-    """Announced pages stay announced."""
+    """`retract` with an invalid token count raises and keeps the announced pages."""
     cache = PrefixCache(8, 2)
     lease, private = begin(cache, "abcdefg")
     lease = cache.announce(lease, key("abcdefg"), private)
@@ -92,7 +92,7 @@ def test_a_retraction_to_no_number_of_tokens_changes_nothing(num_tokens: Any) ->
 
 
 def test_integers_of_other_packages_are_integers() -> None:
-    """Whatever has an `__index__`."""
+    """Any type with `__index__` is accepted as an integer."""
     cache = PrefixCache(Number(8), Number(2), policy="priority")  # type: ignore[arg-type]
     serve(cache, "abcdef")
     pin = cache.pin(key("abcd"), "me")
@@ -110,7 +110,7 @@ def test_integers_of_other_packages_are_integers() -> None:
 
 @pytest.mark.parametrize("num_pages", [1.5, "1", None])
 def test_what_is_no_number_of_pages_cannot_be_asked_for(num_pages: Any) -> None:
-    """The question is refused as its action is; a number below 0 is just not to be had."""
+    """`can_reserve` raises for a value that is no whole number, and is false below 0."""
     cache = PrefixCache(8, 2)
 
     with pytest.raises(ConfigError, match="whole number"):
@@ -120,7 +120,7 @@ def test_what_is_no_number_of_pages_cannot_be_asked_for(num_pages: Any) -> None:
 
 
 def test_a_time_to_live_beyond_all_floats_is_for_ever() -> None:
-    """And the pin can be ended like any other."""
+    """A TTL beyond the float range never expires, and `unpin` still ends it."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcdef")
 
@@ -133,7 +133,7 @@ def test_a_time_to_live_beyond_all_floats_is_for_ever() -> None:
 
 @pytest.mark.parametrize("clock", [None, 5])
 def test_a_clock_that_cannot_be_read_is_refused(clock: Any) -> None:
-    """Before anything depends on it."""
+    """A clock that is not callable is refused by the constructor."""
     with pytest.raises(ConfigError, match="clock="):
         PrefixCache(8, 2, clock=clock)
 
@@ -142,7 +142,7 @@ def test_a_clock_that_cannot_be_read_is_refused(clock: Any) -> None:
 
 
 class Pixels:
-    """Its repr leaves something out, as that of an array does."""
+    """An object whose repr leaves out part of its content, as an array's does."""
 
     def __repr__(self) -> str:
         return "Pixels(...)"
@@ -150,21 +150,21 @@ class Pixels:
 
 @pytest.mark.parametrize("content", [Pixels(), [1, 2, 3], "text", 5, None])
 def test_content_that_is_no_bytes_has_no_digest(content: Any) -> None:
-    """Two images with one name would share K/V."""
+    """`digest_of` refuses content that is not bytes: two images could get one digest."""
     with pytest.raises(InvalidKeyError, match="not bytes"):
         Media.digest_of(content)
 
 
 @pytest.mark.parametrize("setting", [Pixels(), (1, 2), [1]])
 def test_a_setting_must_say_all_of_itself(setting: Any) -> None:
-    """Text, bytes, numbers and None do."""
+    """A setting must be text, bytes, a number or None, and changes the digest."""
     with pytest.raises(InvalidKeyError, match="a setting is a"):
         Media.digest_of(b"cat", setting)
     assert Media.digest_of(b"cat", 0.5) != Media.digest_of(b"cat", True) != Media.digest_of(b"cat")
 
 
 def test_bytes_are_bytes_in_whatever_they_come() -> None:
-    """A view that is not contiguous, too."""
+    """bytes, bytearray and non-contiguous memoryviews of equal content have one digest."""
     assert (
         Media.digest_of(b"cat")
         == Media.digest_of(bytearray(b"cat"))
@@ -174,7 +174,7 @@ def test_bytes_are_bytes_in_whatever_they_come() -> None:
 
 @pytest.mark.parametrize("placeholder", [-1, -200, 151655])
 def test_placeholders_may_be_any_ids(placeholder: int) -> None:
-    """Some models write -200 where an image goes; elsewhere it is no id."""
+    """Placeholder ids inside a media range do not matter and may be negative."""
     image = Media(b"d" * 32, 1, 2)
     ids = [7, placeholder, placeholder, 8]
 
@@ -185,7 +185,7 @@ def test_placeholders_may_be_any_ids(placeholder: int) -> None:
 
 
 def test_segments_may_come_one_by_one() -> None:
-    """They are looked at more than once."""
+    """`media` and `salts` may be iterators."""
     image, salt = Media(b"d" * 32, 1, 2), Salt(3, "s")
 
     key_of_all = CacheKey(range(5), media=iter([image]), salts=iter([salt]))  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_segments_may_come_one_by_one() -> None:
 
 @pytest.mark.parametrize("segments", [[5], [(b"d" * 32, 0, 1)]])
 def test_a_segment_or_salt_of_another_kind_is_refused(segments: Any) -> None:
-    """By what it is."""
+    """`media` accepts Media only, and `salts` accepts Salt only."""
     with pytest.raises(InvalidKeyError, match="is no Media"):
         CacheKey([1, 2], media=segments)
     with pytest.raises(InvalidKeyError, match="is no Salt"):
@@ -204,7 +204,7 @@ def test_a_segment_or_salt_of_another_kind_is_refused(segments: Any) -> None:
 
 
 def test_a_number_too_long_to_write_is_no_part_of_a_namespace() -> None:
-    """Python refuses to write it."""
+    """A namespace number too long for `str` raises InvalidKeyError."""
     with pytest.raises(InvalidKeyError, match="epoch is no namespace part"):
         namespace_of(epoch=10**5000)
 
@@ -223,7 +223,7 @@ def test_a_number_too_long_to_write_is_no_part_of_a_namespace() -> None:
     ],
 )
 def test_an_error_tells_another_process_what_it_told_here(error: RamifyError) -> None:
-    """Workers send them."""
+    """A pickled error keeps its type, message and attributes."""
     there = pickle.loads(pickle.dumps(error))
 
     assert type(there) is type(error)

@@ -21,7 +21,7 @@ def text_of(atoms: bytes) -> str:
 
 
 def everything(cache: PrefixCache) -> tuple:
-    """All that an explanation could have changed, what is remembered included."""
+    """Return all state that `explain` could change: statistics, nodes, ghosts, eviction order."""
     tree, store = cache._tree, cache._store
     ghosts = store.ghosts.oldest_first()
     return (
@@ -39,7 +39,7 @@ def everything(cache: PrefixCache) -> tuple:
 
 @INDICES
 def test_a_part_of_a_page_cannot_be_found(index: str) -> None:
-    """Pages are shared whole: what is left is more than the last token and less than a page."""
+    """A miss of less than one page has the reason "page_tail": only whole pages are shared."""
     cache = PrefixCache(16, 4, index=index)
     serve(cache, "abcdefgh")
 
@@ -53,7 +53,7 @@ def test_a_part_of_a_page_cannot_be_found(index: str) -> None:
 @INDICES
 @pytest.mark.parametrize("text", ["abcdef", "abcdefg"])
 def test_all_that_can_be_found_is_a_hit(text: str, index: str) -> None:
-    """One token is always left: of a prompt that is cached in full, the last page."""
+    """A fully cached prompt is a hit, although its last token always has to be computed."""
     cache = PrefixCache(16, 2, index=index)
     serve(cache, "abcdef")
 
@@ -69,7 +69,7 @@ def test_all_that_can_be_found_is_a_hit(text: str, index: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a"])
 def test_a_prompt_without_a_page_to_find_lacks_nothing(text: str) -> None:
-    """Whether or not anything is cached in its namespace."""
+    """A prompt too short to match a page is a hit of 0 tokens, whatever is cached."""
     cache = PrefixCache(16, 2)
 
     assert cache.explain(key(text)) == Explanation(len(text), 0, "hit")
@@ -79,7 +79,7 @@ def test_a_prompt_without_a_page_to_find_lacks_nothing(text: str) -> None:
 
 @INDICES
 def test_the_next_page_may_be_in_work(index: str) -> None:
-    """Another request has announced it; when it is published it is a hit."""
+    """A page that another request has announced is "pending", and a hit once it is published."""
     cache = PrefixCache(16, 2, index=index)
     serve(cache, "ab")
     lease, private = begin(cache, "abcdef")
@@ -96,7 +96,7 @@ def test_the_next_page_may_be_in_work(index: str) -> None:
 @INDICES
 @pytest.mark.parametrize("by", ["capacity", "asked", "cleared", "predicate"])
 def test_an_eviction_is_told_with_time_cause_and_idleness(by: str, index: str) -> None:
-    """How many tokens went, how long ago, what took them, how long nobody had used them."""
+    """An evicted page is reported with its tokens, cause, time since eviction and idle time."""
     clock = Clock()
     cache = PrefixCache(4, 2, index=index, clock=clock)
     serve(cache, "abcdef")
@@ -125,7 +125,7 @@ def test_an_eviction_is_told_with_time_cause_and_idleness(by: str, index: str) -
 
 
 def test_a_tail_that_was_evicted_is_told_of_the_same_node() -> None:
-    """Only the pages behind the hit; and what parts from them parts from nothing that is cached."""
+    """Only prompts that reach into the evicted pages of a node report an eviction."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcdefgh")
     cache.evict(2)
@@ -145,7 +145,7 @@ def test_a_tail_that_was_evicted_is_told_of_the_same_node() -> None:
 
 
 def test_a_withdrawn_page_is_told_as_such() -> None:
-    """It was about to be computed, and its step failed; it was idle for no longer than that."""
+    """A page that was announced and then withdrawn is reported as evicted by "withdrawn"."""
     clock = Clock()
     cache = PrefixCache(8, 2, clock=clock)
     lease, private = begin(cache, "abcd")
@@ -165,7 +165,7 @@ def test_a_withdrawn_page_is_told_as_such() -> None:
 
 
 def test_what_is_not_remembered_was_never_seen() -> None:
-    """Without a budget for ghosts, an eviction leaves no trace."""
+    """With `ghost_pages=0`, an evicted page is reported as never seen."""
     cache = PrefixCache(8, 2, ghost_pages=0)
     serve(cache, "abcd")
     cache.clear()
@@ -191,7 +191,7 @@ def test_what_is_not_remembered_was_never_seen() -> None:
 def test_the_first_token_that_differs_is_told_exactly(
     text: str, hit: int, diverged_at: int, sibling: str, index: str
 ) -> None:
-    """And how the cached prompt goes on there, from the end of the hit."""
+    """A diverged lookup names the first differing token and the sibling's tokens after the hit."""
     cache = PrefixCache(16, 2, index=index)
     for prompt in ("abcdefgh", "uvwx", "uvyz"):
         serve(cache, prompt)
@@ -212,7 +212,7 @@ def test_the_first_token_that_differs_is_told_exactly(
 @INDICES
 @pytest.mark.parametrize("own", ["abcdXXYY", "abcd"])
 def test_another_namespace_is_named_wherever_nodes_end(own: str, index: str) -> None:
-    """Inside an edge as at a border, and in either index, if it goes along further."""
+    """A longer match in another namespace is reported, whether it ends inside a node or not."""
     cache = PrefixCache(32, 2, index=index)
     serve(cache, own, "A")
     serve(cache, "abcdefgh", "B")
@@ -227,7 +227,7 @@ def test_another_namespace_is_named_wherever_nodes_end(own: str, index: str) -> 
 
 
 def test_a_new_suffix_goes_on_like_nothing_cached() -> None:
-    """The commonest miss: a known prefix, then what nobody has asked."""
+    """A cached prefix with an unknown suffix reports that nothing cached continues like it."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
 
@@ -237,7 +237,7 @@ def test_a_new_suffix_goes_on_like_nothing_cached() -> None:
 
 
 def test_who_shares_not_one_token_is_no_sibling() -> None:
-    """At the beginning of a prompt nothing has diverged yet."""
+    """A prompt that shares no token with the cache is "never_seen", not "diverged"."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
 
@@ -246,7 +246,7 @@ def test_who_shares_not_one_token_is_no_sibling() -> None:
 
 @INDICES
 def test_another_namespace_may_have_it(index: str) -> None:
-    """Named, with how much it has, if that is more than a sibling here shares."""
+    """Another namespace is named if it matches more tokens than any sibling in this one."""
     cache = PrefixCache(32, 2, index=index)
     serve(cache, "abcdef", "one")
     serve(cache, "abcd", "two")
@@ -263,7 +263,7 @@ def test_another_namespace_may_have_it(index: str) -> None:
 
 
 def test_a_refused_pin_is_told_with_the_eviction_that_followed() -> None:
-    """With its reason, for the key that was to be pinned."""
+    """An eviction after a refused pin is reported with the reason of the refusal."""
     cache = PrefixCache(8, 2, max_pinned_share=0.25)
     serve(cache, "abcdef")
     with pytest.raises(PinError):
@@ -286,7 +286,7 @@ def test_a_refused_pin_is_told_with_the_eviction_that_followed() -> None:
 
 
 def test_at_most_64_siblings_are_looked_at() -> None:
-    """The newest ones; whoever came before them is not found, however near it is."""
+    """Only the 64 newest siblings are compared, even if an older sibling shares more tokens."""
     cache = PrefixCache(4 * MAX_SIBLINGS, 4)
     start = "abcd"
     serve(cache, start + "near")
@@ -300,7 +300,7 @@ def test_at_most_64_siblings_are_looked_at() -> None:
 
 
 def test_at_most_64_namespaces_are_looked_at() -> None:
-    """The oldest ones."""
+    """Only the 64 oldest namespaces are searched for a longer match."""
     cache = PrefixCache(4 * MAX_NAMESPACES, 2)
     for other in range(MAX_NAMESPACES):
         serve(cache, "uv", str(other))
@@ -315,7 +315,7 @@ def test_at_most_64_namespaces_are_looked_at() -> None:
 
 
 def pages(told: CacheKey, page_size: int) -> list[tuple[bytes, bytes]]:
-    """All whole-page prefixes of a key."""
+    """Return every whole-page prefix of a key, as (namespace, atoms)."""
     ends = range(page_size, len(told) + 1, page_size)
     return [(told.namespace, told.prefix(end).atoms) for end in ends]
 
@@ -328,7 +328,7 @@ def pages(told: CacheKey, page_size: int) -> list[tuple[bytes, bytes]]:
     ghost_pages=st.sampled_from([1000, 0, 3]),
 )
 def test_an_explanation_is_true(seed: int, index: str, page_size: int, ghost_pages: int) -> None:
-    """After any history: it agrees with `match`, names what is there, and changes nothing."""
+    """After random traffic, `explain` agrees with `match` and with what the cache has stored."""
     random, clock = Random(seed), Clock()
     cache = PrefixCache(
         random.randint(6, 16), page_size, index=index, ghost_pages=ghost_pages, clock=clock
@@ -385,7 +385,7 @@ def test_an_explanation_is_true(seed: int, index: str, page_size: int, ghost_pag
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
 def test_an_explanation_changes_nothing(seed: int, index: str) -> None:
-    """Neither nodes nor order nor statistics nor what is remembered."""
+    """`explain` changes no node, no eviction order, no statistic and no ghost."""
     random = Random(seed)
     cache = PrefixCache(10, 2, index=index)
     traffic = Traffic(cache, random)

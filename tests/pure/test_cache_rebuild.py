@@ -1,4 +1,4 @@
-"""A cache that cannot be trusted: a part of it is dropped, or all of it is built anew in place."""
+"""An untrusted cache: evict one suspect prefix, or rebuild the whole cache in place."""
 
 import pytest
 
@@ -12,7 +12,7 @@ INDICES = pytest.mark.parametrize("index", ["radix", "hash"])
 
 @INDICES
 def test_what_is_condemned_goes_with_all_behind_it_and_its_pins(index: str) -> None:
-    """Other prefixes stay, and so do other pins; what a lease holds goes at a second call."""
+    """Evicting a suspect prefix drops its continuations and pins, but no leased page."""
     cache = PrefixCache(64, 2, index=index)
     for text in ("abcdefgh", "abcdXYZW", "uvwx"):
         serve(cache, text)
@@ -34,7 +34,7 @@ def test_what_is_condemned_goes_with_all_behind_it_and_its_pins(index: str) -> N
 
 
 def test_what_nobody_has_cannot_be_condemned() -> None:
-    """Another text, another namespace, an empty key, less than a page."""
+    """A suspect prefix that is not cached evicts nothing."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
 
@@ -44,7 +44,7 @@ def test_what_nobody_has_cannot_be_condemned() -> None:
 
 
 def test_a_pin_may_expire_while_it_is_condemned() -> None:
-    """Time goes on with every look at the clock."""
+    """A pin that expires during the eviction of its prefix causes no error."""
     now = [0.0]
 
     def clock() -> float:
@@ -63,7 +63,7 @@ def test_a_pin_may_expire_while_it_is_condemned() -> None:
 
 @INDICES
 def test_a_cache_is_built_anew_in_place(index: str) -> None:
-    """All pages are free, leases and pins void; who listens is told, and goes on listening."""
+    """`reset` frees all pages and voids leases and pins; subscriptions and observers go on."""
     cache = PrefixCache(16, 2, policy="lru", index=index)
     subscription, gone = cache.subscribe(), []
     cache.observe_evictions(lambda eviction: gone.append(eviction.reason))
@@ -91,7 +91,7 @@ def test_a_cache_is_built_anew_in_place(index: str) -> None:
 
 @INDICES
 def test_an_evicted_tail_comes_back_without_anybody_listening(index: str) -> None:
-    """The rest of a node that was evicted by page is filled again in place."""
+    """A node whose last page was evicted is refilled in place."""
     cache = PrefixCache(16, 2, index=index)
     serve(cache, "abcdefgh")
     cache.evict(1)

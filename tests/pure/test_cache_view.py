@@ -1,4 +1,4 @@
-"""What an operator sees of the cache and does to it, also while requests run."""
+"""`llm.cache`: what an operator can inspect and change, also while requests run."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def served(**options: Any) -> LLM:
 
 
 def test_a_cleared_prefix_takes_what_follows_it_and_leaves_what_others_share() -> None:
-    """Its own first pages stay as long as another prompt begins with them."""
+    """Clearing a prefix evicts its continuations, but no page that another prompt shares."""
     llm = served()
     llm.generate([[*STEM, 20, 21, 22, 23, 9], [*STEM, 30, 31, 32, 33, 9], STEM[::-1]], ONE)
     pages = llm.cache.stats().cached_pages
@@ -44,7 +44,7 @@ def test_a_cleared_prefix_takes_what_follows_it_and_leaves_what_others_share() -
 
 
 def test_a_prefix_may_end_inside_a_page_or_a_run() -> None:
-    """What begins with all of it goes, and of its pages those that nobody else has."""
+    """A prefix that ends inside a page clears every prompt that starts with all of its tokens."""
     llm = served()
     llm.generate([[*STEM, 5], [1, 2, 9, 9, 9, 9, 9, 9, 9]], ONE)
 
@@ -54,7 +54,7 @@ def test_a_prefix_may_end_inside_a_page_or_a_run() -> None:
 
 
 def test_clear_by_tenant_salt_and_age() -> None:
-    """Everything that is given must hold."""
+    """`clear` evicts only the pages that match every given condition."""
     bench = Bench()
     llm = LLM.from_core(bench.core)
     llm.generate([STEM] * 3, ONE, tenant=["", "a", "a"], salt=["", "", "s"])
@@ -73,7 +73,7 @@ def test_clear_by_tenant_salt_and_age() -> None:
 
 
 def test_clear_while_requests_run_keeps_their_pages() -> None:
-    """And says how many; the answers are those of an engine that nobody cleared."""
+    """`clear` keeps the pages of running requests and returns how many it kept."""
     bench = Bench()
     llm = LLM.from_core(bench.core)
     llm.generate([STEM[::-1]], ONE)
@@ -91,7 +91,7 @@ def test_clear_while_requests_run_keeps_their_pages() -> None:
 
 
 def test_the_tree_tells_runs_of_pages_after_their_parents() -> None:
-    """With hits, tenants and their first tokens; the most used ones if there is no room for all."""
+    """`tree` lists parents before children; with `max_nodes`, the most used nodes."""
     llm = served()
     llm.generate([[*STEM, 20, 21, 22, 23, 9], [*STEM, 30, 31, 32, 33, 9]], ONE)
     llm.generate([[*STEM, 30, 31, 32, 33, 9]], ONE)
@@ -116,7 +116,7 @@ def test_the_tree_tells_runs_of_pages_after_their_parents() -> None:
 
 
 def test_a_namespace_tells_its_parts() -> None:
-    """Only one that `namespace_of` made."""
+    """`namespace_parts` inverts `namespace_of`, and is empty for any other bytes."""
     parts: dict[str, str | bytes | int] = {"base": b"\x00\xff", "tenant": "ü", "epoch": -3}
 
     assert namespace_parts(namespace_of(**parts)) == parts
@@ -125,7 +125,7 @@ def test_a_namespace_tells_its_parts() -> None:
 
 
 def test_pins_explanations_and_prompts_that_cannot_be() -> None:
-    """By token ids; a text needs a tokenizer."""
+    """Pins and explanations take token ids; a text without a tokenizer is refused."""
     llm = served()
     with pytest.raises(PinError, match="compute"):
         llm.cache.pin(STEM)
@@ -147,7 +147,7 @@ def test_pins_explanations_and_prompts_that_cannot_be() -> None:
 
 
 def test_warming_tells_what_was_computed_and_what_was_there(tmp_path: Path) -> None:
-    """A line that cannot be served is told, and stops nothing; a bad file computes nothing."""
+    """`warm` counts computed and cached tokens and failed lines; an unreadable file raises."""
     llm = served()
     file = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [
@@ -183,7 +183,7 @@ def test_warming_tells_what_was_computed_and_what_was_there(tmp_path: Path) -> N
 
 
 def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
-    """Blank lines are none; braces are no JSON there."""
+    """Each non-blank line of a text file is a prompt, even if it looks like JSON."""
     file = tmp_path / "prompts.txt"
     file.write_text('one\n\n{"prompt": "two"}\n')
 
@@ -192,7 +192,7 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0c", "\x0b", "\x1c"])
 def test_only_line_feeds_end_lines(tmp_path: Path, odd: str) -> None:
-    """What `json.dumps` leaves in a string, and a page break in a text, are parts of a line."""
+    """Only line feeds separate prompts; other Unicode line breaks stay inside a prompt."""
     text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     text.write_bytes(f"a{odd}b\r\nc\n".encode())
     quoted = "a b" if odd < " " else f"a{odd}b"  # control characters are escaped in JSON
@@ -203,7 +203,7 @@ def test_only_line_feeds_end_lines(tmp_path: Path, odd: str) -> None:
 
 
 def test_the_same_calls_while_an_async_engine_serves() -> None:
-    """Each runs between two steps; a stream goes on meanwhile and is not disturbed."""
+    """Every cache call runs beside a streaming request and does not disturb it."""
     made = AsyncBench()
 
     async def main(llm: AsyncLLM) -> None:
@@ -227,7 +227,7 @@ def test_the_same_calls_while_an_async_engine_serves() -> None:
 
 
 def test_both_views_have_the_same_calls() -> None:
-    """All but `core`, which is for the engine's own thread."""
+    """CacheView and AsyncCacheView have the same methods, except `core`."""
 
     def calls(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}

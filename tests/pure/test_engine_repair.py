@@ -1,4 +1,4 @@
-"""Bookkeeping that is wrong, and what raises outside a forward pass: repaired, counted, told."""
+"""Recovery from damaged bookkeeping and from errors outside the forward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ STEM = [7] * 9
 
 
 def served(bench: Bench, count: int = 4, *, steps: int = 2, **params: Any) -> dict[int, list[int]]:
-    """Requests with a common prefix in the middle of their answers: id → prompt."""
+    """Add requests with a common prefix and run `steps` steps; returns id → prompt."""
     prompts = {}
     for last in range(1, count + 1):
         prompt = [*STEM, last]
@@ -96,7 +96,7 @@ DAMAGES = (
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_check_repairs_what_it_finds(damage: Callable[[Bench], None]) -> None:
-    """Every live request gets its answer all the same, and the count tells of it."""
+    """An audit that finds damage rebuilds the engine, and every live request is answered."""
     bench = Bench()
     prompts = served(bench)
     damage(bench)
@@ -111,7 +111,7 @@ def test_a_check_repairs_what_it_finds(damage: Callable[[Bench], None]) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_share_of_the_steps_is_checked(share: float) -> None:
-    """A page that is lost is missed for ever, or found after the next step."""
+    """With `check_sample=1` the next step finds a leaked page; with 0 no step does."""
     bench = Bench(check_sample=share)
     prompts = served(bench)
     leak_a_page(bench)
@@ -125,7 +125,7 @@ def test_a_share_of_the_steps_is_checked(share: float) -> None:
 
 
 def test_watchers_survive_a_repair() -> None:
-    """Subscribers hear that all is gone and what comes; observers go on; pins are lost."""
+    """Subscriptions and eviction observers survive a rebuild; pins do not."""
     bench = Bench(64, 4)
     prompts = served(bench, 1)
     bench.run()
@@ -159,7 +159,7 @@ def test_watchers_survive_a_repair() -> None:
 
 
 def test_repairs_for_ever_end_those_that_make_no_progress() -> None:
-    """A check that fails after each step of a long prompt: an error, and no endless loop."""
+    """Eight rebuilds without a new token end the request with StepFailedError."""
     bench = Bench(4096, 4, max_batch_tokens=4, check_sample=1.0)
     key = bench.add([1] * 400, max_tokens=2)
     for _ in range(8):
@@ -178,7 +178,7 @@ def test_repairs_for_ever_end_those_that_make_no_progress() -> None:
 
 @dataclass
 class Raising:
-    """A device whose copies raise, and an observer of evictions that does, inside `plan`."""
+    """An executor whose copies, erasures and eviction observer raise."""
 
     inner: FakeExecutor
     error: BaseException
@@ -211,7 +211,7 @@ class Raising:
 
 
 def stepped(bench: Bench) -> int:
-    """Serve everybody; how many interrupts came through."""
+    """Step until no request is left; returns the number of interrupts."""
     interrupts = 0
     while bench.core.has_unfinished:
         try:
@@ -225,7 +225,7 @@ def stepped(bench: Bench) -> int:
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_a_copy_that_raises_loses_no_answer(error: BaseException, times: int) -> None:
-    """A branch goes on without its copy; an interrupt comes through, and nothing is lost."""
+    """A failed or interrupted page copy changes no answer of any branch."""
     bench = Bench(4096, 4)
     device = Raising(bench.device, error, copies=times)
     bench.core.executor = device
@@ -243,7 +243,7 @@ def test_a_copy_that_raises_loses_no_answer(error: BaseException, times: int) ->
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_what_raises_inside_a_plan_loses_no_request(error: BaseException) -> None:
-    """An observer of evictions does, in the middle of taking pages."""
+    """An eviction observer that raises inside `plan` costs a rebuild and no answer."""
     bench = Bench(64, 4, max_num_seqs=4)
     device = Raising(bench.device, error)
     bench.core.cache.observe_evictions(device.evicted)
@@ -262,7 +262,7 @@ def test_what_raises_inside_a_plan_loses_no_request(error: BaseException) -> Non
 
 
 class Stumbling(LetterDecoder):
-    """Raises at one call of all, before or after it took the token."""
+    """A detokenizer that raises at one call, before or after it took the token."""
 
     calls = 0
     at: int = -1
@@ -283,7 +283,7 @@ class Stumbling(LetterDecoder):
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 5, 6, 14])
 def test_an_interrupt_in_a_decoder_loses_no_text(at: int, after: bool) -> None:
-    """The token, its text and its end are told once, though the decoder broke off."""
+    """An interrupted detokenizer emits each token, text and end exactly once."""
     plain = Bench()
     wanted = served(plain, 3, stop=("E", "XY"))
     plain.run()
@@ -301,7 +301,7 @@ def test_an_interrupt_in_a_decoder_loses_no_text(at: int, after: bool) -> None:
 
 
 def test_a_decoder_that_raises_ends_its_own_request() -> None:
-    """With the tokens that it has; the others are not disturbed, and nothing is repaired."""
+    """An error in a detokenizer fails its own request only, without a rebuild."""
     bench = Bench(text_decoder=Stumbling)
     Stumbling.calls, Stumbling.at, Stumbling.after = 0, 5, False
     Stumbling.error = ValueError("no such letter")
@@ -318,7 +318,7 @@ def test_a_decoder_that_raises_ends_its_own_request() -> None:
 
 
 def test_erasing_pages_that_fails_is_a_repair() -> None:
-    """The step had failed, and cleaning up after it does too: everybody is served."""
+    """A failed erasure after a failed step rebuilds the engine, and all requests are answered."""
     bench = Bench(fail_at={1})
     bench.core.executor = Raising(bench.device, RuntimeError("gone"), erasures=1)
     prompts = served(bench)
@@ -328,7 +328,7 @@ def test_erasing_pages_that_fails_is_a_repair() -> None:
 
 
 def test_a_request_that_breaks_the_scheduler_is_found_and_told() -> None:
-    """Everybody is tried alone; the one whose planning always raises gets the error."""
+    """A request that always breaks the planner gets the error; the others are answered."""
     bench = Bench()
     prompts = served(bench)
     bad = bench.add([*STEM, 5], max_tokens=3)
@@ -344,7 +344,7 @@ def test_a_request_that_breaks_the_scheduler_is_found_and_told() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_an_abort_that_breaks_off_ends_the_request_once(error: BaseException) -> None:
-    """A decoder is interrupted while it hands out its last text."""
+    """An abort whose detokenizer raises ends the request exactly once."""
 
     class Torn(LetterDecoder):
         left = 1
@@ -374,7 +374,7 @@ def test_an_abort_that_breaks_off_ends_the_request_once(error: BaseException) ->
 
 
 def test_branches_can_be_aborted_when_the_first_answer_has_ended() -> None:
-    """The caller knows one id, which stands for all answers until the last has ended."""
+    """The request id aborts the other branches after the first answer has ended."""
     bench = Bench()
     key = bench.add([3, 1, 4], n=3, temperature=1.0, seed=1, max_tokens=400)
     while not any(request.is_finished for request in bench.core.live):
@@ -394,7 +394,7 @@ def test_branches_can_be_aborted_when_the_first_answer_has_ended() -> None:
 
 @dataclass
 class Cramped:
-    """A device on which so many tokens are too many for one step."""
+    """An executor that runs out of memory above a number of tokens per step."""
 
     inner: FakeExecutor
     limit: int
@@ -417,7 +417,7 @@ class Cramped:
 
 @pytest.mark.parametrize("limit", [1, 3, 9, 19])
 def test_a_step_that_is_too_large_is_tried_in_halves(limit: int) -> None:
-    """Nobody is blamed for it, and nobody waits for more memory than there is."""
+    """A step that runs out of memory is retried in halves, and no request fails."""
     bench = Bench(max_batch_tokens=64)
     bench.core.executor = device = Cramped(bench.device, limit)
     prompts = served(bench, 6, steps=0)
@@ -432,7 +432,7 @@ def test_a_step_that_is_too_large_is_tried_in_halves(limit: int) -> None:
 
 
 def test_steps_grow_again_when_memory_is_back() -> None:
-    """After sixteen good ones twice the size, up to what was asked for."""
+    """The token limit returns to `max_batch_tokens` after memory is available again."""
     bench = Bench(max_batch_tokens=64)
     bench.core.executor = device = Cramped(bench.device, 4, times=4)
     bench.add([3] * 1500, max_tokens=2, ignore_eos=True)
@@ -446,7 +446,7 @@ def test_steps_grow_again_when_memory_is_back() -> None:
 
 
 def test_a_request_that_does_not_fit_alone_is_told_what_to_do() -> None:
-    """One token is the least that a step can compute; the error names the way out."""
+    """A request that fails at 1 token per step gets an error that names the options to lower."""
     bench = Bench()
     bench.core.executor = Cramped(bench.device, 0)
     key = bench.add([1, 2, 3, 4], max_tokens=3)

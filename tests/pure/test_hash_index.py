@@ -19,12 +19,12 @@ Chain = Callable[[bytes, bytes, int], bytes]
 
 
 def one_byte(parent: bytes, page: bytes, page_bytes: int) -> bytes:
-    """256 different hashes: with 300 pages some must be equal."""
+    """Hash to one byte: with 300 pages some hashes must be equal."""
     return chain_hashes(parent, page, page_bytes)[:1]
 
 
 def constant(parent: bytes, page: bytes, page_bytes: int) -> bytes:
-    """Every page collides with every other."""
+    """Hash every page to the same value."""
     return b"\0"
 
 
@@ -42,7 +42,7 @@ def key(text: str) -> CacheKey:
 
 
 def serve(cache: PrefixCache, text: str) -> Lease:
-    """A request from begin to end; returns the last lease it had."""
+    """Run a request from begin to end; returns its last lease."""
     lease = cache.acquire(key(text))
     private = cache.reserve(-(-len(text) // cache.page_size) - len(lease.pages))
     new = cache.publish(lease, key(text), private)
@@ -55,7 +55,7 @@ def found(cache: PrefixCache, text: str) -> int:
 
 
 def entries(index: HashIndex) -> tuple[int, int, int]:
-    """How many nodes have a hash, how many hashes are known, and how many nodes share one."""
+    """Return the number of nodes with a hash, of known hashes, and of collided nodes."""
     return (
         sum(map(bool, index._hashes)),
         sum(map(len, index._nodes)),
@@ -68,7 +68,7 @@ def entries(index: HashIndex) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("chain", [one_byte, constant])
 def test_a_collision_never_gives_a_wrong_page(chain: Chain) -> None:
-    """What was published is found with its own pages, and what was not is not found."""
+    """With colliding hashes, a lookup hits exactly the published pages."""
     cache, index = make(400, chain=chain)
     texts = ["".join(letters) for letters in product("abcdefg", repeat=3)]
     known, unknown = texts[::2], texts[1::2]
@@ -87,7 +87,7 @@ def test_a_collision_never_gives_a_wrong_page(chain: Chain) -> None:
 
 @pytest.mark.parametrize("order", list(permutations("abcd")))
 def test_colliding_pages_are_removed_in_every_order(order: tuple[str, ...]) -> None:
-    """The first in the chain or the last: the others are found as before, and nothing stays."""
+    """Evicting colliding pages in any order leaves the others reachable and no entry behind."""
     cache, index = make(8, chain=constant, ghost_pages=0)
     for letter in "abcd":
         serve(cache, letter * 2)
@@ -114,7 +114,7 @@ def test_colliding_pages_are_removed_in_every_order(order: tuple[str, ...]) -> N
 def test_any_history_leaves_just_the_entries_of_what_is_known(
     chain: Chain, steps: list[tuple[str, int]], ghost_pages: int
 ) -> None:
-    """One hash for each node, cached or remembered, however often they come and go."""
+    """After any history, each cached or ghost node has exactly one hash entry."""
     cache, index = make(12, chain=chain, ghost_pages=ghost_pages)
 
     for text, evicted in steps:
@@ -127,7 +127,7 @@ def test_any_history_leaves_just_the_entries_of_what_is_known(
 
 
 def test_ab22_a_page_is_found_behind_its_own_ancestors_only() -> None:
-    """The same page elsewhere, with the same hash, has another parent."""
+    """A page with equal tokens and equal hash but another parent is a miss."""
     cache, _ = make(16, chain=constant)
     serve(cache, "abcdef")
 
@@ -139,7 +139,7 @@ def test_ab22_a_page_is_found_behind_its_own_ancestors_only() -> None:
 
 @pytest.mark.parametrize("namespace", ["", "model"])
 def test_the_index_knows_pages_by_the_names_that_stores_use(namespace: str) -> None:
-    """A node's hash is that of `CacheKey.page_hashes`, in every namespace."""
+    """A node's hash equals that of `CacheKey.page_hashes`, in every namespace."""
     cache, index = make(16)
     prompt = CacheKey(list(b"abcdefgh"), namespace)
     cache.publish(cache.acquire(prompt), prompt, cache.reserve(4))
@@ -150,7 +150,7 @@ def test_the_index_knows_pages_by_the_names_that_stores_use(namespace: str) -> N
 
 
 def test_every_node_is_one_page() -> None:
-    """The flat index never splits or joins anything."""
+    """Every node of the hash index is one page: nothing is split or merged."""
     cache, _ = make(16)
     for text in ("abcdefgh", "abcdxy", "abcdefghij"):
         serve(cache, text)
@@ -162,7 +162,7 @@ def test_every_node_is_one_page() -> None:
 
 
 def test_a_lookup_hashes_each_page_once_whatever_is_cached() -> None:
-    """Membership is O(1): as many hashes as pages in the hit and one more, among 10 or 200."""
+    """A lookup hashes each page of the hit and the first miss once, whatever the cache size."""
     calls = []
 
     def counting(parent: bytes, page: bytes, page_bytes: int) -> bytes:
@@ -181,7 +181,7 @@ def test_a_lookup_hashes_each_page_once_whatever_is_cached() -> None:
 
 
 def test_a7_a_page_handed_out_again_is_no_longer_found_by_its_old_hash() -> None:
-    """Its entry goes when its bytes do; nobody matches a page that is being written."""
+    """A reallocated page is no longer reachable by its old hash."""
     cache, index = make(3, ghost_pages=0)
     old = serve(cache, "abcdef")
 
@@ -193,7 +193,7 @@ def test_a7_a_page_handed_out_again_is_no_longer_found_by_its_old_hash() -> None
 
 
 def test_a7_a_remembered_page_is_no_hit() -> None:
-    """The memory of an evicted page keeps its name and never its place."""
+    """A ghost is no hit: its page now belongs to another request."""
     cache, _ = make(3)
     serve(cache, "abcdef")
 
@@ -207,7 +207,7 @@ def test_a7_a_remembered_page_is_no_hit() -> None:
 
 @pytest.mark.parametrize("ghost_pages", [0, 8])
 def test_ab6_sizes_are_bounded_by_pages_not_by_requests(ghost_pages: int) -> None:
-    """A thousand different prompts and a thousand full hits leave no more than the first ten."""
+    """Index sizes are bounded by pages and ghosts, however many requests have run."""
     cache, index = make(8, ghost_pages=ghost_pages)
 
     for i in range(1000):
@@ -223,7 +223,7 @@ def test_ab6_sizes_are_bounded_by_pages_not_by_requests(ghost_pages: int) -> Non
 
 
 def test_ab7_use_refreshes_recency() -> None:
-    """The hottest page is not the next victim because it was the first to come."""
+    """A hit moves its pages to the end of the LRU order."""
     cache, _ = make(8)
     for text in ("hothot", "coldie"):
         serve(cache, text)
@@ -235,7 +235,7 @@ def test_ab7_use_refreshes_recency() -> None:
 
 
 def test_a6_vacant_pages_are_used_before_warm_ones() -> None:
-    """Nothing is evicted while a page is free; then the least recently released goes first."""
+    """Free pages are used before any eviction, then the least recently released pages."""
     cache, _ = make(8)
     first, second = serve(cache, "abcd").pages, serve(cache, "uvwx").pages
 
@@ -248,7 +248,7 @@ def test_a6_vacant_pages_are_used_before_warm_ones() -> None:
 
 
 def test_a6_a_page_that_is_in_use_is_not_there_to_be_had() -> None:
-    """A hit takes its pages out of what can be evicted, wherever they stood in the order."""
+    """Leased pages are not evictable, wherever they were in the LRU order."""
     cache, _ = make(6)
     serve(cache, "abcdef")
     serve(cache, "uvwxyz")
@@ -262,7 +262,7 @@ def test_a6_a_page_that_is_in_use_is_not_there_to_be_had() -> None:
 
 
 def test_a11_the_tail_of_a_prompt_is_freed_before_its_head() -> None:
-    """One page at a time, so that what is left is always the beginning."""
+    """Eviction takes a prompt's last page first, so that a prefix stays cached."""
     cache, _ = make(8)
     pages = serve(cache, "abcdefgh").pages
     left = []
@@ -288,7 +288,7 @@ def test_a11_the_tail_of_a_prompt_is_freed_before_its_head() -> None:
 def test_both_indices_find_the_same(
     steps: list[tuple[str, int]], page_size: int, num_pages: int
 ) -> None:
-    """What is found, evicted and remembered does not depend on how it is found."""
+    """The radix and the hash index give equal hits, evictions and ghosts."""
     caches = [
         PrefixCache(num_pages, page_size, policy="lru", index=index, ghost_pages=1000)
         for index in ("radix", "hash")
@@ -309,7 +309,7 @@ def test_both_indices_find_the_same(
 
 
 def test_a_page_is_named_also_when_nobody_asked_for_it_before() -> None:
-    """`add` keeps the hash of the last miss; for any other page it makes one."""
+    """`add` hashes a page that no lookup has missed before."""
     cache, index = make(4)
     tree = cache._tree
     root = tree.add_root(b"other")

@@ -30,7 +30,7 @@ def counts(ledger: PageLedger) -> tuple[int, int, int]:
 
 
 def state(ledger: PageLedger) -> tuple:
-    """All that a caller can find out: how many, who owns which, and what is handed out next."""
+    """Return all observable state: counts, the free list in order, and the private pages."""
     everything = range(ledger.num_pages)
     private = [page for page in everything if ledger.is_private(page)]
     return counts(ledger), ledger._free.tolist(), private
@@ -40,7 +40,7 @@ def state(ledger: PageLedger) -> tuple:
 
 
 def test_a_page_goes_from_free_to_private_to_the_tree_and_back() -> None:
-    """The counts follow every move, and always add up to all pages."""
+    """The counts follow every move and always sum to the number of pages."""
     ledger = PageLedger(5)
     seen = [counts(ledger)]
 
@@ -58,7 +58,7 @@ def test_a_page_goes_from_free_to_private_to_the_tree_and_back() -> None:
 
 
 def test_pages_are_handed_out_once_each() -> None:
-    """EB4: all pages can be taken, none twice, over any number of rounds."""
+    """EB4: `take` hands out each page once, over any number of rounds."""
     ledger = PageLedger(4)
 
     for _ in range(1000):
@@ -70,7 +70,7 @@ def test_pages_are_handed_out_once_each() -> None:
 
 
 def test_the_pages_given_back_last_are_handed_out_first() -> None:
-    """A page's bytes are reused while they may still be in a hardware cache."""
+    """`take` returns the most recently freed pages, which may still be in a CPU cache."""
     ledger = PageLedger(4)
     pages = ids(ledger.take(4))
 
@@ -81,7 +81,7 @@ def test_the_pages_given_back_last_are_handed_out_first() -> None:
 
 
 def test_pages_go_back_from_the_tree_to_whoever_announced_them() -> None:
-    """What was put into the tree too early is private again, in any pieces."""
+    """`disown` makes pages of the tree private again, in any pieces."""
     ledger = PageLedger(5)
     pages = ids(ledger.take(4))
     ledger.adopt(packed(pages))
@@ -95,7 +95,7 @@ def test_pages_go_back_from_the_tree_to_whoever_announced_them() -> None:
 
 
 def test_no_pages_at_all_are_fine_everywhere() -> None:
-    """A request that needed nothing takes, publishes and gives back nothing."""
+    """Every move accepts an empty list of pages and changes nothing."""
     ledger = PageLedger(2)
     ledger.take(1)
     before = state(ledger)
@@ -113,7 +113,7 @@ def test_no_pages_at_all_are_fine_everywhere() -> None:
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_run_goes_in_any_order_and_in_any_pieces(order: tuple[int, ...], size: int) -> None:
-    """Front to back, middle first, backwards: what was taken at once need not go at once."""
+    """The pages of one `take` can be adopted in any order and in any pieces."""
     ledger = PageLedger(6)
     pages = ids(ledger.take(4))
     mixed = [pages[i] for i in order]
@@ -129,7 +129,7 @@ def test_a_run_goes_in_any_order_and_in_any_pieces(order: tuple[int, ...], size:
 
 
 def test_pages_of_several_runs_go_together() -> None:
-    """A request that grew by decoding hands back what it took in three calls as one list."""
+    """One `give_back` accepts pages of several `take` calls."""
     ledger = PageLedger(10)
     first, second, third = (ids(ledger.take(count)) for count in (3, 2, 4))
 
@@ -142,7 +142,7 @@ def test_pages_of_several_runs_go_together() -> None:
 
 
 def test_the_middle_of_a_run_leaves_both_ends_private() -> None:
-    """Each end can be used on its own afterwards, or both with one call."""
+    """Adopting the middle of a run leaves both ends private and usable."""
     ledger = PageLedger(6)
     pages = ids(ledger.take(6))
 
@@ -154,7 +154,7 @@ def test_the_middle_of_a_run_leaves_both_ends_private() -> None:
 
 
 def test_a_run_used_from_its_head_stays_one_run() -> None:
-    """Publishing page after page does not break a long reservation into pieces."""
+    """Adopting a run page by page from its head does not fragment it."""
     ledger = PageLedger(1000)
     pages = ids(ledger.take(1000))
 
@@ -169,7 +169,7 @@ def test_a_run_used_from_its_head_stays_one_run() -> None:
 
 @pytest.mark.parametrize("call", MOVES)
 def test_requiring_or_refusing_pages_forgets_nobody(call: Call) -> None:
-    """Runs that a refused call has cut still belong to whom they did, and go as before."""
+    """A refused call changes no owner, even if it has split runs."""
     ledger = PageLedger(8)
     pages = ids(ledger.take(6))
     ledger.require_private(packed([pages[4], pages[1]]))
@@ -186,7 +186,7 @@ def test_requiring_or_refusing_pages_forgets_nobody(call: Call) -> None:
 
 
 def test_too_many_pages_are_refused_with_the_numbers() -> None:
-    """All or nothing: the error says what was asked for and what there is."""
+    """`take` beyond the free pages takes none; the error has the requested and free counts."""
     ledger = PageLedger(3)
     ledger.take(1)
 
@@ -199,13 +199,13 @@ def test_too_many_pages_are_refused_with_the_numbers() -> None:
 
 @pytest.mark.parametrize("num_pages", [0, -1, 2**31])
 def test_a_ledger_has_pages_that_fit_an_int32(num_pages: int) -> None:
-    """An empty or impossible pool is an error when it is made, not when it is used."""
+    """A ledger with an invalid number of pages is refused by its constructor."""
     with pytest.raises(ValueError, match=f"num_pages={num_pages}"):
         PageLedger(num_pages)
 
 
 def test_a_negative_count_is_refused() -> None:
-    """Nobody can take fewer than no pages."""
+    """`take` refuses a negative count."""
     with pytest.raises(ValueError, match="-1 pages"):
         PageLedger(3).take(-1)
 
@@ -214,7 +214,7 @@ def test_a_negative_count_is_refused() -> None:
 @pytest.mark.parametrize("wrong", ["free", "in the tree", "twice", "outside", "negative"])
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_one_wrong_page_moves_none(call: Call, wrong: str, place: int) -> None:
-    """Wherever it stands among good ones, the error names it and nothing has changed."""
+    """An invalid page at any position is named in the error, and no page moves."""
     ledger = PageLedger(7)
     private, tree = ids(ledger.take(3)), ids(ledger.take(2))
     ledger.adopt(packed(tree))
@@ -239,7 +239,7 @@ def test_one_wrong_page_moves_none(call: Call, wrong: str, place: int) -> None:
     "picked", [[0, 0], [0, 1, 0], [1, 1], [0, 1, 1], [2, 0, 1, 2], [3, 2, 1, 0, 1], [0, 1, 2, 3, 2]]
 )
 def test_a_page_named_twice_is_refused(call: Call, picked: list[int]) -> None:
-    """However the run around it is cut on the way, a page moves once or not at all."""
+    """A call that names a page twice moves no page, however runs are split."""
     ledger = PageLedger(5)
     pages = ids(ledger.take(4))
     before = state(ledger)
@@ -279,7 +279,7 @@ def corrupt_count(ledger: PageLedger) -> None:
     "corrupt", [corrupt_free_list, corrupt_run, lose_run, misplace_run, corrupt_count]
 )
 def test_check_finds_a_contradiction(corrupt: Callable[[PageLedger], None]) -> None:
-    """A page owned twice, not at all, or miscounted does not pass."""
+    """`check` raises for a page with two owners, without an owner, or miscounted."""
     ledger = PageLedger(8)
     tree = ledger.take(2)
     ledger.adopt(tree)
@@ -294,7 +294,7 @@ def test_check_finds_a_contradiction(corrupt: Callable[[PageLedger], None]) -> N
 
 @pytest.mark.parametrize("claim", ["one less", "one more", "twice"])
 def test_check_compares_with_what_the_tree_holds(claim: str) -> None:
-    """A tree that lost a page, has one that is not its own, or has one twice does not pass."""
+    """`check` raises if the tree's pages are missing, foreign or duplicated."""
     ledger = PageLedger(6)
     tree, private = ids(ledger.take(2)), ids(ledger.take(1))
     ledger.adopt(packed(tree))
@@ -306,7 +306,7 @@ def test_check_compares_with_what_the_tree_holds(claim: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["free", "private", "twice"])
 def test_check_finds_what_reclaim_takes_on_trust(wrong: str) -> None:
-    """`reclaim` believes the tree that a page is the tree's; a tree that lies is found out."""
+    """`reclaim` does not verify its pages; `check` finds a page that was reclaimed wrongly."""
     ledger = PageLedger(6)
     tree, private = ids(ledger.take(2)), ids(ledger.take(1))
     ledger.adopt(packed(tree))
@@ -332,7 +332,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.private: list[int] = []  # in the order in which they were taken
 
     def pick(self, data: st.DataObject, pages: list[int]) -> list[int]:
-        """A slice of pages, every so often every second one, backwards, or in any order."""
+        """Draw a slice of pages, sometimes strided, reversed or permuted."""
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(pages))] * 2)))
         step = data.draw(st.sampled_from([1, 1, 1, 2, -1, 0]))
         some = pages[start:stop]
@@ -379,7 +379,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), call=st.sampled_from(MOVES))
     def misuse(self, data: st.DataObject, call: Call) -> None:
-        """One page too many that is not private, or that is named already."""
+        """Call with one extra page that is not private, or is named twice; asserts the refusal."""
         pages = self.pick(data, self.private)
         wrong = [page for page, owner in self.owner.items() if owner != "private"]
         wrong += [*pages, -1, self.ledger.num_pages]

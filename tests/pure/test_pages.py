@@ -1,4 +1,4 @@
-"""Page ids as they travel: packed bytes that behave like a sequence of integers."""
+"""`Pages`: page ids as packed int32 bytes that behave like a sequence of integers."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ AT = st.none() | st.integers(-15, 15)
 
 @given(IDS)
 def test_pages_are_a_sequence_of_their_ids(ids: list[int]) -> None:
-    """Length, order, search and truth are those of the list."""
+    """Length, order, search and truth value equal those of the list of ids."""
     pages = Pages.of(ids)
 
     assert isinstance(pages, Sequence)
@@ -38,7 +38,7 @@ def test_pages_are_a_sequence_of_their_ids(ids: list[int]) -> None:
 
 @given(IDS, IDS)
 def test_pages_equal_any_sequence_with_the_same_ids(one: list[int], other: list[int]) -> None:
-    """Lists, tuples, arrays of any width and other pages compare by content, from both sides."""
+    """Pages equal lists, tuples, arrays and Pages with the same ids, in either operand order."""
     pages = Pages.of(one)
 
     for form in (list, tuple, Pages.of, lambda ids: array("i", ids), lambda ids: array("q", ids)):
@@ -50,14 +50,14 @@ def test_pages_equal_any_sequence_with_the_same_ids(one: list[int], other: list[
 
 @pytest.mark.parametrize("other", [None, 1, "1", b"\1\0\0\0", {1}, [1.5], ["1"], [[1]]])
 def test_pages_equal_nothing_else(other: Any) -> None:
-    """Text, bytes, sets and sequences of other things are not these pages."""
+    """Pages never equal text, bytes, sets or sequences of anything but ids."""
     assert Pages.of([1]) != other
     assert other != Pages.of([1])
 
 
 @given(IDS)
 def test_pages_hash_like_the_tuple_of_their_ids(ids: list[int]) -> None:
-    """Equal values must have equal hashes; lists and arrays, equal too, have none."""
+    """Pages hash like the tuple of their ids."""
     assert hash(Pages.of(ids)) == hash(tuple(ids))
     assert {Pages.of(ids): 1}[tuple(ids)] == 1  # type: ignore[index]
 
@@ -66,7 +66,7 @@ def test_pages_hash_like_the_tuple_of_their_ids(ids: list[int]) -> None:
 def test_a_slice_of_pages_is_pages(
     ids: list[int], start: int | None, stop: int | None, step: int | None
 ) -> None:
-    """Any slice, as of a list; the result is packed again."""
+    """Any slice is a packed Pages with the ids of the list's slice."""
     cut = Pages.of(ids)[start:stop:step]
 
     assert type(cut) is Pages
@@ -76,7 +76,7 @@ def test_a_slice_of_pages_is_pages(
 
 @given(IDS.filter(bool), st.data())
 def test_an_index_counts_from_either_end(ids: list[int], data: st.DataObject) -> None:
-    """An integer, also one of numpy's; what lies outside is an IndexError."""
+    """Positive, negative and numpy indices work; an index out of range raises IndexError."""
     at = data.draw(st.integers(-len(ids), len(ids) - 1))
     pages = Pages.of(ids)
 
@@ -90,7 +90,7 @@ def test_an_index_counts_from_either_end(ids: list[int], data: st.DataObject) ->
 
 @given(IDS, IDS)
 def test_pages_are_joined_with_what_they_stand_beside(one: list[int], other: list[int]) -> None:
-    """Pages plus any ids are pages; a list or a tuple plus pages stays what it is."""
+    """`Pages + ids` is Pages; `list + Pages` is a list and `tuple + Pages` a tuple."""
     pages = Pages.of(one)
 
     assert type(pages + other) is type(pages + Pages.of(other)) is Pages
@@ -105,20 +105,20 @@ def test_pages_are_joined_with_what_they_stand_beside(one: list[int], other: lis
 
 
 def test_pages_say_what_they_are() -> None:
-    """A failed comparison shows the ids."""
+    """`repr` shows the ids."""
     assert repr(Pages.of([7, 2])) == "Pages([7, 2])"
 
 
 @given(IDS)
 def test_pages_are_copied_and_pickled_by_value(ids: list[int]) -> None:
-    """A lease's pages can go to another thread or process."""
+    """Copies and pickles of Pages equal the original."""
     pages = Pages.of(ids)
 
     assert pickle.loads(pickle.dumps(pages)) == copy.copy(pages) == copy.deepcopy(pages) == pages
 
 
 def test_of_takes_pages_as_they_are() -> None:
-    """Nothing is packed twice."""
+    """`Pages.of(pages)` returns the same object."""
     pages = Pages.of([1, 2])
 
     assert Pages.of(pages) is pages
@@ -129,7 +129,7 @@ def test_of_takes_pages_as_they_are() -> None:
 
 @given(IDS)
 def test_numpy_sees_the_ids(ids: list[int]) -> None:
-    """As int32, also when there are none; a wider dtype is converted."""
+    """`np.asarray` gives int32 ids, or the dtype that was requested, also for empty Pages."""
     pages = Pages.of(ids)
 
     assert np.asarray(pages).dtype == np.int32
@@ -139,7 +139,7 @@ def test_numpy_sees_the_ids(ids: list[int]) -> None:
 
 
 def test_numpy_copies_nothing() -> None:
-    """The array looks at the packed bytes themselves, and therefore cannot be written."""
+    """`np.asarray` is a read-only view of the packed bytes."""
     pages = Pages.of([3, 1, 2])
 
     seen = np.asarray(pages)
@@ -150,7 +150,7 @@ def test_numpy_copies_nothing() -> None:
 
 
 def test_a_row_of_a_table_takes_pages() -> None:
-    """A block table assigns a lease's pages to a slice of a row."""
+    """Pages can be assigned to a slice of a block-table row."""
     table = np.zeros((2, 4), np.int32)
 
     table[1, 1:3] = Pages.of([7, 2])
@@ -193,14 +193,14 @@ def test_a_row_of_a_table_takes_pages() -> None:
     ],
 )
 def test_every_form_of_page_ids_packs_to_the_same_bytes(form: Any) -> None:
-    """Whatever a caller keeps its pages in, they arrive as int32."""
+    """Every sequence type packs to the same int32 bytes."""
     assert pack_pages(form) == array("i", [3, 4, 5]).tobytes()
     assert Pages.of(form) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("empty", [[], (), range(0), Pages(), np.zeros(0, np.int32)])
 def test_no_pages_pack_to_nothing(empty: Any) -> None:
-    """The default of every call."""
+    """Every empty form packs to no bytes."""
     assert pack_pages(empty) == b""
     assert Pages.of(empty) == []
 
@@ -222,13 +222,13 @@ def test_no_pages_pack_to_nothing(empty: Any) -> None:
     ],
 )
 def test_what_is_no_page_id_is_refused(wrong: Any) -> None:
-    """A float, a text or a number beyond int32 is told as such, not cut to fit."""
+    """A float, a text or a number beyond int32 raises PageOwnershipError."""
     with pytest.raises(PageOwnershipError, match="int32"):
         pack_pages(wrong)
 
 
 def test_packing_is_a_copy() -> None:
-    """EB11: a list or buffer that its owner changes later changes nothing."""
+    """EB11: changing the source list or buffer later does not change the Pages."""
     kept = array("i", [1, 2])
     pages = Pages.of(kept)
 

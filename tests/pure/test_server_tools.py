@@ -1,4 +1,4 @@
-"""Calls of tools are found in what a model writes, however the text is cut into pieces."""
+"""Tool calls are parsed from model output, however the text is cut into pieces."""
 
 import json
 from itertools import pairwise
@@ -28,7 +28,7 @@ OTHER = '{"name": "look_up", "parameters": {"q": "é <tool_call>"}}'
 def parsed(
     form: ToolCallFormat, text: str, cuts: list[int], *, forced: bool = False
 ) -> tuple[str, list[str]]:
-    """Text and names of calls, fed in pieces that end at `cuts`."""
+    """Feed a text in pieces that end at `cuts`; returns the plain text and the call names."""
     parser, shown, names = ToolCallParser(form, NAMES, forced=forced), "", list[str]()
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for begin, end in pairwise(places):
@@ -73,17 +73,17 @@ CASES = [
 def test_pieces_change_nothing(
     form: ToolCallFormat, text: str, shown: str, names: list[str], cuts: list[int]
 ) -> None:
-    """Text that is no call is shown whole; calls are complete and named."""
+    """Any split of the text gives the same plain text and the same complete calls."""
     assert parsed(form, text, cuts) == (shown, names)
 
 
 def test_a_forced_call_is_bare_json() -> None:
-    """Whatever the model's own format is."""
+    """A forced call is parsed as bare JSON, whatever the model's own format."""
     assert parsed(HERMES, CALL, [3], forced=True) == ("", ["add"])
 
 
 def test_arguments_are_json_text() -> None:
-    """As clients expect them."""
+    """A call's `arguments` is JSON text, as OpenAI clients expect."""
     parser = ToolCallParser(HERMES, NAMES)
     _, [call] = split(parser.feed(f"<tool_call>{CALL}</tool_call>"))
     assert json.loads(call.arguments) == {"a": 1, "b": [2, "}"]}
@@ -94,13 +94,13 @@ def test_arguments_are_json_text() -> None:
 
 
 def test_the_template_tells_the_format() -> None:
-    """A model writes calls as its template teaches it."""
+    """The tool-call format is detected from the chat template."""
     assert detect_format("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert detect_format("nothing") is BARE_JSON
 
 
 def test_a_grammar_allows_the_chosen_tool_only() -> None:
-    """Or all of them."""
+    """The grammar allows only the chosen tool, or every tool if none is chosen."""
     tools = [{"function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
     add_schema = tool_call_schema(tools, "add").json_schema
     all_tools_schema = tool_call_schema(tools, None).json_schema
@@ -120,14 +120,14 @@ def test_a_grammar_allows_the_chosen_tool_only() -> None:
     ],
 )
 def test_a_single_call_is_the_first(form: ToolCallFormat, text: str, shown: str) -> None:
-    """Further ones are neither calls nor text."""
+    """With `single=True`, calls after the first are dropped, and their text too."""
     parser = ToolCallParser(form, NAMES, single=True)
     plain_text, calls = split([*parser.feed(text), *parser.finish()])
     assert (plain_text, [call.name for call in calls]) == (shown, ["add"])
 
 
 def test_text_and_calls_keep_their_order() -> None:
-    """Also where one piece of an answer has several of them."""
+    """Text and calls of one piece come out in their order."""
     parser = ToolCallParser(HERMES, NAMES)
     pieces = parser.feed(f"a<tool_call>{CALL}</tool_call>b<tool_call>{OTHER}</tool_call>")
     assert [piece if isinstance(piece, str) else piece.name for piece in pieces] == [
@@ -139,7 +139,7 @@ def test_text_and_calls_keep_their_order() -> None:
 
 
 def test_a_single_call_ends_the_answer_where_it_can() -> None:
-    """The formats without an end of their own go on to the end of the answer."""
+    """A single call adds the format's closing tag as a stop text, if the format has one."""
     params = SamplingParams(stop="x")
     assert stop_after_call(params, HERMES).stop == ("x", "</tool_call>")
     assert stop_after_call(params, MISTRAL) is params

@@ -1,4 +1,4 @@
-"""Guesses from the tree and from the text: how many, where they stop, and what is counted."""
+"""Speculative decoding from the radix tree and from n-grams: draft lengths, ends, statistics."""
 
 import random
 from array import array
@@ -26,7 +26,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
 def loop(period: int) -> Bench:
-    """An engine whose model counts to `period` for ever."""
+    """Build an engine whose model repeats the tokens 1 to `period` for ever."""
     return Bench(next_token=lambda context: 1 + len(context) % period, speculative="ngram")
 
 
@@ -37,7 +37,7 @@ def counts(bench: Bench) -> dict[str, DraftStats]:
 
 @pytest.mark.parametrize("source", ["tree", "auto"])
 def test_a_question_that_is_asked_again_takes_few_steps(source: str) -> None:
-    """The tree remembers the answer, all but its last, partial page."""
+    """A repeated prompt drafts its cached answer and needs few steps."""
     bench = Bench(speculative=source)
     first = bench.add(PROMPT, max_tokens=60, ignore_eos=True)
     bench.run()
@@ -58,7 +58,7 @@ def test_a_question_that_is_asked_again_takes_few_steps(source: str) -> None:
 
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
 def test_a_text_that_repeats_itself_takes_few_steps(period: int) -> None:
-    """Also when the guess goes on beyond the end of what is known."""
+    """N-gram drafts of a periodic text are accepted, also past the end of the known text."""
     bench = loop(period)
     bench.add([40, 41, 42], max_tokens=100, ignore_eos=True)
 
@@ -69,7 +69,7 @@ def test_a_text_that_repeats_itself_takes_few_steps(period: int) -> None:
 
 
 def test_a_request_that_is_ahead_tells_those_behind_it() -> None:
-    """The one behind finds pages that the other has published meanwhile."""
+    """A request drafts from pages that an identical request ahead of it has just published."""
     bench = Bench(speculative="tree")
     bench.add(PROMPT, max_tokens=60, ignore_eos=True)
     for _ in range(40):
@@ -83,7 +83,7 @@ def test_a_request_that_is_ahead_tells_those_behind_it() -> None:
 
 
 def test_nothing_is_guessed_across_tenants() -> None:
-    """What one asked is no source for another."""
+    """The tree never drafts from another tenant's text."""
     bench = Bench(speculative="tree")
     bench.add(PROMPT, max_tokens=30, ignore_eos=True)
     bench.run()
@@ -97,12 +97,12 @@ def test_nothing_is_guessed_across_tenants() -> None:
 
 
 def test_off_guesses_nothing() -> None:
-    """The default: there is no drafter at all."""
+    """By default there is no drafter."""
     assert Bench().core.drafter is None
 
 
 def test_without_a_shared_cache_the_tree_knows_nothing() -> None:
-    """Nothing is published, so nothing is told."""
+    """With the prefix cache off, the tree drafts nothing."""
     bench = Bench(speculative="tree", prefix_cache=False)
     for _ in range(2):
         bench.add(PROMPT, max_tokens=20, ignore_eos=True)
@@ -113,7 +113,7 @@ def test_without_a_shared_cache_the_tree_knows_nothing() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 17, 30])
 def test_yb15_nothing_is_verified_past_the_end(max_tokens: int) -> None:
-    """A request whose end is near guesses less, one token long not at all; no rate divides by 0."""
+    """Drafts stop at the request's last token, and acceptance rates never divide by zero."""
     bench = Bench(
         pool_tokens=48,
         max_model_len=41,
@@ -137,7 +137,7 @@ def test_yb15_nothing_is_verified_past_the_end(max_tokens: int) -> None:
 
 
 def test_a_context_that_is_full_ends_inside_a_guess() -> None:
-    """max_model_len, not max_tokens, is the limit."""
+    """A draft that reaches `max_model_len` ends the request with reason LENGTH."""
     bench = Bench(max_model_len=40, speculative="ngram", next_token=lambda context: 7)
     request_id = bench.add(PROMPT, max_tokens=None, ignore_eos=True)
 
@@ -150,7 +150,7 @@ def test_a_context_that_is_full_ends_inside_a_guess() -> None:
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("num_draft", range(1, 16))
 def test_ab9_a_guess_that_crosses_pages_has_all_of_them(page_size: int, num_draft: int) -> None:
-    """For every length and number of guesses, right or wrong: ceil(length / page size) pages."""
+    """A sequence with drafts holds ceil(length / page size) pages, right or wrong."""
     for start in range(3, 3 + page_size):
         for right in (num_draft, num_draft // 2, 0):
             bench = Bench(page_size=page_size, drafter=Always(num_draft, right))
@@ -168,7 +168,7 @@ def test_ab9_a_guess_that_crosses_pages_has_all_of_them(page_size: int, num_draf
 
 
 def test_ab18_guesses_are_in_no_name_of_a_page() -> None:
-    """Only tokens that were kept are published, whatever was guessed behind them."""
+    """Published pages contain accepted tokens only."""
     bench = Bench(page_size=4, drafter=Always(9, 3))
     bench.core.cache.subscribe()
     request_id = bench.add(PROMPT, max_tokens=40, ignore_eos=True)
@@ -184,14 +184,14 @@ def test_ab18_guesses_are_in_no_name_of_a_page() -> None:
 
 
 def nodes(bench: Bench, root: int) -> list[list[int]]:
-    """The computed texts below a root."""
+    """Return the token ids of every resident prefix below a root."""
     tree = bench.core.cache._tree
     paths = [tree.path(node) for node in tree.nodes(root) if tree.resident[node]]
     return [array("i", b"".join(map(tree.edge, path))).tolist() for path in paths]
 
 
 class Always:
-    """Guesses `count` tokens, of which the first `right` ones are right."""
+    """Drafts `count` tokens, of which the first `right` are correct."""
 
     def __init__(self, count: int, right: int) -> None:
         self.count, self.right = count, right
@@ -216,7 +216,7 @@ class Always:
 
 
 def test_what_was_accepted_is_told_as_it_was() -> None:
-    """The number of guesses that became output, of each step that verified some."""
+    """The drafter receives the number of accepted tokens of each step that verified a draft."""
     drafter = Always(5, 2)
     bench = Bench(drafter=drafter)
     bench.add(PROMPT, max_tokens=13, ignore_eos=True)
@@ -227,7 +227,7 @@ def test_what_was_accepted_is_told_as_it_was() -> None:
 
 
 def test_guesses_behind_the_end_do_not_count() -> None:
-    """A stop token inside a guess ends the request there."""
+    """A stop token inside a draft ends the request; drafts after it are not accepted."""
     script = expected(PROMPT, 12, ends=())
     stop = next(token for token in script[4:] if token not in script[:4])
     drafter = Always(9, 9)
@@ -243,7 +243,7 @@ def test_guesses_behind_the_end_do_not_count() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_texts_stops_and_log_probabilities_are_those_without_guesses(n: int) -> None:
-    """Everything in the output but its times, for each answer."""
+    """Speculation changes no text, stop, token or log probability of an output."""
 
     def asked(speculative: str) -> list[RequestOutput]:
         bench = Bench(speculative=speculative, next_token=lambda context: (len(context) * 7) % 5)
@@ -267,7 +267,7 @@ def test_texts_stops_and_log_probabilities_are_those_without_guesses(n: int) -> 
 
 
 def test_guesses_fit_in_the_budget_of_a_step() -> None:
-    """Beside everybody's own token, and a prompt that is being computed."""
+    """Drafts never take a step over `max_batch_tokens`."""
     bench = Bench(max_batch_tokens=12, speculative="auto", next_token=lambda context: 7)
     for number in range(5):
         bench.add([number + 1] * 30, max_tokens=40, ignore_eos=True)
@@ -281,7 +281,7 @@ def test_guesses_fit_in_the_budget_of_a_step() -> None:
 
 
 def test_when_pages_run_out_guesses_go_first() -> None:
-    """Nobody is preempted for a guess."""
+    """A step short of pages drops drafts before it preempts a request."""
     bench = Bench(pool_tokens=32, page_size=4, speculative="ngram", next_token=lambda context: 7)
     for number in range(2):
         bench.add([number + 1, 2, 3], max_tokens=13, ignore_eos=True)
@@ -294,7 +294,7 @@ def test_when_pages_run_out_guesses_go_first() -> None:
 
 
 def test_a_failed_step_says_nothing_about_its_guesses() -> None:
-    """The request goes on, and what failed is not counted as wrong."""
+    """The drafts of a failed step do not lower the acceptance rate."""
     bench = Bench(speculative="ngram", next_token=lambda context: 7, fail_at=[8, 9, 12])
     request_id = bench.add(PROMPT, max_tokens=40, ignore_eos=True)
 
@@ -316,7 +316,7 @@ def learned(outcomes: Sequence[tuple[int, int]]) -> AcceptanceRate:
 
 
 def test_more_is_guessed_for_whom_it_was_right() -> None:
-    """Up to the limit, and fewer in a step that is full."""
+    """Drafts grow with the acceptance rate, up to the limit, and shrink as a step fills up."""
     good, new = learned([(15, 15)] * 6), AcceptanceRate()
 
     assert good.num_worthwhile(1, 15) == 15
@@ -329,7 +329,7 @@ def test_more_is_guessed_for_whom_it_was_right() -> None:
 
 
 def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
-    """One guess at a time, with pauses that double up to a limit."""
+    """Rejected drafts pause drafting; each retry is one token, and pauses double up to a limit."""
     record, tries = learned([(4, 0)] * 30), []
     assert record.num_accepted / record.num_verified < MIN_ACCEPTANCE_RATE
 
@@ -347,7 +347,7 @@ def test_wrong_guesses_stop_and_are_tried_again_ever_more_seldom() -> None:
 
 
 def test_a_retry_that_succeeds_ends_the_pauses() -> None:
-    """Guesses come back as fast as they are right."""
+    """Accepted retries bring the draft length back to its limit."""
     record = learned([(4, 0)] * 30)
     while not record.num_worthwhile(1, 15):
         pass
@@ -359,7 +359,7 @@ def test_a_retry_that_succeeds_ends_the_pauses() -> None:
 
 
 def test_random_text_is_hardly_ever_guessed_at() -> None:
-    """Sampled answers to one prompt: a few wrong guesses, then none."""
+    """Fewer than a fifth of the tokens of random answers are drafted."""
     rng = random.Random(3)
     bench = Bench(speculative="auto", next_token=lambda context: rng.randrange(VOCAB))
     for _ in range(3):
@@ -371,7 +371,7 @@ def test_random_text_is_hardly_ever_guessed_at() -> None:
 
 
 def test_options_are_checked() -> None:
-    """Unknown sources and rules, no guesses at all, and rejection with exactness."""
+    """Invalid speculative options raise ConfigError with a way out."""
     config = EngineConfig.of(exact=False, speculative_sampling="rejection")
     assert config.speculative.speculative_sampling == "rejection"
     for options, words in (
@@ -385,7 +385,7 @@ def test_options_are_checked() -> None:
 
 
 def test_what_the_tree_does_not_know_the_text_may() -> None:
-    """One source after the other is asked."""
+    """In "auto", n-grams draft where the tree has no continuation."""
     bench = Bench(speculative="auto", next_token=lambda context: 7)
     bench.add(PROMPT, max_tokens=40, ignore_eos=True)
     bench.run()
