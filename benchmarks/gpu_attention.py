@@ -115,7 +115,7 @@ def timed(call: Callable[[], object]) -> list[float]:
         call()
         end[index].record()
     torch.cuda.synchronize()
-    return [one.elapsed_time(other) for one, other in zip(begin, end, strict=True)]
+    return [start.elapsed_time(stop) for start, stop in zip(begin, end, strict=True)]
 
 
 def batch_of(case: Case, *, tell: bool) -> AttentionBatch:
@@ -229,10 +229,10 @@ def main() -> None:
         for name in BACKENDS:
             for exact in (True, False) if name == "triton" else (False,):
                 for tell in (True, False) if case.shared and name == "triton" else (False,):
-                    found = measure(case, name, exact, limits, device, tell=tell)
-                    if isinstance(found, Row):
-                        rows.append(found)
-                    elif (line := f"{name}: {found}") not in absent:
+                    outcome = measure(case, name, exact, limits, device, tell=tell)
+                    if isinstance(outcome, Row):
+                        rows.append(outcome)
+                    elif (line := f"{name}: {outcome}") not in absent:
                         absent.append(line)
     known = setting(device, limits)
     print("\n".join(f"- {name}: {value}" for name, value in known.items()))

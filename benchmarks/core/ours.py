@@ -109,8 +109,8 @@ def load_forgetful(_: Path) -> Loaded:
 
 def load_native(folder: Path, **options: Any) -> Loaded:
     """The same sources as a wheel has them, compiled by mypyc."""
-    found = importlib.import_module("ramify.cache.tree").__file__ or ""
-    if not found.endswith(".so"):
+    module_file = importlib.import_module("ramify.cache.tree").__file__ or ""
+    if not module_file.endswith(".so"):
         raise AbsentError(
             f"not compiled; unpack the wheel that `make native` builds into {folder.name}/ramify-native"
         )

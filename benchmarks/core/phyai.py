@@ -53,11 +53,11 @@ class PhyaiCore:
 
     def match(self, request: PhyaiRequest) -> int:
         cache, tier = self._cache, self._tier
-        found = cache.match(request.lookup)
-        node = found.last_node[tier]
+        hit = cache.match(request.lookup)
+        node = hit.last_node[tier]
         request.pin = cache.lock(tier, node)
         request.found = cache.collect_units(node, tier)
-        return int(found.matched_atoms[tier])
+        return int(hit.matched_atoms[tier])
 
     def alloc(self, request: PhyaiRequest) -> None:
         if self._cache.available(self._tier) < request.num_pages:

@@ -38,7 +38,7 @@ def overhead(args: argparse.Namespace, setup: Setup, model: str) -> dict[str, An
             raise SystemExit(f"{cell.entry.title}: {cell.failed}")
     interval = median_interval(ratios(on, off))
     shares = {part: _share(watched, part) for part in (*PARTS, "other")}
-    steps = median(one["facts"]["steps"] for one in watched.samples)
+    steps = median(sample["facts"]["steps"] for sample in watched.samples)
     print(f"\n### Overhead, {TITLES[model]}, {setup.dtype}, {WORKLOADS['W4'].title}\n")
     print(
         "| inside cache and planner | scheduler | other Python of the step | forward and sampling |"
@@ -67,11 +67,13 @@ def inside(watched: Cell) -> float:
     """Share of the wall time that passed inside cache and planner."""
     return float(
         median(
-            (one["facts"]["cache_s"] + one["facts"]["planner_s"]) / one["total_s"]
-            for one in watched.samples
+            (sample["facts"]["cache_s"] + sample["facts"]["planner_s"]) / sample["total_s"]
+            for sample in watched.samples
         )
     )
 
 
 def _share(cell: Cell, part: str) -> float:
-    return float(median(one["facts"][f"{part}_s"] / one["total_s"] for one in cell.samples))
+    return float(
+        median(sample["facts"][f"{part}_s"] / sample["total_s"] for sample in cell.samples)
+    )

@@ -18,10 +18,10 @@ def slowed(
 
     def planted(*args: Any, **named: Any) -> Any:
         start = clock()
-        found = call(*args, **named)
+        result = call(*args, **named)
         end = start + factor * (clock() - start)
         while clock() < end:
             pass
-        return found
+        return result
 
     return planted

@@ -88,8 +88,8 @@ class Worker:
                 raise WorkerGoneError(self._last_words())
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def end(self) -> None:
         """Let the process end; after a while, end it."""
@@ -132,7 +132,7 @@ class Cell:
     @property
     def totals(self) -> list[float]:
         """Seconds, by repetition."""
-        return [one["total_s"] for one in self.samples]
+        return [sample["total_s"] for sample in self.samples]
 
     @property
     def measured(self) -> bool:
@@ -145,7 +145,7 @@ class Cell:
 
     def mid(self, name: str) -> float | None:
         """Median of a figure that the engine may not tell."""
-        values = [one[name] for one in self.samples if one[name] is not None]
+        values = [sample[name] for sample in self.samples if sample[name] is not None]
         return float(median(values)) if values else None
 
     def tokens_per_s(self) -> float:
@@ -154,11 +154,12 @@ class Cell:
 
     def hit_rate(self) -> float | None:
         """Prompt tokens that were not computed for their request, of those that tell."""
-        facts = [one["facts"] for one in self.samples if "prompt_tokens" in one["facts"]]
+        facts = [sample["facts"] for sample in self.samples if "prompt_tokens" in sample["facts"]]
         if not facts:
             return None
         computed, prompt = (
-            float(sum(one[name] for one in facts)) for name in ("computed_tokens", "prompt_tokens")
+            float(sum(fact[name] for fact in facts))
+            for name in ("computed_tokens", "prompt_tokens")
         )
         return 1 - computed / prompt
 
@@ -166,8 +167,8 @@ class Cell:
         """Answers with the tokens of another engine, and how many were compared."""
         pairs = [
             (mine, theirs)
-            for one, two in zip(self.samples, other.samples, strict=False)
-            for mine, theirs in zip(one["tokens"], two["tokens"], strict=True)
+            for sample, other_sample in zip(self.samples, other.samples, strict=False)
+            for mine, theirs in zip(sample["tokens"], other_sample["tokens"], strict=True)
         ]
         return (sum(mine == theirs for mine, theirs in pairs), len(pairs)) if pairs else None
 
@@ -212,15 +213,15 @@ class Group:
         worker = Worker(entry, self._peers, self._setup.threads)
         given = asdict(replace(self._setup, options={})) | {"folder": str(self._setup.folder)}
         try:
-            found = worker.ask(LOAD_LIMIT_S, setup=given)
+            answer = worker.ask(LOAD_LIMIT_S, setup=given)
         except (WorkerGoneError, TooSlowError) as gone:
             self.absent[entry.name] = f"did not start: {gone}"
             return False
-        if "absent" in found:
-            self.absent[entry.name] = found["absent"]
+        if "absent" in answer:
+            self.absent[entry.name] = answer["absent"]
             worker.end()
             return False
-        self.versions[entry.name], self.notes[entry.name] = found["version"], found["note"]
+        self.versions[entry.name], self.notes[entry.name] = answer["version"], answer["note"]
         self._workers[entry.name] = worker
         return True
 
@@ -233,28 +234,28 @@ class Group:
         `long_s` has repetitions enough.
         """
         cells = {
-            one.name: {
-                entry.name: Cell(entry, one, note=self.notes.get(entry.name, ""))
+            workload.name: {
+                entry.name: Cell(entry, workload, note=self.notes.get(entry.name, ""))
                 for entry in self.entries
                 if entry.name not in self.absent
             }
-            for one in workloads
+            for workload in workloads
         }
         for chain in _chains(workloads):
             self._warm_up(chain[0], cells)
             for repetition in range(repetitions):
                 between()
-                order = [one for one in self.entries if one.name not in self.absent]
+                order = [entry for entry in self.entries if entry.name not in self.absent]
                 for entry in order if repetition % 2 == 0 else order[::-1]:
-                    self._sample_chain([cells[one.name][entry.name] for one in chain], repetition)
+                    self._sample_chain([cells[cell.name][entry.name] for cell in chain], repetition)
         return {name: list(row.values()) for name, row in cells.items()}
 
     def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
         """One engine, workloads that need each other; after a failure the rest has nothing to find."""
-        for place, cell in enumerate(chain):
+        for position, cell in enumerate(chain):
             task = task_of(cell.workload.name, repetition, self._vocab)
             if not self._sample(cell, task):
-                for later in chain[place + 1 :]:
+                for later in chain[position + 1 :]:
                     if cell.failed:
                         later.failed = later.failed or f"{cell.workload.name}: {cell.failed}"
                 return
@@ -279,12 +280,12 @@ class Group:
                 return False
             self._attempt(cell, prepare=[cell.workload.num_requests, cell.workload.request_tokens])
         start = time.monotonic()
-        found = self._attempt(cell, task=asdict(task))
+        sample = self._attempt(cell, task=asdict(task))
         cell.spent_s += time.monotonic() - start
-        if found is None:
+        if sample is None:
             return False
-        cell.samples.append(found)
-        print(f"  {cell.workload.name} {name}: {found['total_s']:.2f} s", file=sys.stderr)
+        cell.samples.append(sample)
+        print(f"  {cell.workload.name} {name}: {sample['total_s']:.2f} s", file=sys.stderr)
         return True
 
     def _attempt(self, cell: Cell, **command: Any) -> dict[str, Any] | None:
@@ -310,11 +311,11 @@ class Group:
 
 def _chains(workloads: Sequence[Workload]) -> list[list[Workload]]:
     """Workloads with those that must run right after them."""
-    names = {one.name for one in workloads}
-    found: list[list[Workload]] = []
-    for one in workloads:
-        if one.after and one.after in names:
-            next(chain for chain in found if chain[0].name == one.after).append(one)
+    names = {workload.name for workload in workloads}
+    chains: list[list[Workload]] = []
+    for workload in workloads:
+        if workload.after and workload.after in names:
+            next(chain for chain in chains if chain[0].name == workload.after).append(workload)
         else:
-            found.append([one])
-    return found
+            chains.append([workload])
+    return chains

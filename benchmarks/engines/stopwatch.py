@@ -47,8 +47,8 @@ class Stopwatch:
 
     def spent(self, total: float) -> dict[str, float]:
         """Seconds by part, and `other`: what is left of a total."""
-        found = {name: self._own.get(name, 0.0) for name in PARTS}
-        return found | {"other": total - sum(found.values())}
+        seconds = {name: self._own.get(name, 0.0) for name in PARTS}
+        return seconds | {"other": total - sum(seconds.values())}
 
     def _timed(self, part: str, call: Callable[..., Any], *, step: bool = False) -> Any:
         @functools.wraps(call)

@@ -64,7 +64,7 @@ def _shared_again(rng: random.Random, vocab: int) -> Task:
 def _talk(rng: random.Random, vocab: int) -> Task:
     system = _ids(rng, vocab, 512)
     turns = [[_ids(rng, vocab, 64) for _ in range(8)] for _ in range(4)]
-    turns[0] = [system + one for one in turns[0]]
+    turns[0] = [system + tokens for tokens in turns[0]]
     return Task([], turns, 64)
 
 
@@ -88,8 +88,8 @@ def _talk_turns() -> tuple[Turn, ...]:
 
 
 WORKLOADS = {
-    one.name: one
-    for one in (
+    workload.name: workload
+    for workload in (
         Workload(
             "W1", "one request, 2,048 prompt tokens, 64 new",
             1, 2048 + 64, 2112, _single, (Turn(0, 0, 2048, 1, 64),),

@@ -29,12 +29,12 @@ def test_sound_hits_agree(checkpoint: Path) -> None:
     llm = served(checkpoint)
     llm.generate([[*STEM, 70]], PARAMS)
     outputs = llm.generate([[*STEM, 71], [*STEM, 72, 73]], PARAMS)
-    assert all(one.cache.read_tokens for one in outputs)
-    assert all(one.completions[0].logprobs is None for one in outputs)
+    assert all(output.cache.read_tokens for output in outputs)
+    assert all(output.completions[0].logprobs is None for output in outputs)
 
-    found = llm.verify_hits()
+    report = llm.verify_hits()
 
-    assert (found.num_checked, found.num_mismatches) == (2, 0)
+    assert (report.num_checked, report.num_mismatches) == (2, 0)
     assert not llm.has_unfinished()
     assert llm.verify_hits().num_checked == 2  # nothing is left
 
@@ -62,10 +62,10 @@ def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixtu
     llm.cache.core.release(lease)
 
     llm.generate([[*STEM, 70]], PARAMS)
-    found = llm.verify_hits()
+    report = llm.verify_hits()
 
-    assert found.num_checked == found.num_mismatches == 1
-    assert found.mismatches[0].position == len(STEM) + 1
+    assert report.num_checked == report.num_mismatches == 1
+    assert report.mismatches[0].position == len(STEM) + 1
     assert "a cache hit changed an answer" in caplog.text
 
 

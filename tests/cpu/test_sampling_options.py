@@ -162,7 +162,7 @@ def test_yb10_temperature_zero_is_greedy_whatever_else_is_asked(
     assert sample_token(row, draw_of(SamplingParams(**options), seed=seed)) == best
     for change in (
         {"logit_bias": {best: -100}},
-        {"allowed_token_ids": [one for one in range(VOCAB) if one != best]},
+        {"allowed_token_ids": [token_id for token_id in range(VOCAB) if token_id != best]},
     ):
         second = sample_token(row, draw_of(SamplingParams(**options, **change), seed=seed))
         assert second == int(np.argsort(-row)[1])
@@ -173,12 +173,12 @@ def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: f
     """Temperature 0 draws; top_p is never without effect, so that 0 is refused."""
     row = np.log(np.array([0.3, 0.5, 0.2])).astype(np.float32)
 
-    found = {
+    tokens = {
         sample_token(row, draw_of(SamplingParams(temperature=temperature, top_p=0.6), seed=seed))
         for seed in range(200)
     }
 
-    assert found == ({0, 1} if temperature else {1})
+    assert tokens == ({0, 1} if temperature else {1})
     with pytest.raises(ValueError, match=r"top_p=0.0 .* \(0, 1\]"):
         SamplingParams(top_p=0.0)
 
@@ -197,14 +197,14 @@ def test_the_repetition_penalty_is_that_of_transformers(
     prompt, output, draft = tokens[:num_prompt], tokens[num_prompt:-4], tokens[-4:]
     row = scores(seed)
 
-    for place in range(5):
-        found = shaped(
-            row, place, prompt=prompt, output=output, draft=draft, repetition_penalty=penalty
+    for position in range(5):
+        actual = shaped(
+            row, position, prompt=prompt, output=output, draft=draft, repetition_penalty=penalty
         )
 
-        known = torch.tensor([[*prompt, *output, *draft[:place]]])
+        known = torch.tensor([[*prompt, *output, *draft[:position]]])
         expected = RepetitionPenaltyLogitsProcessor(penalty)(known, torch.from_numpy(row)[None])
-        assert found.tobytes() == expected[0].numpy().tobytes()
+        assert actual.tobytes() == expected[0].numpy().tobytes()
 
 
 @settings(max_examples=60, deadline=None)
@@ -218,15 +218,15 @@ def test_presence_and_frequency_count_the_output_only(
     draft, row = tuple(rng.integers(20, size=3).tolist()), scores(seed)
     options = {"presence_penalty": presence, "frequency_penalty": frequency, "min_tokens": 1}
 
-    for place in range(4):
-        found = shaped(row, place, prompt=prompt, output=output, draft=draft, **options)
+    for position in range(4):
+        actual = shaped(row, position, prompt=prompt, output=output, draft=draft, **options)
 
-        counts = Counter([*output, *draft[:place]])
+        counts = Counter([*output, *draft[:position]])
         expected = [
             score - frequency * counts[at] - presence * (counts[at] > 0)
             for at, score in enumerate(row.tolist())
         ]
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
@@ -239,9 +239,10 @@ def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
 
     for end in (0, 1, 1, 5, 6, 30, 40):
         fresh = LogitsProcessor(prompt, params, stop_token_ids=frozenset(), vocab_size=VOCAB)
-        one = growing.for_step(output[:end], ())
+        shaping = growing.for_step(output[:end], ())
         assert (
-            one.apply(row, 0).tobytes() == fresh.for_step(output[:end], ()).apply(row, 0).tobytes()
+            shaping.apply(row, 0).tobytes()
+            == fresh.for_step(output[:end], ()).apply(row, 0).tobytes()
         )
 
 
@@ -249,7 +250,7 @@ def test_the_order_is_bias_penalties_masks() -> None:
     """A bias is penalised like the score it changes, and what is not allowed stays so however large its bias is."""
     row = np.full(VOCAB, 2.0, np.float32)
 
-    found = shaped(
+    actual = shaped(
         row,
         prompt=(3,),
         output=(3, 5),
@@ -260,7 +261,7 @@ def test_the_order_is_bias_penalties_masks() -> None:
         allowed_token_ids=[3, 5, 9],
     )
 
-    assert {at: found[at] for at in np.flatnonzero(np.isfinite(found))} == {
+    assert {at: actual[at] for at in np.flatnonzero(np.isfinite(actual))} == {
         3: (2.0 + 10.0) / 2 - 0.75,
         5: 2.0 / 2 - 0.75,
         9: 2.0,
@@ -273,12 +274,12 @@ def test_no_end_is_drawn_before_min_tokens() -> None:
     row = np.zeros(VOCAB, np.float32)
     row[END] = 50.0
 
-    found = [
-        shaped(row, place, min_tokens=5, output=(9, 9, 9), draft=(8, 8, 8))[END]
-        for place in range(4)
+    end_scores = [
+        shaped(row, position, min_tokens=5, output=(9, 9, 9), draft=(8, 8, 8))[END]
+        for position in range(4)
     ]
 
-    assert found == [-np.inf, -np.inf, 50.0, 50.0]
+    assert end_scores == [-np.inf, -np.inf, 50.0, 50.0]
 
 
 def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
@@ -330,7 +331,7 @@ def test_batch_mates_change_nothing(seed: int) -> None:
     logits[starts[4], 3] = np.nan
     rest, failed = sample_batch(logits, draws)
     assert list(failed) == [4]
-    assert rest == {name: one for name, one in alone.items() if name != 4}
+    assert rest == {request_id: tokens for request_id, tokens in alone.items() if request_id != 4}
 
 
 def test_a_follower_that_is_told_a_dead_end_says_so() -> None:

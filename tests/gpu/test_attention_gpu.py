@@ -99,11 +99,11 @@ def test_a_backend_agrees_with_the_reference(name: str, feature: str) -> None:
     backend = made(name, spec)
     step = step_of(spec, MIXED, num_selected=600)
 
-    found = run(backend, on_gpu(step), padding=3).cpu()
+    actual = run(backend, on_gpu(step), padding=3).cpu()
 
     expected = run(EagerBackend(spec, CPU), step).double()
-    assert torch.equal(found[-3:], torch.zeros_like(found[-3:]))
-    error = (found[:-3].double() - expected).abs() / (1 + expected.abs())
+    assert torch.equal(actual[-3:], torch.zeros_like(actual[-3:]))
+    error = (actual[:-3].double() - expected).abs() / (1 + expected.abs())
     assert float(error.max()) < TOLERANCE[spec.dtype]
 
 
@@ -118,8 +118,8 @@ def test_a_chunk_of_any_length_gives_the_bits_of_the_whole_prompt(kind: str) -> 
     for cached, new in ((512, 789), (1000, 200), (1290, 11), (1297, 4), (511, 1), (1300, 1)):
         part = whole.take(slice(cached, cached + new), batch_of(spec, [(cached, new)], rows))
         for enough in (0, 1 << 20):
-            found = run(TritonBackend(spec, GPU, saturating_programs=enough), part)
-            assert_same_bits(found, expected[cached : cached + new])
+            actual = run(TritonBackend(spec, GPU, saturating_programs=enough), part)
+            assert_same_bits(actual, expected[cached : cached + new])
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -151,9 +151,9 @@ def test_pb30_ab13_a_step_does_not_wait_for_the_device(kind: str) -> None:
 
     with no_waiting():
         plan = backend.plan(step.batch)
-        found = backend.run(plan, 0, step.q, step.planes)
+        actual = backend.run(plan, 0, step.q, step.planes)
 
-    assert_same_bits(found, expected)
+    assert_same_bits(actual, expected)
 
 
 def test_ab26_a_queue_of_steps_is_not_corrupted() -> None:
@@ -168,10 +168,10 @@ def test_ab26_a_queue_of_steps_is_not_corrupted() -> None:
     torch.cuda.synchronize()
 
     torch.cuda._sleep(50_000_000)
-    found = [backend.run(backend.plan(batch), 0, step.q, planes) for batch in batches]
+    actual = [backend.run(backend.plan(batch), 0, step.q, planes) for batch in batches]
 
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
+    for output, reference in zip(actual, expected, strict=True):
+        assert_same_bits(output, reference)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "exact", "mla"])

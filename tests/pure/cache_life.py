@@ -116,17 +116,19 @@ class LifeMachine(CacheMachine):
     def pin(self, prompt: Prompt, ttl: float | None) -> None:
         """Keep a prefix, if there is something to keep and a budget for it."""
         namespace, tokens = prompt[0], self.prompt(prompt[1], prompt[2])
-        found = self.find(namespace, tokens + b"\0", pending=False)
+        cached = self.find(namespace, tokens + b"\0", pending=False)
         wanted = Request(namespace, tokens, self.foreign, 0, (0, -1, 0))
-        path = self.path(wanted, len(found))
-        pinned = set[Prefix](path).union(*(self.path(one, one.pinned) for _, one in self.kept))
+        path = self.path(wanted, len(cached))
+        pinned = set[Prefix](path).union(
+            *(self.path(request, request.pinned) for _, request in self.kept)
+        )
         key = self.key(wanted, len(tokens))
-        if not found or len(pinned) > self.num_pages // 2:
+        if not cached or len(pinned) > self.num_pages // 2:
             self.refused(PinError, self.cache.pin, key, "test", ttl)
             return
         pin = self.cache.pin(key, "test", ttl)
-        assert pin.num_pages == len(found)
-        wanted.kept = len(found)
+        assert pin.num_pages == len(cached)
+        wanted.kept = len(cached)
         self.kept.append((pin, wanted))
 
     @precondition(lambda self: self.kept)
@@ -147,7 +149,7 @@ class LifeMachine(CacheMachine):
         left = {pin.id: pin for pin in self.cache.pins()}
         assert all(pin.expires_s > self.now_s for pin in left.values())
         assert all(pin.id in left for pin, _ in self.kept if pin.expires_s > self.now_s)
-        self.kept = [(left[pin.id], one) for pin, one in self.kept if pin.id in left]
+        self.kept = [(left[pin.id], request) for pin, request in self.kept if pin.id in left]
 
     # -- eviction by what a node is --------------------------------------------------------
 

@@ -114,8 +114,10 @@ class Traffic:
         """The step of a request fails, and with it those that count on it."""
         if (user := self._pick()) and not self.cache.is_withdrawn(user.lease):
             lost = [user.lease, *self.cache.withdraw(user.lease)]
-            for each in [each for each in self.live if each.lease in lost]:
-                self._leave(each)
+            for failed_user in [
+                failed_user for failed_user in self.live if failed_user.lease in lost
+            ]:
+                self._leave(failed_user)
 
     def finish(self) -> None:
         if (user := self._pick()) and not self.cache.is_blocked(user.lease):
@@ -153,8 +155,10 @@ class Traffic:
             for user in list(self.live):
                 if user in self.live and not self.cache.is_withdrawn(user.lease):
                     lost = [user.lease, *self.cache.withdraw(user.lease)]
-                    for each in [each for each in self.live if each.lease in lost]:
-                        self._leave(each)
+                    for failed_user in [
+                        failed_user for failed_user in self.live if failed_user.lease in lost
+                    ]:
+                        self._leave(failed_user)
             assert len(self.live) < before
         for pin in self.cache.pins():
             self.cache.unpin(pin)

@@ -66,19 +66,19 @@ def assert_marks_agree(cache: PrefixCache) -> None:
 
 def symbols(parts: list[Part], salts: dict[int, str]) -> list[Any]:
     """What each atom means: for content its digest and place in it, and the salt at it."""
-    found: list[Any] = []
+    meanings: list[Any] = []
     for part in parts:
-        found += [part] if isinstance(part, int) else [(part[0], k) for k in range(part[1])]
-    return [(each, salts[at]) if at in salts else each for at, each in enumerate(found)]
+        meanings += [part] if isinstance(part, int) else [(part[0], k) for k in range(part[1])]
+    return [(meaning, salts[at]) if at in salts else meaning for at, meaning in enumerate(meanings)]
 
 
 def starts(parts: list[Part]) -> list[int]:
     """Where a salt may begin: anywhere but inside an image."""
-    found, at = [], 0
+    positions, at = [], 0
     for part in parts:
-        found.append(at)
+        positions.append(at)
         at += 1 if isinstance(part, int) else part[1]
-    return found
+    return positions
 
 
 PARTS: st.SearchStrategy[list[Part]] = st.lists(
@@ -124,9 +124,9 @@ def test_ab28_a_lookup_finds_just_what_means_the_same(
     same = [a == b for a, b in zip(one[1], other[1], strict=False)]
     shared = (same.index(False) if False in same else len(same)) // page_size
 
-    found = cache.match(other[0]).num_pages
+    num_pages = cache.match(other[0]).num_pages
 
-    assert found == min(shared, (len(other[1]) - 1) // page_size)
+    assert num_pages == min(shared, (len(other[1]) - 1) // page_size)
     assert_marks_agree(cache)
 
 
@@ -221,7 +221,7 @@ def test_a_salt_makes_the_tail_private_and_leaves_the_head_shared(index: str) ->
     cache = PrefixCache(32, 2, index=index)
     serve(cache, prompt(*range(9), salts={4: "tenant a"}))
 
-    for salts, found in [
+    for salts, num_tokens in [
         ({4: "tenant a"}, 8),
         ({4: "tenant b"}, 4),
         ({}, 4),
@@ -230,7 +230,7 @@ def test_a_salt_makes_the_tail_private_and_leaves_the_head_shared(index: str) ->
         ({4: "tenant a", 6: "x"}, 6),
         ({0: "tenant a", 4: "tenant a"}, 0),
     ]:
-        assert cache.match(prompt(*range(9), salts=salts)).num_tokens == found
+        assert cache.match(prompt(*range(9), salts=salts)).num_tokens == num_tokens
     assert_marks_agree(cache)
 
 

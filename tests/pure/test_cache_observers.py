@@ -17,9 +17,11 @@ def test_an_observer_is_told_what_is_free_and_why() -> None:
     """Namespace, atoms, place and pages of each run, before anybody else can have the pages."""
     cache = PrefixCache(4, 2)
     pages = Pages.of(serve(cache, "abcdef", "n"))
-    told: list[tuple[Evicted, bool]] = []
+    evictions: list[tuple[Evicted, bool]] = []
     stop = cache.observe_evictions(
-        lambda one: told.append((one, all(cache.is_free(page) for page in one.pages)))
+        lambda eviction: evictions.append(
+            (eviction, all(cache.is_free(page) for page in eviction.pages))
+        )
     )
 
     cache.evict(1)
@@ -29,7 +31,7 @@ def test_an_observer_is_told_what_is_free_and_why() -> None:
     cache.clear()
 
     n, text = b"n", key("abcdef").atoms
-    assert told == [
+    assert evictions == [
         (Evicted(n, text[16:], 2, pages[2:], "asked"), True),
         (Evicted(n, text[8:16], 1, pages[1:2], "capacity"), True),
     ]
@@ -41,21 +43,23 @@ def test_observers_are_told_exactly_what_was_evicted(seed: int, index: str) -> N
     """Over random traffic: as many pages as the statistics count, free at that moment."""
     random = Random(seed)
     cache = PrefixCache(random.randint(6, 14), 2, index=index)
-    told: list[Evicted] = []
+    evictions: list[Evicted] = []
 
     def observe(one: Evicted) -> None:
         assert all(cache.is_free(page) for page in one.pages)
         assert len(one.atoms) == len(one.pages) * 2 * 4
-        told.append(one)
+        evictions.append(one)
 
     cache.observe_evictions(observe)
     for _ in Traffic(cache, random).run(30):
         pass
 
     stats = cache.stats()
-    assert sum(len(one.pages) for one in told) == stats.evicted_pages
+    assert sum(len(eviction.pages) for eviction in evictions) == stats.evicted_pages
     for reason, count in stats.evictions.items():
-        assert sum(len(one.pages) for one in told if one.reason == reason) == count
+        assert (
+            sum(len(eviction.pages) for eviction in evictions if eviction.reason == reason) == count
+        )
 
 
 @pytest.mark.parametrize(
@@ -95,17 +99,17 @@ def test_an_observer_that_raises_leaves_a_whole_cache(
 def test_each_call_stops_its_own_observer_once() -> None:
     """One may observe twice, and stop once."""
     cache = PrefixCache(8, 2)
-    told: list[Evicted] = []
-    first, second = (cache.observe_evictions(told.append) for _ in range(2))
+    evictions: list[Evicted] = []
+    first, second = (cache.observe_evictions(evictions.append) for _ in range(2))
     first()
     first()
     serve(cache, "abcd")
     cache.evict(2)
-    assert len(told) == 1
+    assert len(evictions) == 1
     second()
     serve(cache, "abcd")
     cache.evict(2)
-    assert len(told) == 1
+    assert len(evictions) == 1
 
 
 def test_every_observer_is_told_though_one_raises() -> None:
@@ -113,14 +117,14 @@ def test_every_observer_is_told_though_one_raises() -> None:
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
     serve(cache, "abxy")
-    told: list[Evicted] = []
+    evictions: list[Evicted] = []
 
     def fail(one: Evicted) -> None:
         raise RuntimeError(one.reason)
 
     cache.observe_evictions(fail)
-    cache.observe_evictions(told.append)
+    cache.observe_evictions(evictions.append)
     with pytest.raises(RuntimeError, match="cleared"):
         cache.clear()
 
-    assert sum(len(one.pages) for one in told) == 3
+    assert sum(len(eviction.pages) for eviction in evictions) == 3

@@ -65,8 +65,8 @@ def test_each_answer_is_that_of_a_request_with_its_own_seed(
 
     outputs = bench.run()
 
-    found = [list(one.token_ids) for one in outputs[first].completions]
-    assert found == [drawn(PROMPT, 40 + index, 9) for index in range(5)]
+    answers = [list(completion.token_ids) for completion in outputs[first].completions]
+    assert answers == [drawn(PROMPT, 40 + index, 9) for index in range(5)]
     assert outputs[first].usage.completion_tokens == 45
     assert list(outputs[other].token_ids) == expected(PROMPT[:7], 9, ends=())
     bench.assert_nothing_leaked()
@@ -92,7 +92,7 @@ def test_an_abort_ends_all_answers(num_steps: int) -> None:
 
     bench.abort(request_id)
 
-    reasons = {one.finish_reason for one in bench.outputs[request_id].completions}
+    reasons = {completion.finish_reason for completion in bench.outputs[request_id].completions}
     assert reasons == {FinishReason.ABORT}
     assert len(bench.outputs[request_id].completions) == 4
     bench.assert_nothing_leaked()
@@ -105,7 +105,9 @@ def test_all_answers_fail_with_a_prompt_that_does() -> None:
 
     outputs = bench.run()
 
-    assert [one.finish_reason for one in outputs[request_id].completions] == ["error"] * 3
+    assert [completion.finish_reason for completion in outputs[request_id].completions] == [
+        "error"
+    ] * 3
     assert "failed" in str(outputs[request_id].error)
     bench.assert_nothing_leaked()
 
@@ -136,8 +138,8 @@ def test_guesses_change_no_token(
     outputs = bench.run()
 
     assert list(outputs[first].token_ids) == expected(PROMPT, 30, ends=())
-    found = [list(one.token_ids) for one in outputs[branched].completions]
-    assert found == [drawn(PROMPT, 5 + index, 20) for index in range(3)]
+    answers = [list(completion.token_ids) for completion in outputs[branched].completions]
+    assert answers == [drawn(PROMPT, 5 + index, 20) for index in range(3)]
     assert list(outputs[text].token_ids) == expected(PROMPT[2:], 25)
     bench.assert_nothing_leaked()
 
@@ -159,12 +161,12 @@ def test_text_that_may_begin_a_stop_text_is_told_later(stop: str) -> None:
     bench = Bench(next_token=lambda context: script[len(context) - 3])
     request_id = bench.add([1, 2, 3], max_tokens=12, stop=[stop], ignore_eos=True)
 
-    told: list[str] = []
+    pieces: list[str] = []
     while bench.core.has_unfinished:
-        told += [event.text for event in bench.step()]
+        pieces += [event.text for event in bench.step()]
 
     text = "".join(map(chr, (ord("A") + token for token in script)))
-    assert "".join(told) == text.partition(stop)[0] == bench.outputs[request_id].text
+    assert "".join(pieces) == text.partition(stop)[0] == bench.outputs[request_id].text
 
 
 def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
@@ -180,6 +182,6 @@ def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
 
     bench.abort(request_id)
 
-    found = [one.finish_reason for one in bench.outputs[request_id].completions]
-    assert found == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT]
+    reasons = [completion.finish_reason for completion in bench.outputs[request_id].completions]
+    assert reasons == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT]
     bench.assert_nothing_leaked()

@@ -111,10 +111,14 @@ def test_metrics_follow_the_clock() -> None:
 
     outputs = bench.run()
 
-    one, two = outputs[first].metrics, outputs[second].metrics
-    assert (one.queue_s, one.ttft_s, one.total_s) == (1.0, 1.0, 3.0)
-    assert one.decode_tokens_per_s == 1.0
-    assert (two.queue_s, two.ttft_s, two.decode_tokens_per_s) == (4.0, 4.0, None)
+    first_metrics, second_metrics = outputs[first].metrics, outputs[second].metrics
+    assert (first_metrics.queue_s, first_metrics.ttft_s, first_metrics.total_s) == (1.0, 1.0, 3.0)
+    assert first_metrics.decode_tokens_per_s == 1.0
+    assert (second_metrics.queue_s, second_metrics.ttft_s, second_metrics.decode_tokens_per_s) == (
+        4.0,
+        4.0,
+        None,
+    )
 
 
 def test_a_clock_may_start_at_zero() -> None:
@@ -243,8 +247,8 @@ def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budge
     assert report.read_tokens + report.shared_tokens == limit // 4 * 4
 
     context = [*prompt, *outputs[first].token_ids]
-    found = core.cache.match(CacheKey(context, core.namespaces.base)).num_tokens
-    assert found == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
+    num_cached = core.cache.match(CacheKey(context, core.namespaces.base)).num_tokens
+    assert num_cached == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
     assert list(outputs[first].token_ids) == expected(prompt, 9, ends=())
     bench.assert_nothing_leaked()
 

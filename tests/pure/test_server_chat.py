@@ -42,10 +42,10 @@ def talk(
     def line() -> str | None:
         if not left:
             return None
-        told = left.pop(0)
-        if isinstance(told, str):
-            return told
-        raise told
+        next_line = left.pop(0)
+        if isinstance(next_line, str):
+            return next_line
+        raise next_line
 
     out, notes = io.StringIO(), io.StringIO()
     Chat(backend, lines=line, out=out, notes=notes, system=system).run()  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
 
     assert out == "ab\nc\n"
     assert "[prompt 20: 16 cached, 4 computed; output 2, " in notes
-    assert [[one["content"] for one in asked] for asked in backend.asked] == [
+    assert [[message["content"] for message in messages] for messages in backend.asked] == [
         ["be brief", "one"],
         ["be brief", "one", "ab", "two"],
     ]
@@ -70,7 +70,7 @@ def test_clear_begins_anew() -> None:
     backend = Scripted(["a"], ["b"])
     _, notes = talk(backend, "one", "/clear", "/what", "two", system="s")
 
-    assert [one["content"] for one in backend.asked[1]] == ["s", "two"]
+    assert [message["content"] for message in backend.asked[1]] == ["s", "two"]
     assert notes.count("/exit ends") == 2
 
 
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_chat() -> None:
 
     assert out == "half\nb\n"
     assert "(stopped)" in notes
-    assert [one["content"] for one in backend.asked[1]] == ["one", "half", "two"]
+    assert [message["content"] for message in backend.asked[1]] == ["one", "half", "two"]
     assert backend.num_closed == 2
 
 
@@ -91,13 +91,13 @@ def test_an_error_loses_the_turn_only() -> None:
     _, notes = talk(backend, "one", "two")
 
     assert "error: 503: busy" in notes
-    assert [one["content"] for one in backend.asked[1]] == ["two"]
+    assert [message["content"] for message in backend.asked[1]] == ["two"]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live() as one:
-        yield one
+    with live() as live_server:
+        yield live_server
 
 
 def test_over_a_pipe_with_a_server(server: Live) -> None:

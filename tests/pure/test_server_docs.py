@@ -32,14 +32,14 @@ def test_the_table_has_every_metric() -> None:
         server.ask()
         server.ask(temperature="hot")
         families = re.findall(r"^# TYPE (\S+) (\S+)", server.get("/metrics").text, re.MULTILINE)
-    found = {name for name, _ in families if not name.endswith("_created")}
+    metrics = {name for name, _ in families if not name.endswith("_created")}
     ours = set(re.findall(r"^\| `(ramify_\w+)`", PAGE, re.MULTILINE))
     theirs = {
         f"vllm:{name}" for name in re.findall(r"^\| `ramify_\w+` \| `(\w+)`", PAGE, re.MULTILINE)
     }
 
-    assert ours == {name for name in found if name.startswith("ramify_")}
-    assert theirs == {name for name in found if name.startswith("vllm:")}
+    assert ours == {name for name in metrics if name.startswith("ramify_")}
+    assert theirs == {name for name in metrics if name.startswith("vllm:")}
 
 
 def test_options_and_routes_exist() -> None:

@@ -143,8 +143,12 @@ def test_explain_goes_on_from_an_earlier_response() -> None:
     async def main() -> None:
         async with ServerBench().running() as bench:
             first = {"input": "Tell me of the violin. " * 5, "max_output_tokens": 8}
-            told = (await bench.post("/v1/responses", first)).json
-            later = {"input": "More", "previous_response_id": told["id"], "max_output_tokens": 1}
+            response = (await bench.post("/v1/responses", first)).json
+            later = {
+                "input": "More",
+                "previous_response_id": response["id"],
+                "max_output_tokens": 1,
+            }
 
             explained = (await bench.post("/v1/cache/explain", later)).json
             answered = (await bench.post("/v1/responses", later)).json

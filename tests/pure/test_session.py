@@ -52,15 +52,15 @@ def test_forks_go_their_own_ways_from_one_prefix() -> None:
     session.generate(asked(1))
     computed = bench.core.num_computed_tokens
 
-    one, other = session.fork(2)
-    one.append([20])
-    other.append([30])
-    outputs = [each.generate(asked(3)) for each in (one, other)]
+    first, second = session.fork(2)
+    first.append([20])
+    second.append([30])
+    outputs = [branch.generate(asked(3)) for branch in (first, second)]
 
     start = list(session.token_ids)
     assert len(start) == 11
-    for each, output, token in ((one, outputs[0], 20), (other, outputs[1], 30)):
-        assert list(each.token_ids) == [*start, token, *output.token_ids]
+    for branch, output, token in ((first, outputs[0], 20), (second, outputs[1], 30)):
+        assert list(branch.token_ids) == [*start, token, *output.token_ids]
         assert output.cache.computed_tokens <= 2
     assert bench.core.num_computed_tokens - computed == (2 + 2) + (1 + 2)
     with pytest.raises(InvalidParamsError, match="count=0"):
@@ -160,10 +160,10 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(pool_tokens=256, page_size=4, max_model_len=120)
     llm = LLM.from_core(bench.core)
-    told: list[tuple[Session, list[int]]] = [(llm.session(PROMPT), PROMPT[:])]
+    sessions: list[tuple[Session, list[int]]] = [(llm.session(PROMPT), PROMPT[:])]
     for _ in range(120):
-        at = rng.randrange(len(told))
-        session, tokens = told[at]
+        at = rng.randrange(len(sessions))
+        session, tokens = sessions[at]
         match rng.choice("afgr"):
             case "a":
                 more = [rng.randrange(50) for _ in range(rng.randrange(1, 9))]
@@ -176,7 +176,7 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
                 tokens += answer
             case "f":
                 twin = (session.fork(1)[0], tokens[:])
-                told = [*told, twin] if len(told) < 6 else [*told[1:], twin]
+                sessions = [*sessions, twin] if len(sessions) < 6 else [*sessions[1:], twin]
             case "r":
                 back = rng.randrange(len(tokens) + 1)
                 session.rollback(back)
@@ -188,62 +188,62 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
 
 def test_the_same_over_an_engine_in_a_thread() -> None:
     """Answers awaited or streamed; one at a time; who leaves leaves the session as it was."""
-    made = AsyncBench(page_size=1)
+    async_bench = AsyncBench(page_size=1)
 
     async def main() -> None:
-        async with made.llm as llm, llm.session(PROMPT, pin=True) as session:
+        async with async_bench.llm as llm, llm.session(PROMPT, pin=True) as session:
             first = await session.generate(asked(5))
             assert list(first.token_ids) == expected(PROMPT, 5, ends=())
-            one, other = session.fork()
-            other.append([9])
-            both = await asyncio.gather(one.generate(asked(3)), other.generate(asked(3)))
+            branch, sibling = session.fork()
+            sibling.append([9])
+            both = await asyncio.gather(branch.generate(asked(3)), sibling.generate(asked(3)))
             assert all(output.cache.read_tokens >= 14 for output in both)
-            known = one.token_ids
-            async with aclosing(one.stream(asked(500))) as stream:
+            known = branch.token_ids
+            async with aclosing(branch.stream(asked(500))) as stream:
                 async for event in stream:
                     assert event.new_token_ids
                     with pytest.raises(InvalidParamsError, match="await it, or fork"):
-                        await one.generate()
+                        await branch.generate()
                     with pytest.raises(InvalidParamsError, match="await it, or fork"):
-                        one.append([9])  # the answer would seem to follow it
+                        branch.append([9])  # the answer would seem to follow it
                     with pytest.raises(InvalidParamsError, match="await it, or fork"):
-                        one.rollback(1)
+                        branch.rollback(1)
                     break
             assert await no_request(llm)
-            assert one.token_ids == known
-            task = asyncio.create_task(one.generate(asked(500)))
+            assert branch.token_ids == known
+            task = asyncio.create_task(branch.generate(asked(500)))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            mark = one.mark()
-            one.append([3])
-            one.rollback(mark)
-            assert one.token_ids == known
-            assert list((await one.generate(asked(2))).token_ids) == expected(known, 2, ends=())
+            mark = branch.mark()
+            branch.append([3])
+            branch.rollback(mark)
+            assert branch.token_ids == known
+            assert list((await branch.generate(asked(2))).token_ids) == expected(known, 2, ends=())
             assert len(await llm.cache.pins("session")) == 3
-            for each in (one, other):
-                await each.aclose()
+            for fork in (branch, sibling):
+                await fork.aclose()
             assert len(await llm.cache.pins("session")) == 1
 
     run(main())
-    made.assert_nothing_left()
+    async_bench.assert_nothing_left()
 
 
 def test_whoever_is_cancelled_leaves_no_pin() -> None:
     """In the middle of pinning a turn, or of ending the pin before: nobody else knows of it."""
-    made = AsyncBench(page_size=1)
+    async_bench = AsyncBench(page_size=1)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with async_bench.llm as llm:
             for number in range(20):
                 session = llm.session([number, *PROMPT], pin=True)
                 if number % 2:
                     await session.generate(asked(5))
-                before = len(made.bench.core.cache._pin_table)
+                before = len(async_bench.bench.core.cache._pin_table)
                 task = asyncio.create_task(session.generate(asked(5)))
                 while not task.done():
-                    if len(made.bench.core.cache._pin_table) > before:
+                    if len(async_bench.bench.core.cache._pin_table) > before:
                         task.cancel()
                         break
                     await asyncio.sleep(0)
@@ -252,4 +252,4 @@ def test_whoever_is_cancelled_leaves_no_pin() -> None:
                 assert not await llm.cache.pins()
 
     run(main())
-    made.assert_nothing_left()
+    async_bench.assert_nothing_left()
