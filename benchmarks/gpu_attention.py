@@ -48,13 +48,13 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the two products, over the keys that each query sees."""
+        """FLOPs of the two matmuls, over the keys that each query sees."""
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shares)
         return 4.0 * pairs * NUM_HEADS * HEAD_DIM
 
     @property
     def num_bytes(self) -> int:
-        """Every token's K/V once, shared ones once for all; queries and outputs."""
+        """Bytes to move: K/V of every token (shared tokens once), queries and outputs."""
         tokens = self.shared + sum(cached + new - self.shared for cached, new in self.shares)
         rows = sum(new for _, new in self.shares)
         return (2 * tokens * NUM_KV_HEADS + 2 * rows * NUM_HEADS) * HEAD_DIM * DTYPE.itemsize
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device does at its best, measured here."""
+    """Copy bandwidth and matmul rate of the device, as measured."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -119,7 +119,7 @@ def timed(call: Callable[[], object]) -> list[float]:
 
 
 def batch_of(case: Case, *, tell: bool) -> AttentionBatch:
-    """Scattered pages; `tell` says whether the batch knows what is shared."""
+    """A batch over scattered pages; `tell` adds the shared prefix to it."""
     common = case.shared // PAGE_SIZE
     counts = [-(-(cached + new) // PAGE_SIZE) - common for cached, new in case.shares]
     pages = torch.randperm(

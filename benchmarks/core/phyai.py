@@ -83,7 +83,7 @@ class PhyaiCore:
         self._make_room(self._cache.available(self._tier) + num_pages)
 
     def _make_room(self, num_pages: int) -> None:
-        """One call of theirs looks at today's leaves only, not at the parents below them."""
+        """Repeat `ensure_capacity` until it stops helping: each call evicts current leaves only."""
         available = -1
         while available < (available := self._cache.available(self._tier)) < num_pages:
             self._cache.ensure_capacity(self._tier, num_pages)

@@ -1,4 +1,4 @@
-"""What the cache costs when nothing can be shared: time inside it, and cache on beside cache off."""
+"""Cost of the cache when nothing is shared: time inside it, and cache on against cache off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.workloads import WORKLOADS
 
 
 def overhead(args: argparse.Namespace, setup: Setup, model: str) -> dict[str, Any]:
-    """W4 on three engines that take turns: cache on, cache off, and on with a stopwatch inside."""
+    """Run W4 with cache on, off, and on with a stopwatch; prints a table, returns the figures."""
     group = Group(
         [ENTRIES[OURS], ENTRIES["ramify-off"], WATCHED],
         setup,
@@ -64,7 +64,7 @@ def overhead(args: argparse.Namespace, setup: Setup, model: str) -> dict[str, An
 
 
 def inside(watched: Cell) -> float:
-    """Share of the wall time that passed inside cache and planner."""
+    """Share of the wall time spent inside cache and planner."""
     return float(
         median(
             (sample["facts"]["cache_s"] + sample["facts"]["planner_s"]) / sample["total_s"]

@@ -1,4 +1,4 @@
-"""Measured cells as Markdown."""
+"""Format measured cells as Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines.run import Cell, ratios
 
 
 def commit() -> str:
-    """The commit of this checkout; `-dirty` when it is not quite that."""
+    """The commit of this checkout, with `-dirty` if tracked files were changed."""
     process = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent,
@@ -37,7 +37,7 @@ def cpu_model() -> str:
 
 
 def setting(target: str, threads: int) -> dict[str, str]:
-    """What is needed to read a figure: command, commit, machine."""
+    """Command, commit, machine and versions to publish with a figure."""
     import torch
 
     return {
@@ -108,7 +108,7 @@ def _share(value: float | None) -> str:
 
 
 def notes(versions: Mapping[str, str], remarks: Mapping[str, str]) -> str:
-    """Versions of the engines, and what a reader must know of them."""
+    """Versions of the engines, and a line for each remark on an engine."""
     version_texts = [f"{name} {version}" for name, version in versions.items()]
     remark_lines = [f"- {name}: {remark}" for name, remark in remarks.items() if remark]
     return "\n".join(["Versions: " + ", ".join(version_texts), *remark_lines])

@@ -1,4 +1,4 @@
-"""The worker processes as their parent sees them, and what it collects from them."""
+"""Start worker processes, send them commands and collect their samples."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Worker:
         )
 
     def ask(self, limit_s: float, **command: Any) -> dict[str, Any]:
-        """Give a command and wait.
+        """Send a command to the worker and return its answer.
 
         Raises:
             TooSlowError: no answer within the limit; the process is ended.
-            WorkerGoneError: there will be none.
+            WorkerGoneError: the process ended without an answer.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -92,7 +92,7 @@ class Worker:
         return answer
 
     def end(self) -> None:
-        """Let the process end; after a while, end it."""
+        """Close the worker's input, wait up to 20 s for its exit, then kill it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.stdin.close()
@@ -101,7 +101,7 @@ class Worker:
         self._errors.close()
 
     def kill(self) -> None:
-        """End the process and what it started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -120,7 +120,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Cell:
-    """One engine on one workload: a sample for every repetition, or why there are none."""
+    """One engine on one workload: a sample per repetition, or the reason for having none."""
 
     entry: Entry
     workload: Workload
@@ -136,7 +136,7 @@ class Cell:
 
     @property
     def measured(self) -> bool:
-        """Whether there is any figure."""
+        """True if at least one repetition was measured."""
         return bool(self.samples)
 
     def total(self) -> Spread:
@@ -144,7 +144,7 @@ class Cell:
         return Spread.of(self.totals)
 
     def mid(self, name: str) -> float | None:
-        """Median of a figure that the engine may not tell."""
+        """Median of a figure over the samples that report it; None if none does."""
         values = [sample[name] for sample in self.samples if sample[name] is not None]
         return float(median(values)) if values else None
 
@@ -153,7 +153,7 @@ class Cell:
         return sum(map(len, self.samples[0]["tokens"])) / self.total().mid
 
     def hit_rate(self) -> float | None:
-        """Prompt tokens that were not computed for their request, of those that tell."""
+        """Share of prompt tokens that were not computed; None if no sample reports it."""
         facts = [sample["facts"] for sample in self.samples if "prompt_tokens" in sample["facts"]]
         if not facts:
             return None
@@ -164,7 +164,7 @@ class Cell:
         return 1 - computed / prompt
 
     def equal_answers(self, other: Cell) -> tuple[int, int] | None:
-        """Answers with the tokens of another engine, and how many were compared."""
+        """Number of answers equal to another engine's, and number compared; None without any."""
         pairs = [
             (mine, theirs)
             for sample, other_sample in zip(self.samples, other.samples, strict=False)
@@ -228,10 +228,10 @@ class Group:
     def measure(
         self, workloads: Sequence[Workload], repetitions: int, between: Callable[[], None]
     ) -> dict[str, list[Cell]]:
-        """Workload → a cell per engine. `between` is called before each round of all engines.
+        """Measure every workload on every engine; returns the cells by workload name.
 
-        A cell that took longer than the limit is not tried again; one that has used three times
-        `long_s` has repetitions enough.
+        Calls `between` before each round of all engines. A cell is not repeated after it exceeded
+        the time limit, or once its samples took more than 3 * `long_s` in total.
         """
         cells = {
             workload.name: {
@@ -247,11 +247,13 @@ class Group:
                 between()
                 order = [entry for entry in self.entries if entry.name not in self.absent]
                 for entry in order if repetition % 2 == 0 else order[::-1]:
-                    self._sample_chain([cells[cell.name][entry.name] for cell in chain], repetition)
+                    self._sample_chain(
+                        [cells[workload.name][entry.name] for workload in chain], repetition
+                    )
         return {name: list(row.values()) for name, row in cells.items()}
 
     def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
-        """One engine, workloads that need each other; after a failure the rest has nothing to find."""
+        """Sample a chain of dependent workloads on an engine; a failure fails the later workloads."""
         for position, cell in enumerate(chain):
             task = task_of(cell.workload.name, repetition, self._vocab)
             if not self._sample(cell, task):
@@ -261,7 +263,7 @@ class Group:
                 return
 
     def _warm_up(self, workload: Workload, cells: dict[str, dict[str, Cell]]) -> None:
-        """A small batch off the clock: buffers, threads and kernels come into being."""
+        """Run a small batch off the clock, to create buffers, threads and kernels."""
         rng = random.Random("warm up")
         ids = [[rng.randrange(3, self._vocab) for _ in range(96)] for _ in range(4)]
         for name, cell in cells[workload.name].items():
@@ -310,7 +312,7 @@ class Group:
 
 
 def _chains(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """Workloads with those that must run right after them."""
+    """Group each workload with the workloads that must run right after it."""
     names = {workload.name for workload in workloads}
     chains: list[list[Workload]] = []
     for workload in workloads:

@@ -30,7 +30,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A row of the tables."""
+    """A workload: one table per model and dtype, one row per engine."""
 
     name: str
     title: str
@@ -79,7 +79,7 @@ def _long_prefix(rng: random.Random, vocab: int) -> Task:
 
 
 def _talk_turns() -> tuple[Turn, ...]:
-    """All of each user's earlier turns is cached but the last token, which nobody computed."""
+    """Turns of W3: earlier turns are cached, except the last answer token, which has no K/V yet."""
     lengths = [512 + 64 + turn * 128 for turn in range(4)]
     held = [0] + [length + 64 - 1 for length in lengths[:-1]]
     return tuple(
@@ -120,6 +120,6 @@ WORKLOADS = {
 
 
 def task_of(name: str, repetition: int, vocab: int) -> Task:
-    """The prompts of one repetition; those of W2warm fit those of W2cold."""
+    """The prompts of one repetition; W2warm gets the prefix of W2cold."""
     seed = WORKLOADS[name].after or name
     return WORKLOADS[name].make(random.Random(f"{seed} {repetition}"), vocab)

@@ -26,7 +26,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_engines_are_measured_on_the_same_answers(tmp_path: Path) -> None:
-    """Ramify and transformers give the same tokens; who is not installed is absent with a reason."""
+    """Ramify and transformers give equal tokens; an engine not installed is reported as absent."""
     out = tmp_path / "out.json"
 
     process = run(
@@ -48,7 +48,7 @@ def test_engines_are_measured_on_the_same_answers(tmp_path: Path) -> None:
 
 
 def test_an_engine_beyond_the_limit_is_ended_and_reported(tmp_path: Path) -> None:
-    """What takes longer than --limit is over it, the others go on, nothing is left running."""
+    """An engine slower than --limit is ended and reported, and the benchmark still succeeds."""
     process = run(
         "engine.py", "--models", "XS", "--dtypes", "float32", "--workloads", "W1",
         "--engines", "ramify", "--limit", "0.001", "--scratch", str(tmp_path),
@@ -75,7 +75,7 @@ def test_overhead_is_shares_of_one_whole(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_slower_is_found(tmp_path: Path) -> None:
-    """This tree with every step twice as long is slower than itself."""
+    """`judge` reports this tree as slower than itself if every step takes twice as long."""
     args = Namespace(model="XS", dtype="float32", threads=1, plant=2.0, scratch=tmp_path)
     sides = Sides(args, ROOT / "src")
     shape = Shape(1, 128, 32)
@@ -94,7 +94,7 @@ def test_a_version_that_is_slower_is_found(tmp_path: Path) -> None:
 
 
 def test_a_missing_baseline_says_how_to_write_one(tmp_path: Path) -> None:
-    """And one of another model stops before anything is measured, with what differs."""
+    """A missing baseline names --save; a baseline of another model stops before any measurement."""
     path = tmp_path / "baseline.json"
 
     missing = run("perf.py", "--baseline", str(path))

@@ -1,4 +1,4 @@
-"""Hits computed again while idle: sound ones agree to the bit, a spoilt page is found."""
+"""Cache hits recomputed while idle: correct hits agree to the bit, a corrupted page is reported."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def served(checkpoint: Path, **options: object) -> LLM:
 
 
 def test_sound_hits_agree(checkpoint: Path) -> None:
-    """Every hit of the sample is computed again, and nobody but `hit_verifier` hears of it."""
+    """`verify_hits` recomputes every sampled hit, reports no mismatch and changes no output."""
     llm = served(checkpoint)
     llm.generate([[*STEM, 70]], PARAMS)
     outputs = llm.generate([[*STEM, 71], [*STEM, 72, 73]], PARAMS)
@@ -51,7 +51,7 @@ def test_sampled_answers_are_compared_too(checkpoint: Path) -> None:
 
 
 def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """K/V that changed in the cache gives other numbers than a cold run."""
+    """K/V changed in the cache is reported as a mismatch at its position."""
     llm = served(checkpoint)
     llm.generate([STEM], PARAMS)
     executor: Any = llm.core.executor

@@ -1,4 +1,4 @@
-"""Scores and candidates against the processors of transformers, and what ends an answer."""
+"""Logits and candidates against the processors of transformers, and `min_tokens`."""
 
 from collections import Counter
 from typing import Any
@@ -118,7 +118,7 @@ def test_yb11_candidates_and_probabilities_are_those_of_transformers(
 
 @given(seed=SEEDS, levels=st.integers(1, 4), top_k=st.integers(1, 12), top_p=st.floats(0.05, 1.0))
 def test_equal_scores_leave_the_lower_ids(seed: int, levels: int, top_k: int, top_p: float) -> None:
-    """Exactly top_k are kept, and a nucleus has no token more than it needs."""
+    """On ties, lower ids win: top_k keeps exactly k tokens, top_p no more than it needs."""
     row = np.random.default_rng(seed).integers(levels, size=12).astype(np.float32)
     order = sorted(range(12), key=lambda at: (-row[at], at))[:top_k]
     weights = np.exp(row[order].astype(np.float64) - row.max())
@@ -170,7 +170,7 @@ def test_yb10_temperature_zero_is_greedy_whatever_else_is_asked(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: float) -> None:
-    """Temperature 0 draws; top_p is never without effect, so that 0 is refused."""
+    """Temperature 0 takes the best token, temperature 1 applies top_p, and top_p=0 is refused."""
     row = np.log(np.array([0.3, 0.5, 0.2])).astype(np.float32)
 
     tokens = {
@@ -191,7 +191,7 @@ def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: f
 def test_the_repetition_penalty_is_that_of_transformers(
     seed: int, penalty: float, num_prompt: int
 ) -> None:
-    """Bit for bit, for tokens of prompt and output, also after drafts."""
+    """The penalty equals transformers' bit for bit, for prompt, output and draft tokens."""
     rng = np.random.default_rng(seed)
     tokens = tuple(rng.integers(VOCAB, size=num_prompt + 9).tolist())
     prompt, output, draft = tokens[:num_prompt], tokens[num_prompt:-4], tokens[-4:]
@@ -212,7 +212,7 @@ def test_the_repetition_penalty_is_that_of_transformers(
 def test_presence_and_frequency_count_the_output_only(
     seed: int, presence: float, frequency: float
 ) -> None:
-    """As the OpenAI API defines them; drafts before a row are output for it."""
+    """As in the OpenAI API, prompt tokens do not count; drafts before a row count as output."""
     rng = np.random.default_rng(seed)
     prompt, output = (tuple(rng.integers(20, size=12).tolist()) for _ in range(2))
     draft, row = tuple(rng.integers(20, size=3).tolist()), scores(seed)
@@ -230,7 +230,7 @@ def test_presence_and_frequency_count_the_output_only(
 
 
 def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
-    """Whether a request counted step by step, or was made with all of its output."""
+    """Counts updated step by step give the bits of counts made from the whole output."""
     rng = np.random.default_rng(2)
     prompt, output = (rng.integers(VOCAB, size=40).tolist() for _ in range(2))
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4)
@@ -247,7 +247,7 @@ def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
 
 
 def test_the_order_is_bias_penalties_masks() -> None:
-    """A bias is penalised like the score it changes, and what is not allowed stays so however large its bias is."""
+    """Penalties apply after the bias, and a masked token stays masked however large its bias."""
     row = np.full(VOCAB, 2.0, np.float32)
 
     actual = shaped(
@@ -270,7 +270,7 @@ def test_the_order_is_bias_penalties_masks() -> None:
 
 
 def test_no_end_is_drawn_before_min_tokens() -> None:
-    """In the rows of drafts too, from the right one on."""
+    """`min_tokens` masks the end token in draft rows too, up to the row that reaches it."""
     row = np.zeros(VOCAB, np.float32)
     row[END] = 50.0
 
@@ -283,7 +283,7 @@ def test_no_end_is_drawn_before_min_tokens() -> None:
 
 
 def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
-    """min_tokens forbids no answer; without any score the request fails, and says why."""
+    """An end token that alone is allowed overrides `min_tokens`; a row without logits fails."""
     row = scores(1)
     only = SamplingParams(temperature=1.0, allowed_token_ids=[END], min_tokens=3)
 
@@ -301,7 +301,7 @@ def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_batch_mates_change_nothing(seed: int) -> None:
-    """Whatever is drawn beside it, a request draws what it draws alone; a broken one fails alone."""
+    """A request draws the same tokens alone and in a batch; a NaN fails only its own request."""
     rng = np.random.default_rng(seed)
     choices: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -335,7 +335,7 @@ def test_batch_mates_change_nothing(seed: int) -> None:
 
 
 def test_a_follower_that_is_told_a_dead_end_says_so() -> None:
-    """Allowed tokens that a format has none of."""
+    """A grammar that accepts none of `allowed_token_ids` raises DeadEndError."""
 
     class Never:
         def advance(self, output_ids: object) -> bool:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`, weights that change, and what is cached, on tiny checkpoints."""
+"""`AsyncLLM`, weight reloads and the prefix cache, on tiny checkpoints."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ def answers(path: Path) -> list[tuple[int, ...]]:
 
 
 def test_weights_change_and_old_prefixes_are_never_hit(old: Path, new: Path) -> None:
-    """Answers are those of a fresh engine on each checkpoint, whatever is in the cache; and back."""
+    """After each reload, answers equal those of a fresh engine and hit no page of other weights."""
     wanted = {path: answers(path) for path in (old, new)}
     assert wanted[old] != wanted[new]
     llm = LLM(old, **OPTIONS)
@@ -60,7 +60,7 @@ def test_weights_change_and_old_prefixes_are_never_hit(old: Path, new: Path) -> 
 
 
 def test_a_restarted_request_goes_on_with_the_new_weights(old: Path, new: Path) -> None:
-    """Its next tokens are what the new weights say after its prompt and the tokens it has."""
+    """A restarted request keeps its tokens; the new weights compute the tokens after them."""
     llm = LLM(old, **OPTIONS)
     request = llm.add_request(PROMPTS[0], PARAMS)
     streamed_ids: list[int] = []
@@ -82,7 +82,7 @@ def test_a_restarted_request_goes_on_with_the_new_weights(old: Path, new: Path) 
 
 
 def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None:
-    """And nothing has changed."""
+    """A refused reload leaves the path and the answers unchanged."""
     wanted = answers(old)
     llm = LLM(old, **OPTIONS)
     other = write_tiny_checkpoint(tmp_path / "other", "llama", num_hidden_layers=2)
@@ -103,7 +103,7 @@ def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None
 
 
 def test_a_server_sends_away_who_would_wait_too_long(old: Path) -> None:
-    """By default; a limit that makes no sense is refused."""
+    """`max_waiting` is 1024 by default, and 0 is refused."""
     llm = AsyncLLM(old, **OPTIONS)
     assert llm.config.requested.scheduler.max_waiting == 1024
     with pytest.raises(ConfigError, match="max_waiting=0"):
@@ -111,7 +111,7 @@ def test_a_server_sends_away_who_would_wait_too_long(old: Path) -> None:
 
 
 def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path) -> None:
-    """Texts, conversations and a change of weights while it serves."""
+    """`AsyncLLM` gives the answers of `LLM` for texts and chats, also after a reload."""
     wanted, changed = answers(old), answers(new)
     llm = AsyncLLM(old, **OPTIONS)
     talk = [{"role": "user", "content": "hello"}]
@@ -137,7 +137,7 @@ def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path)
 
 
 def test_a_format_is_compiled_while_the_engine_goes_on(old: Path) -> None:
-    """Not in its thread: a slow schema holds up nobody else's answer."""
+    """A grammar is compiled outside the engine's thread and delays no other request."""
     pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
     llm = AsyncLLM(old, **OPTIONS)
     spec = StructuredOutput(choice=("the rain", "the north"))

@@ -1,4 +1,4 @@
-"""Prefixes that an operator declares public: all tenants read them, and nothing of one another."""
+"""Public prefixes: every tenant hits the declared prefixes, and no tenant hits another's K/V."""
 
 import asyncio
 import json
@@ -31,14 +31,14 @@ KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
 
 
 def read(llm: LLM, prompt: list[int], tenant: str, salt: str = "") -> int:
-    """Tokens that a tenant's prompt found computed."""
+    """Generate a token from a tenant's prompt; returns the number of cached prompt tokens."""
     (output,) = llm.generate(prompt, ONE, tenant=tenant, salt=salt)
     assert output.error is None
     return output.cache.read_tokens
 
 
 def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
-    """Computed once; what a tenant adds is found again by the same tenant and salt only."""
+    """A public prefix is computed once; tokens after it hit only for the same tenant and salt."""
     llm = LLM.from_core(Bench().core)
     report = llm.cache.share([WarmPrompt(STEM)])
     assert (report.computed_tokens, report.num_failed) == (14, 0)
@@ -56,9 +56,9 @@ def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
 
 @pytest.mark.parametrize("length", [1, 6, 12, 13, 14, 20])
 def test_what_is_private_goes_with_its_tenant(length: int) -> None:
-    """`clear` by tenant and `pin` reach behind a public prefix, and leave it and others there.
+    """`clear` by tenant and `pin` act on a tenant's pages after a public prefix, and on no others.
 
-    With a prefix that ends in the public one, at its end, or behind it.
+    The cleared prefix ends inside the public prefix, at its end, or after it.
     """
     llm = LLM.from_core(Bench().core)
     llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
@@ -80,7 +80,7 @@ def test_what_is_private_goes_with_its_tenant(length: int) -> None:
 
 
 def test_no_text_of_others_is_guessed() -> None:
-    """Speculation reads the tree behind a public prefix only where it is the tenant's own."""
+    """After a public prefix, drafts from the radix tree come only from the tenant's own pages."""
     stem = STEM[:12]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     bench = Bench(speculative="tree")
@@ -96,9 +96,9 @@ def test_no_text_of_others_is_guessed() -> None:
 
 
 def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> None:
-    """Several answers, preemption and other weights: the same tokens, private where they were.
+    """With n = 2, preemption and reloaded weights, tokens stay the same and pages stay private.
 
-    Nobody else finds what lies behind the prefix, and nothing had to be repaired.
+    No other tenant hits tokens after the public prefix, and the engine is never rebuilt.
     """
     alone = expected([*STEM, 7, 8, 9, 10, 11], 20, ends=())
     bench = Bench(pool_tokens=96)
@@ -134,7 +134,7 @@ def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> No
 
 
 def assert_private(llm: LLM, num_public: int) -> None:
-    """What lies behind a public prefix is somebody's."""
+    """Check that every node that ends after the public prefix has a tenant."""
     ends = [(node.start + node.num_tokens, node.tenant) for node in llm.cache.tree().nodes]
     assert all(tenant for end, tenant in ends if end > num_public), ends
 
@@ -147,7 +147,7 @@ TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
 def test_a_tenant_reads_what_is_public_or_his_own(
     public: list[list[int]], asked: list[tuple[str, list[int]]]
 ) -> None:
-    """Against a set of prefixes: each tenant's, and of declared ones the first that fits whole."""
+    """A tenant hits its own prefixes and the longest declared prefix that matches whole."""
     llm = LLM.from_core(Bench().core)
     declared = [prefix[: len(prefix) // 4 * 4] for prefix in public if len(prefix) >= 4]
     llm.cache.share([WarmPrompt(prefix) for prefix in declared])
@@ -177,7 +177,7 @@ def test_a_tenant_reads_what_is_public_or_his_own(
 def test_a_prefix_that_cannot_be_public_shares_none(
     prefixes: list[WarmPrompt], problem: str
 ) -> None:
-    """One clear error; the others of the call are not shared either."""
+    """One ConfigError names the problem, and the call shares no prefix at all."""
     llm = LLM.from_core(Bench().core)
 
     with pytest.raises(ConfigError, match=problem):
@@ -188,7 +188,7 @@ def test_a_prefix_that_cannot_be_public_shares_none(
 
 
 def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
-    """The budget of pins is what a public prefix may take."""
+    """Prefixes that exceed `max_pinned_share` raise PinError, and the call shares none."""
     llm = LLM.from_core(Bench(pool_tokens=64).core)
     prefixes = [WarmPrompt([token] * 20) for token in (1, 2, 3)]
 
@@ -200,7 +200,7 @@ def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
 
 
 def test_what_is_evicted_before_it_is_pinned_is_told() -> None:
-    """Nothing is shared then, nor pinned; a second call for the same is no second pin."""
+    """A prefix evicted before its pin raises ConfigError; sharing a prefix twice makes one pin."""
     core = Bench().core
     llm = LLM.from_core(core)
     report = llm.cache.warm([WarmPrompt(STEM)])
@@ -218,7 +218,7 @@ def test_what_is_evicted_before_it_is_pinned_is_told() -> None:
 
 
 def test_an_async_engine_and_a_file_share_too(tmp_path: Path) -> None:
-    """A line of the file may have the tools that the messages are rendered with."""
+    """`AsyncLLM` shares the prompts of a file; a line may hold the tools that its messages need."""
     file = tmp_path / "public.jsonl"
     file.write_text(json.dumps({"token_ids": STEM}))
     async_bench = AsyncBench()
@@ -249,7 +249,7 @@ def talk(text: str, **others: Any) -> dict[str, Any]:
 
 
 def test_no_answer_tells_what_others_asked_behind_it() -> None:
-    """Cached tokens are those of the prefix; why no more: cold, whatever others have there."""
+    """Other tenants' text after the prefix changes neither cached tokens nor the miss reason."""
     bench = ServerBench(keys=KEYS)
     words = f"The password is {SECRET}, and the door is green. " * 3
 
@@ -291,7 +291,7 @@ def test_no_answer_tells_what_others_asked_behind_it() -> None:
 
 
 def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
-    """What lies behind a public prefix counts as its tenant's, and goes first when it is too much."""
+    """Pages after a public prefix count towards the quota of their tenant, which loses them first."""
     keys = ApiKeys(
         {hash_key(name): Caller(name, quota=Quota(max_cached_share=0.5)) for name in ("ann", "bob")}
     )
@@ -339,7 +339,7 @@ MINE = ["abcdefghXYZ", "abcdefghijklXYZ", "abcdefghijklmnopX", "abcdefghij", "ab
 def test_explanations_stop_where_only_one_has_a_salt(
     state: str, salts: tuple[str, str], mine: str, index: str
 ) -> None:
-    """Nothing behind it is told, nor that anything is there: as if only the beginning were."""
+    """After the public prefix, an explanation shows neither another salt's text nor its presence."""
     if len(mine) <= 8 and not salts[1]:
         return  # none of both has a salt
     explanations: list[Explanation] = []
@@ -367,7 +367,7 @@ def test_explanations_stop_where_only_one_has_a_salt(
 
 
 def test_private_siblings_hide_no_others() -> None:
-    """However many tenants go on behind a prefix, one's own text is what one is compared with."""
+    """A miss is explained against the caller's own text, however many salts follow the prefix."""
     cache = PrefixCache(1024, 4)
     serve(cache, salted("abcdefghijkl", 8, "mine"))
     for at in range(300):
@@ -384,7 +384,7 @@ def test_private_siblings_hide_no_others() -> None:
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 def test_a_node_tells_the_salt_above_its_end(index: str) -> None:
-    """The last one on its way; none where nothing is salted."""
+    """A node's salt is the last salt that begins before its end; None if there is none."""
     cache = PrefixCache(64, 4, index=index)
     serve(cache, CacheKey(list(b"abcdefgh")))
     image, salts = Media(Media.digest_of(b"an image"), 16, 2), [Salt(8, "one"), Salt(13, b"two")]
@@ -405,7 +405,7 @@ def test_a_node_tells_the_salt_above_its_end(index: str) -> None:
 
 
 def test_a_key_ends_before_a_salt_that_begins_later() -> None:
-    """A prompt that is no longer than the public prefix is public whole."""
+    """A prompt within the public prefix has the same key for every tenant."""
     core = Bench().core
     core.namespaces.declare_public(array("i", STEM))
 

@@ -14,7 +14,7 @@ from tests.pure.live_server import Live, live
 
 
 class Scripted:
-    """Answers with what it was told to; an exception in it is raised."""
+    """A backend that plays back the given answers and raises any exception among them."""
 
     name = "scripted"
 
@@ -53,7 +53,7 @@ def talk(
 
 
 def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
-    """Until /exit; what comes after that is not read."""
+    """A turn sends all earlier turns and prints its cached tokens; /exit ends the chat."""
     backend = Scripted(["a", "b", TurnUsage(20, 16, 2)], ["c"])
     out, notes = talk(backend, "one", "", "two", "/exit", "three", system="be brief")
 
@@ -66,7 +66,7 @@ def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
 
 
 def test_clear_begins_anew() -> None:
-    """With the system message; other commands show the help."""
+    """/clear keeps the system message only; an unknown command prints the help."""
     backend = Scripted(["a"], ["b"])
     _, notes = talk(backend, "one", "/clear", "/what", "two", system="s")
 
@@ -75,7 +75,7 @@ def test_clear_begins_anew() -> None:
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_the_chat() -> None:
-    """What was said up to then is remembered; the request is closed; at the prompt it does nothing."""
+    """Ctrl-C closes the request and keeps the partial answer; at the prompt it does nothing."""
     backend = Scripted(["half", KeyboardInterrupt()], ["b"])
     out, notes = talk(backend, "one", KeyboardInterrupt, "two")
 
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_chat() -> None:
 
 
 def test_an_error_loses_the_turn_only() -> None:
-    """It is told, and the next turn is asked without it."""
+    """An error is printed, and the next turn is sent without the failed turn."""
     backend = Scripted([ChatError("503: busy")], ["b"])
     _, notes = talk(backend, "one", "two")
 
@@ -101,7 +101,7 @@ def server() -> Iterator[Live]:
 
 
 def test_over_a_pipe_with_a_server(server: Live) -> None:
-    """The real command: the second turn reads what the first has computed, then the input ends."""
+    """`ramify chat` over a pipe: the second turn hits the first, and the end of input ends it."""
     lines = "Who lives in Rome, and who lives in Paris?\nAnd in Pisa?\n"
     command = [sys.executable, "-m", "ramify", "chat", "--url", server.url, "--max-tokens", "5"]
     done = subprocess.run(
@@ -123,7 +123,7 @@ def test_over_a_pipe_with_a_server(server: Live) -> None:
 
 
 def test_a_server_may_be_of_another_kind(server: Live) -> None:
-    """Its errors are told; one that is not there, or no server, is an error at once."""
+    """A server's errors are printed; a server that cannot be reached raises ConfigError."""
     wrong = RemoteBackend(server.url, key=None, model="gpt-6", options={})
     _, notes = talk(wrong, "hello")
     assert "error: 404: the model 'gpt-6' is not served here" in notes

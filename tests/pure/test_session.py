@@ -1,4 +1,4 @@
-"""Sessions of token ids: every turn goes on where the last one ended, in every branch."""
+"""Sessions of token ids: every turn continues from the last turn, in every fork."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ def asked(max_tokens: int, **others: Any) -> SamplingParams:
 
 @pytest.mark.parametrize(("page_size", "read"), [(1, 14), (4, 12)])
 def test_a_turn_computes_only_what_is_new(page_size: int, read: int) -> None:
-    """The last token of an answer has no K/V yet; of pages, whole ones are found."""
+    """A turn hits whole pages of the turns before; the last token has no K/V yet."""
     llm = LLM.from_core(Bench(page_size=page_size).core)
     session = llm.session(PROMPT)
     first = session.generate(asked(5))
@@ -45,7 +45,7 @@ def test_a_turn_computes_only_what_is_new(page_size: int, read: int) -> None:
 
 
 def test_forks_go_their_own_ways_from_one_prefix() -> None:
-    """What is before them is computed once."""
+    """Two forks compute only their own tokens; their common prefix is computed once."""
     bench = Bench(page_size=1)
     llm = LLM.from_core(bench.core)
     session = llm.session(PROMPT)
@@ -68,7 +68,7 @@ def test_forks_go_their_own_ways_from_one_prefix() -> None:
 
 
 def test_going_back_to_a_mark_or_by_tokens() -> None:
-    """And not to where it never was."""
+    """`rollback` takes a mark or a number of tokens, and refuses a position the session lacks."""
     session = LLM.from_core(Bench().core).session(PROMPT)
     mark = session.mark()
     session.generate(asked(5))
@@ -89,7 +89,7 @@ def test_going_back_to_a_mark_or_by_tokens() -> None:
 
 
 def test_what_fails_is_not_remembered() -> None:
-    """Neither a failed step nor a request that cannot be."""
+    """A failed step or a refused request leaves the session's tokens unchanged."""
     session = LLM.from_core(Bench(fail_at={0, 1}, max_model_len=64).core).session(PROMPT)
 
     assert session.generate(asked(3)).error is not None
@@ -106,7 +106,7 @@ def test_what_fails_is_not_remembered() -> None:
 
 
 def test_sessions_begin_with_what_they_can_be_made_of() -> None:
-    """A text needs a tokenizer, messages need a template; not both."""
+    """A text needs a tokenizer, messages need a template; a prompt with messages is refused."""
     llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="tokenizer"):
         llm.session("a text")
@@ -122,7 +122,7 @@ def test_sessions_begin_with_what_they_can_be_made_of() -> None:
 
 
 def test_the_newest_turn_is_pinned_until_the_end() -> None:
-    """It survives a flood; the pin moves along; a refusal is told and changes nothing."""
+    """The pin follows the newest turn and resists eviction; `pin_refused` reports a refusal."""
     llm = LLM.from_core(Bench(pool_tokens=64, page_size=4).core)
     with llm.session(PROMPT, pin=True, tenant="a") as session:
         session.generate(asked(3))
@@ -143,7 +143,7 @@ def test_the_newest_turn_is_pinned_until_the_end() -> None:
 
 
 def test_a_pin_whose_time_is_over_is_no_fault() -> None:
-    """The next turn pins again."""
+    """After a pin's ttl has passed, the next turn pins again, and `close` raises nothing."""
     bench = Bench()
     session = LLM.from_core(bench.core).session(PROMPT, pin=True, ttl_s=5)
     session.generate(asked(3))
@@ -156,7 +156,7 @@ def test_a_pin_whose_time_is_over_is_no_fault() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
-    """Appends, answers, forks and rollbacks in any order, with pages that run out."""
+    """Random appends, answers, forks and rollbacks match token lists while pages run out."""
     rng = random.Random(seed)
     bench = Bench(pool_tokens=256, page_size=4, max_model_len=120)
     llm = LLM.from_core(bench.core)
@@ -187,7 +187,7 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
 
 
 def test_the_same_over_an_engine_in_a_thread() -> None:
-    """Answers awaited or streamed; one at a time; who leaves leaves the session as it was."""
+    """A session answers one call at a time; a cancelled answer leaves its tokens unchanged."""
     async_bench = AsyncBench(page_size=1)
 
     async def main() -> None:
@@ -231,7 +231,7 @@ def test_the_same_over_an_engine_in_a_thread() -> None:
 
 
 def test_whoever_is_cancelled_leaves_no_pin() -> None:
-    """In the middle of pinning a turn, or of ending the pin before: nobody else knows of it."""
+    """A turn cancelled while it pins, or while it ends the previous pin, leaves no pin."""
     async_bench = AsyncBench(page_size=1)
 
     async def main() -> None:
