@@ -253,7 +253,7 @@ class Group:
         return {name: list(row.values()) for name, row in cells.items()}
 
     def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
-        """Sample a chain of dependent workloads on an engine; a failure fails the later workloads."""
+        """Sample dependent workloads on an engine, in order; a failure fails the later workloads."""
         for position, cell in enumerate(chain):
             task = task_of(cell.workload.name, repetition, self._vocab)
             if not self._sample(cell, task):

@@ -291,7 +291,7 @@ def test_no_answer_tells_what_others_asked_behind_it() -> None:
 
 
 def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
-    """Pages after a public prefix count towards the quota of their tenant, which loses them first."""
+    """Pages after a public prefix count towards their tenant's quota, which evicts them first."""
     keys = ApiKeys(
         {hash_key(name): Caller(name, quota=Quota(max_cached_share=0.5)) for name in ("ann", "bob")}
     )
@@ -339,7 +339,7 @@ MINE = ["abcdefghXYZ", "abcdefghijklXYZ", "abcdefghijklmnopX", "abcdefghij", "ab
 def test_explanations_stop_where_only_one_has_a_salt(
     state: str, salts: tuple[str, str], mine: str, index: str
 ) -> None:
-    """After the public prefix, an explanation shows neither another salt's text nor its presence."""
+    """After the public prefix, explanations show neither another salt's text nor its presence."""
     if len(mine) <= 8 and not salts[1]:
         return  # none of both has a salt
     explanations: list[Explanation] = []
