@@ -48,13 +48,13 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the two products, over the keys that each query sees."""
+        """FLOPs of the two matmuls, over the keys that each query sees."""
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shares)
         return 4.0 * pairs * NUM_HEADS * HEAD_DIM
 
     @property
     def num_bytes(self) -> int:
-        """Every token's K/V once, shared ones once for all; queries and outputs."""
+        """Bytes to move: K/V of every token (shared tokens once), queries and outputs."""
         tokens = self.shared + sum(cached + new - self.shared for cached, new in self.shares)
         rows = sum(new for _, new in self.shares)
         return (2 * tokens * NUM_KV_HEADS + 2 * rows * NUM_HEADS) * HEAD_DIM * DTYPE.itemsize
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device does at its best, measured here."""
+    """Copy bandwidth and matmul rate of the device, as measured."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -115,11 +115,11 @@ def timed(call: Callable[[], object]) -> list[float]:
         call()
         end[index].record()
     torch.cuda.synchronize()
-    return [one.elapsed_time(other) for one, other in zip(begin, end, strict=True)]
+    return [start.elapsed_time(stop) for start, stop in zip(begin, end, strict=True)]
 
 
 def batch_of(case: Case, *, tell: bool) -> AttentionBatch:
-    """Scattered pages; `tell` says whether the batch knows what is shared."""
+    """A batch over scattered pages; `tell` adds the shared prefix to it."""
     common = case.shared // PAGE_SIZE
     counts = [-(-(cached + new) // PAGE_SIZE) - common for cached, new in case.shares]
     pages = torch.randperm(
@@ -229,10 +229,10 @@ def main() -> None:
         for name in BACKENDS:
             for exact in (True, False) if name == "triton" else (False,):
                 for tell in (True, False) if case.shared and name == "triton" else (False,):
-                    found = measure(case, name, exact, limits, device, tell=tell)
-                    if isinstance(found, Row):
-                        rows.append(found)
-                    elif (line := f"{name}: {found}") not in absent:
+                    outcome = measure(case, name, exact, limits, device, tell=tell)
+                    if isinstance(outcome, Row):
+                        rows.append(outcome)
+                    elif (line := f"{name}: {outcome}") not in absent:
                         absent.append(line)
     known = setting(device, limits)
     print("\n".join(f"- {name}: {value}" for name, value in known.items()))

@@ -1,4 +1,4 @@
-"""Ramify behind the benchmark's protocol: both indices, and with someone who listens."""
+"""Ramify behind the benchmark's protocol: both indices, and with an event subscriber."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ramify.cache import CacheKey, Lease, PrefixCache
 
 @dataclass(slots=True)
 class RamifyRequest:
-    """Keys made in advance, as a tokenizer that packs its ids would hand them over."""
+    """Keys built before the clock starts, as a tokenizer that packs its ids would pass them."""
 
     prompt: CacheKey
     whole: CacheKey
@@ -84,7 +84,7 @@ def _subscribe(cache: Any) -> Callable[[], object]:
 
 
 def load_radix(_: Path) -> Loaded:
-    """The radix tree, as `PrefixCache` comes."""
+    """The radix tree with the default options of `PrefixCache`."""
     return Loaded(RamifyCore, ramify.__version__)
 
 
@@ -102,15 +102,15 @@ def load_subscribed(_: Path) -> Loaded:
 
 
 def load_forgetful(_: Path) -> Loaded:
-    """The radix tree without a memory of what it evicted: what explanations cost the hot path."""
+    """The radix tree with `ghost_pages=0`, to measure what explanations cost the hot path."""
     _require_option("ghost_pages")
     return Loaded(partial(RamifyCore, ghost_pages=0), ramify.__version__)
 
 
 def load_native(folder: Path, **options: Any) -> Loaded:
-    """The same sources as a wheel has them, compiled by mypyc."""
-    found = importlib.import_module("ramify.cache.tree").__file__ or ""
-    if not found.endswith(".so"):
+    """The radix tree compiled by mypyc, from the wheel that `make native` builds."""
+    module_file = importlib.import_module("ramify.cache.tree").__file__ or ""
+    if not module_file.endswith(".so"):
         raise AbsentError(
             f"not compiled; unpack the wheel that `make native` builds into {folder.name}/ramify-native"
         )
@@ -118,7 +118,7 @@ def load_native(folder: Path, **options: Any) -> Loaded:
 
 
 def load_lru(_: Path) -> Loaded:
-    """The radix tree as the peers have it, like for like: `lru`, nothing remembered of evictions."""
+    """The radix tree configured like the peers: policy `lru` and no ghost pages."""
     return Loaded(partial(RamifyCore, policy="lru", ghost_pages=0), ramify.__version__)
 
 

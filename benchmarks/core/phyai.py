@@ -53,11 +53,11 @@ class PhyaiCore:
 
     def match(self, request: PhyaiRequest) -> int:
         cache, tier = self._cache, self._tier
-        found = cache.match(request.lookup)
-        node = found.last_node[tier]
+        hit = cache.match(request.lookup)
+        node = hit.last_node[tier]
         request.pin = cache.lock(tier, node)
         request.found = cache.collect_units(node, tier)
-        return int(found.matched_atoms[tier])
+        return int(hit.matched_atoms[tier])
 
     def alloc(self, request: PhyaiRequest) -> None:
         if self._cache.available(self._tier) < request.num_pages:
@@ -83,7 +83,7 @@ class PhyaiCore:
         self._make_room(self._cache.available(self._tier) + num_pages)
 
     def _make_room(self, num_pages: int) -> None:
-        """One call of theirs looks at today's leaves only, not at the parents below them."""
+        """Repeat `ensure_capacity` until it stops helping: each call evicts current leaves only."""
         available = -1
         while available < (available := self._cache.available(self._tier)) < num_pages:
             self._cache.ensure_capacity(self._tier, num_pages)

@@ -1,4 +1,4 @@
-"""What the cache costs when nothing can be shared: time inside it, and cache on beside cache off."""
+"""Cost of the cache when nothing is shared: time inside it, and cache on against cache off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.workloads import WORKLOADS
 
 
 def overhead(args: argparse.Namespace, setup: Setup, model: str) -> dict[str, Any]:
-    """W4 on three engines that take turns: cache on, cache off, and on with a stopwatch inside."""
+    """Run W4 with cache on, off, and on with a stopwatch; prints a table, returns the figures."""
     group = Group(
         [ENTRIES[OURS], ENTRIES["ramify-off"], WATCHED],
         setup,
@@ -38,7 +38,7 @@ def overhead(args: argparse.Namespace, setup: Setup, model: str) -> dict[str, An
             raise SystemExit(f"{cell.entry.title}: {cell.failed}")
     interval = median_interval(ratios(on, off))
     shares = {part: _share(watched, part) for part in (*PARTS, "other")}
-    steps = median(one["facts"]["steps"] for one in watched.samples)
+    steps = median(sample["facts"]["steps"] for sample in watched.samples)
     print(f"\n### Overhead, {TITLES[model]}, {setup.dtype}, {WORKLOADS['W4'].title}\n")
     print(
         "| inside cache and planner | scheduler | other Python of the step | forward and sampling |"
@@ -64,14 +64,16 @@ def overhead(args: argparse.Namespace, setup: Setup, model: str) -> dict[str, An
 
 
 def inside(watched: Cell) -> float:
-    """Share of the wall time that passed inside cache and planner."""
+    """Share of the wall time spent inside cache and planner."""
     return float(
         median(
-            (one["facts"]["cache_s"] + one["facts"]["planner_s"]) / one["total_s"]
-            for one in watched.samples
+            (sample["facts"]["cache_s"] + sample["facts"]["planner_s"]) / sample["total_s"]
+            for sample in watched.samples
         )
     )
 
 
 def _share(cell: Cell, part: str) -> float:
-    return float(median(one["facts"][f"{part}_s"] / one["total_s"] for one in cell.samples))
+    return float(
+        median(sample["facts"][f"{part}_s"] / sample["total_s"] for sample in cell.samples)
+    )

@@ -10,18 +10,18 @@ from typing import Any
 def slowed(
     call: Callable[..., Any], factor: float, clock: Callable[[], float] = time.thread_time
 ) -> Callable[..., Any]:
-    """The same call, `factor` times as much work for the calling thread.
+    """Wrap `call` so that it takes `factor` times as long on the clock.
 
-    The clock is that thread's own: a call that neighbours interrupted is not slowed down by a share
-    of their time.
+    The default clock is the CPU time of the calling thread, so time spent in other processes is
+    not multiplied.
     """
 
     def planted(*args: Any, **named: Any) -> Any:
         start = clock()
-        found = call(*args, **named)
+        result = call(*args, **named)
         end = start + factor * (clock() - start)
         while clock() < end:
             pass
-        return found
+        return result
 
     return planted

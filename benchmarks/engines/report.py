@@ -1,4 +1,4 @@
-"""Measured cells as Markdown."""
+"""Format measured cells as Markdown."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engines.run import Cell, ratios
 
 
 def commit() -> str:
-    """The commit of this checkout; `-dirty` when it is not quite that."""
-    found = subprocess.run(
+    """The commit of this checkout, with `-dirty` if tracked files were changed."""
+    process = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
     )
-    return found.stdout.strip() or "no git"
+    return process.stdout.strip() or "no git"
 
 
 def cpu_model() -> str:
@@ -32,12 +32,12 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or "unknown"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown"
 
 
 def setting(target: str, threads: int) -> dict[str, str]:
-    """What is needed to read a figure: command, commit, machine."""
+    """Command, commit, machine and versions to publish with a figure."""
     import torch
 
     return {
@@ -60,7 +60,7 @@ def table(cells: Sequence[Cell], roofline_s: float) -> str:
     """One workload: every engine; ratios of paired repetitions against the best peer."""
     workload = cells[0].workload
     best = best_peer(cells)
-    reference = next((one for one in cells if one.entry.name == REFERENCE), None)
+    reference = next((cell for cell in cells if cell.entry.name == REFERENCE), None)
     lines = [
         f"#### {workload.name}: {workload.title}; roofline {roofline_s:.2f} s",
         "",
@@ -85,8 +85,8 @@ def table(cells: Sequence[Cell], roofline_s: float) -> str:
 
 def best_peer(cells: Sequence[Cell]) -> Cell | None:
     """The fastest engine that is not ours, by its median."""
-    peers = [one for one in cells if one.measured and not one.entry.name.startswith(OURS)]
-    return min(peers, key=lambda one: one.total().mid, default=None)
+    peers = [cell for cell in cells if cell.measured and not cell.entry.name.startswith(OURS)]
+    return min(peers, key=lambda cell: cell.total().mid, default=None)
 
 
 def _ratio(cell: Cell, best: Cell | None) -> str:
@@ -95,8 +95,8 @@ def _ratio(cell: Cell, best: Cell | None) -> str:
         return ""
     if cell is best:
         return "best peer"
-    found = ratios(best, cell)
-    return f"{median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+    speedups = ratios(best, cell)
+    return f"{median(speedups):.2f} ({min(speedups):.2f}–{max(speedups):.2f})"
 
 
 def _ms(value: float | None) -> str:
@@ -108,7 +108,7 @@ def _share(value: float | None) -> str:
 
 
 def notes(versions: Mapping[str, str], remarks: Mapping[str, str]) -> str:
-    """Versions of the engines, and what a reader must know of them."""
-    told = [f"{name} {version}" for name, version in versions.items()]
-    said = [f"- {name}: {remark}" for name, remark in remarks.items() if remark]
-    return "\n".join(["Versions: " + ", ".join(told), *said])
+    """Versions of the engines, and a line for each remark on an engine."""
+    version_texts = [f"{name} {version}" for name, version in versions.items()]
+    remark_lines = [f"- {name}: {remark}" for name, remark in remarks.items() if remark]
+    return "\n".join(["Versions: " + ", ".join(version_texts), *remark_lines])

@@ -1,4 +1,4 @@
-"""The worker processes as their parent sees them, and what it collects from them."""
+"""Start worker processes, send them commands and collect their samples."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Worker:
         )
 
     def ask(self, limit_s: float, **command: Any) -> dict[str, Any]:
-        """Give a command and wait.
+        """Send a command to the worker and return its answer.
 
         Raises:
             TooSlowError: no answer within the limit; the process is ended.
-            WorkerGoneError: there will be none.
+            WorkerGoneError: the process ended without an answer.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -88,11 +88,11 @@ class Worker:
                 raise WorkerGoneError(self._last_words())
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def end(self) -> None:
-        """Let the process end; after a while, end it."""
+        """Close the worker's input, wait up to 20 s for its exit, then kill it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.stdin.close()
@@ -101,7 +101,7 @@ class Worker:
         self._errors.close()
 
     def kill(self) -> None:
-        """End the process and what it started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -120,7 +120,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Cell:
-    """One engine on one workload: a sample for every repetition, or why there are none."""
+    """One engine on one workload: a sample per repetition, or the reason for having none."""
 
     entry: Entry
     workload: Workload
@@ -132,11 +132,11 @@ class Cell:
     @property
     def totals(self) -> list[float]:
         """Seconds, by repetition."""
-        return [one["total_s"] for one in self.samples]
+        return [sample["total_s"] for sample in self.samples]
 
     @property
     def measured(self) -> bool:
-        """Whether there is any figure."""
+        """True if at least one repetition was measured."""
         return bool(self.samples)
 
     def total(self) -> Spread:
@@ -144,8 +144,8 @@ class Cell:
         return Spread.of(self.totals)
 
     def mid(self, name: str) -> float | None:
-        """Median of a figure that the engine may not tell."""
-        values = [one[name] for one in self.samples if one[name] is not None]
+        """Median of a figure over the samples that report it; None if none does."""
+        values = [sample[name] for sample in self.samples if sample[name] is not None]
         return float(median(values)) if values else None
 
     def tokens_per_s(self) -> float:
@@ -153,21 +153,22 @@ class Cell:
         return sum(map(len, self.samples[0]["tokens"])) / self.total().mid
 
     def hit_rate(self) -> float | None:
-        """Prompt tokens that were not computed for their request, of those that tell."""
-        facts = [one["facts"] for one in self.samples if "prompt_tokens" in one["facts"]]
+        """Share of prompt tokens that were not computed; None if no sample reports it."""
+        facts = [sample["facts"] for sample in self.samples if "prompt_tokens" in sample["facts"]]
         if not facts:
             return None
         computed, prompt = (
-            float(sum(one[name] for one in facts)) for name in ("computed_tokens", "prompt_tokens")
+            float(sum(fact[name] for fact in facts))
+            for name in ("computed_tokens", "prompt_tokens")
         )
         return 1 - computed / prompt
 
     def equal_answers(self, other: Cell) -> tuple[int, int] | None:
-        """Answers with the tokens of another engine, and how many were compared."""
+        """Number of answers equal to another engine's, and number compared; None without any."""
         pairs = [
             (mine, theirs)
-            for one, two in zip(self.samples, other.samples, strict=False)
-            for mine, theirs in zip(one["tokens"], two["tokens"], strict=True)
+            for sample, other_sample in zip(self.samples, other.samples, strict=False)
+            for mine, theirs in zip(sample["tokens"], other_sample["tokens"], strict=True)
         ]
         return (sum(mine == theirs for mine, theirs in pairs), len(pairs)) if pairs else None
 
@@ -212,55 +213,57 @@ class Group:
         worker = Worker(entry, self._peers, self._setup.threads)
         given = asdict(replace(self._setup, options={})) | {"folder": str(self._setup.folder)}
         try:
-            found = worker.ask(LOAD_LIMIT_S, setup=given)
+            answer = worker.ask(LOAD_LIMIT_S, setup=given)
         except (WorkerGoneError, TooSlowError) as gone:
             self.absent[entry.name] = f"did not start: {gone}"
             return False
-        if "absent" in found:
-            self.absent[entry.name] = found["absent"]
+        if "absent" in answer:
+            self.absent[entry.name] = answer["absent"]
             worker.end()
             return False
-        self.versions[entry.name], self.notes[entry.name] = found["version"], found["note"]
+        self.versions[entry.name], self.notes[entry.name] = answer["version"], answer["note"]
         self._workers[entry.name] = worker
         return True
 
     def measure(
         self, workloads: Sequence[Workload], repetitions: int, between: Callable[[], None]
     ) -> dict[str, list[Cell]]:
-        """Workload → a cell per engine. `between` is called before each round of all engines.
+        """Measure every workload on every engine; returns the cells by workload name.
 
-        A cell that took longer than the limit is not tried again; one that has used three times
-        `long_s` has repetitions enough.
+        Calls `between` before each round of all engines. A cell is not repeated after it exceeded
+        the time limit, or once its samples took more than 3 * `long_s` in total.
         """
         cells = {
-            one.name: {
-                entry.name: Cell(entry, one, note=self.notes.get(entry.name, ""))
+            workload.name: {
+                entry.name: Cell(entry, workload, note=self.notes.get(entry.name, ""))
                 for entry in self.entries
                 if entry.name not in self.absent
             }
-            for one in workloads
+            for workload in workloads
         }
         for chain in _chains(workloads):
             self._warm_up(chain[0], cells)
             for repetition in range(repetitions):
                 between()
-                order = [one for one in self.entries if one.name not in self.absent]
+                order = [entry for entry in self.entries if entry.name not in self.absent]
                 for entry in order if repetition % 2 == 0 else order[::-1]:
-                    self._sample_chain([cells[one.name][entry.name] for one in chain], repetition)
+                    self._sample_chain(
+                        [cells[workload.name][entry.name] for workload in chain], repetition
+                    )
         return {name: list(row.values()) for name, row in cells.items()}
 
     def _sample_chain(self, chain: Sequence[Cell], repetition: int) -> None:
-        """One engine, workloads that need each other; after a failure the rest has nothing to find."""
-        for place, cell in enumerate(chain):
+        """Sample dependent workloads on an engine, in order; a failure fails the later workloads."""
+        for position, cell in enumerate(chain):
             task = task_of(cell.workload.name, repetition, self._vocab)
             if not self._sample(cell, task):
-                for later in chain[place + 1 :]:
+                for later in chain[position + 1 :]:
                     if cell.failed:
                         later.failed = later.failed or f"{cell.workload.name}: {cell.failed}"
                 return
 
     def _warm_up(self, workload: Workload, cells: dict[str, dict[str, Cell]]) -> None:
-        """A small batch off the clock: buffers, threads and kernels come into being."""
+        """Run a small batch off the clock, to create buffers, threads and kernels."""
         rng = random.Random("warm up")
         ids = [[rng.randrange(3, self._vocab) for _ in range(96)] for _ in range(4)]
         for name, cell in cells[workload.name].items():
@@ -279,12 +282,12 @@ class Group:
                 return False
             self._attempt(cell, prepare=[cell.workload.num_requests, cell.workload.request_tokens])
         start = time.monotonic()
-        found = self._attempt(cell, task=asdict(task))
+        sample = self._attempt(cell, task=asdict(task))
         cell.spent_s += time.monotonic() - start
-        if found is None:
+        if sample is None:
             return False
-        cell.samples.append(found)
-        print(f"  {cell.workload.name} {name}: {found['total_s']:.2f} s", file=sys.stderr)
+        cell.samples.append(sample)
+        print(f"  {cell.workload.name} {name}: {sample['total_s']:.2f} s", file=sys.stderr)
         return True
 
     def _attempt(self, cell: Cell, **command: Any) -> dict[str, Any] | None:
@@ -309,12 +312,12 @@ class Group:
 
 
 def _chains(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """Workloads with those that must run right after them."""
-    names = {one.name for one in workloads}
-    found: list[list[Workload]] = []
-    for one in workloads:
-        if one.after and one.after in names:
-            next(chain for chain in found if chain[0].name == one.after).append(one)
+    """Group each workload with the workloads that must run right after it."""
+    names = {workload.name for workload in workloads}
+    chains: list[list[Workload]] = []
+    for workload in workloads:
+        if workload.after and workload.after in names:
+            next(chain for chain in chains if chain[0].name == workload.after).append(workload)
         else:
-            found.append([one])
-    return found
+            chains.append([workload])
+    return chains

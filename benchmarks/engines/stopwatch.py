@@ -1,6 +1,6 @@
-"""Where the time of a step goes, measured from outside: every public call of four classes.
+"""Time per part of an engine step, measured around every public call of four classes.
 
-The time of a call is its own: what it spends in another measured call counts there.
+Time inside a nested measured call counts towards the nested call's part only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Stopwatch:
-    """Seconds by part of the engine. For a process that measures: it replaces methods of classes."""
+    """Seconds by part of the engine. Replaces methods of classes: use a separate process."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -42,13 +42,13 @@ class Stopwatch:
                 setattr(kind, name, self._timed(part, value, step=steps and name == "execute"))
 
     def reset(self) -> None:
-        """Begin at zero."""
+        """Set all times and the step count to zero."""
         self._own, self.num_steps = {}, 0
 
     def spent(self, total: float) -> dict[str, float]:
-        """Seconds by part, and `other`: what is left of a total."""
-        found = {name: self._own.get(name, 0.0) for name in PARTS}
-        return found | {"other": total - sum(found.values())}
+        """Seconds by part; `other` is the rest of `total`."""
+        seconds = {name: self._own.get(name, 0.0) for name in PARTS}
+        return seconds | {"other": total - sum(seconds.values())}
 
     def _timed(self, part: str, call: Callable[..., Any], *, step: bool = False) -> Any:
         @functools.wraps(call)

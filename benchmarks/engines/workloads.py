@@ -30,7 +30,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A row of the tables."""
+    """A workload: one table per model and dtype, one row per engine."""
 
     name: str
     title: str
@@ -64,7 +64,7 @@ def _shared_again(rng: random.Random, vocab: int) -> Task:
 def _talk(rng: random.Random, vocab: int) -> Task:
     system = _ids(rng, vocab, 512)
     turns = [[_ids(rng, vocab, 64) for _ in range(8)] for _ in range(4)]
-    turns[0] = [system + one for one in turns[0]]
+    turns[0] = [system + tokens for tokens in turns[0]]
     return Task([], turns, 64)
 
 
@@ -79,7 +79,7 @@ def _long_prefix(rng: random.Random, vocab: int) -> Task:
 
 
 def _talk_turns() -> tuple[Turn, ...]:
-    """All of each user's earlier turns is cached but the last token, which nobody computed."""
+    """Turns of W3: earlier turns are cached, except the last answer token, which has no K/V yet."""
     lengths = [512 + 64 + turn * 128 for turn in range(4)]
     held = [0] + [length + 64 - 1 for length in lengths[:-1]]
     return tuple(
@@ -88,8 +88,8 @@ def _talk_turns() -> tuple[Turn, ...]:
 
 
 WORKLOADS = {
-    one.name: one
-    for one in (
+    workload.name: workload
+    for workload in (
         Workload(
             "W1", "one request, 2,048 prompt tokens, 64 new",
             1, 2048 + 64, 2112, _single, (Turn(0, 0, 2048, 1, 64),),
@@ -120,6 +120,6 @@ WORKLOADS = {
 
 
 def task_of(name: str, repetition: int, vocab: int) -> Task:
-    """The prompts of one repetition; those of W2warm fit those of W2cold."""
+    """The prompts of one repetition; W2warm gets the prefix of W2cold."""
     seed = WORKLOADS[name].after or name
     return WORKLOADS[name].make(random.Random(f"{seed} {repetition}"), vocab)

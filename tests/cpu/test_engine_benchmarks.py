@@ -26,20 +26,20 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_engines_are_measured_on_the_same_answers(tmp_path: Path) -> None:
-    """Ramify and transformers give the same tokens; who is not installed is absent with a reason."""
+    """Ramify and transformers give equal tokens; an engine not installed is reported as absent."""
     out = tmp_path / "out.json"
 
-    found = run(
+    process = run(
         "engine.py", "--models", "XS", "--dtypes", "float32", "--workloads", "W2warm,W3",
         "--engines", "ramify,transformers,openvino", "--repetitions", "1",
         "--scratch", str(tmp_path), "--peers", str(tmp_path / "none"), "--json", str(out),
     )  # fmt: skip
 
-    assert found.returncode == 0, found.stderr
-    assert "OpenVINO GenAI: absent: openvino is not installed" in found.stdout
+    assert process.returncode == 0, process.stderr
+    assert "OpenVINO GenAI: absent: openvino is not installed" in process.stdout
     tables = json.loads(out.read_text("utf-8"))["tables"][0]
     assert list(tables["rows"]) == ["W2cold", "W2warm", "W3"]
-    assert "| 32/32 |" in found.stdout
+    assert "| 32/32 |" in process.stdout
     for name, least in (("W2cold", 0.9), ("W2warm", 0.96), ("W3", 0.5)):
         row = tables["rows"][name]
         assert row["best_peer"] == "transformers"
@@ -48,26 +48,26 @@ def test_engines_are_measured_on_the_same_answers(tmp_path: Path) -> None:
 
 
 def test_an_engine_beyond_the_limit_is_ended_and_reported(tmp_path: Path) -> None:
-    """What takes longer than --limit is over it, the others go on, nothing is left running."""
-    found = run(
+    """An engine slower than --limit is ended and reported, and the benchmark still succeeds."""
+    process = run(
         "engine.py", "--models", "XS", "--dtypes", "float32", "--workloads", "W1",
         "--engines", "ramify", "--limit", "0.001", "--scratch", str(tmp_path),
     )  # fmt: skip
 
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("| over 0 s |") == 1
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("| over 0 s |") == 1
 
 
 def test_overhead_is_shares_of_one_whole(tmp_path: Path) -> None:
     """The parts of the wall time add up to it, and the ratio of cache on to off is there."""
     out = tmp_path / "out.json"
 
-    found = run(
+    process = run(
         "engine.py", "--overhead", "--models", "XS", "--dtypes", "float32", "--pairs", "2",
         "--scratch", str(tmp_path), "--json", str(out),
     )  # fmt: skip
 
-    assert found.returncode == 0, found.stderr
+    assert process.returncode == 0, process.stderr
     table = json.loads(out.read_text("utf-8"))["tables"][0]
     assert 0 < table["shares"]["cache"] < 0.5
     assert abs(sum(table["shares"].values()) - 1) < 0.2  # medians, part by part
@@ -75,7 +75,7 @@ def test_overhead_is_shares_of_one_whole(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_slower_is_found(tmp_path: Path) -> None:
-    """This tree with every step twice as long is slower than itself."""
+    """`judge` reports this tree as slower than itself if every step takes twice as long."""
     args = Namespace(model="XS", dtype="float32", threads=1, plant=2.0, scratch=tmp_path)
     sides = Sides(args, ROOT / "src")
     shape = Shape(1, 128, 32)
@@ -87,11 +87,14 @@ def test_a_version_that_is_slower_is_found(tmp_path: Path) -> None:
     verdicts = judge(shape.name, now[shape.name], base[shape.name])
 
     assert shape in SHAPES
-    assert {one.figure for one in verdicts if one.slower} >= {"end_to_end_s", "between_tokens_s"}
+    assert {verdict.figure for verdict in verdicts if verdict.slower} >= {
+        "end_to_end_s",
+        "between_tokens_s",
+    }
 
 
 def test_a_missing_baseline_says_how_to_write_one(tmp_path: Path) -> None:
-    """And one of another model stops before anything is measured, with what differs."""
+    """A missing baseline names --save; a baseline of another model stops before any measurement."""
     path = tmp_path / "baseline.json"
 
     missing = run("perf.py", "--baseline", str(path))

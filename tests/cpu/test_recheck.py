@@ -1,4 +1,4 @@
-"""Hits computed again while idle: sound ones agree to the bit, a spoilt page is found."""
+"""Cache hits recomputed while idle: correct hits agree to the bit, a corrupted page is reported."""
 
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,16 @@ def served(checkpoint: Path, **options: object) -> LLM:
 
 
 def test_sound_hits_agree(checkpoint: Path) -> None:
-    """Every hit of the sample is computed again, and nobody but `hit_verifier` hears of it."""
+    """`verify_hits` recomputes every sampled hit, reports no mismatch and changes no output."""
     llm = served(checkpoint)
     llm.generate([[*STEM, 70]], PARAMS)
     outputs = llm.generate([[*STEM, 71], [*STEM, 72, 73]], PARAMS)
-    assert all(one.cache.read_tokens for one in outputs)
-    assert all(one.completions[0].logprobs is None for one in outputs)
+    assert all(output.cache.read_tokens for output in outputs)
+    assert all(output.completions[0].logprobs is None for output in outputs)
 
-    found = llm.verify_hits()
+    report = llm.verify_hits()
 
-    assert (found.num_checked, found.num_mismatches) == (2, 0)
+    assert (report.num_checked, report.num_mismatches) == (2, 0)
     assert not llm.has_unfinished()
     assert llm.verify_hits().num_checked == 2  # nothing is left
 
@@ -51,7 +51,7 @@ def test_sampled_answers_are_compared_too(checkpoint: Path) -> None:
 
 
 def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """K/V that changed in the cache gives other numbers than a cold run."""
+    """K/V changed in the cache is reported as a mismatch at its position."""
     llm = served(checkpoint)
     llm.generate([STEM], PARAMS)
     executor: Any = llm.core.executor
@@ -62,10 +62,10 @@ def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixtu
     llm.cache.core.release(lease)
 
     llm.generate([[*STEM, 70]], PARAMS)
-    found = llm.verify_hits()
+    report = llm.verify_hits()
 
-    assert found.num_checked == found.num_mismatches == 1
-    assert found.mismatches[0].position == len(STEM) + 1
+    assert report.num_checked == report.num_mismatches == 1
+    assert report.mismatches[0].position == len(STEM) + 1
     assert "a cache hit changed an answer" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Scores and candidates against the processors of transformers, and what ends an answer."""
+"""Logits and candidates against the processors of transformers, and `min_tokens`."""
 
 from collections import Counter
 from typing import Any
@@ -118,7 +118,7 @@ def test_yb11_candidates_and_probabilities_are_those_of_transformers(
 
 @given(seed=SEEDS, levels=st.integers(1, 4), top_k=st.integers(1, 12), top_p=st.floats(0.05, 1.0))
 def test_equal_scores_leave_the_lower_ids(seed: int, levels: int, top_k: int, top_p: float) -> None:
-    """Exactly top_k are kept, and a nucleus has no token more than it needs."""
+    """On ties, lower ids win: top_k keeps exactly k tokens, top_p no more than it needs."""
     row = np.random.default_rng(seed).integers(levels, size=12).astype(np.float32)
     order = sorted(range(12), key=lambda at: (-row[at], at))[:top_k]
     weights = np.exp(row[order].astype(np.float64) - row.max())
@@ -162,7 +162,7 @@ def test_yb10_temperature_zero_is_greedy_whatever_else_is_asked(
     assert sample_token(row, draw_of(SamplingParams(**options), seed=seed)) == best
     for change in (
         {"logit_bias": {best: -100}},
-        {"allowed_token_ids": [one for one in range(VOCAB) if one != best]},
+        {"allowed_token_ids": [token_id for token_id in range(VOCAB) if token_id != best]},
     ):
         second = sample_token(row, draw_of(SamplingParams(**options, **change), seed=seed))
         assert second == int(np.argsort(-row)[1])
@@ -170,15 +170,15 @@ def test_yb10_temperature_zero_is_greedy_whatever_else_is_asked(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: float) -> None:
-    """Temperature 0 draws; top_p is never without effect, so that 0 is refused."""
+    """Temperature 0 takes the best token, temperature 1 applies top_p, and top_p=0 is refused."""
     row = np.log(np.array([0.3, 0.5, 0.2])).astype(np.float32)
 
-    found = {
+    tokens = {
         sample_token(row, draw_of(SamplingParams(temperature=temperature, top_p=0.6), seed=seed))
         for seed in range(200)
     }
 
-    assert found == ({0, 1} if temperature else {1})
+    assert tokens == ({0, 1} if temperature else {1})
     with pytest.raises(ValueError, match=r"top_p=0.0 .* \(0, 1\]"):
         SamplingParams(top_p=0.0)
 
@@ -191,20 +191,20 @@ def test_eb14_no_temperature_and_no_top_p_crashes_or_switches_off(temperature: f
 def test_the_repetition_penalty_is_that_of_transformers(
     seed: int, penalty: float, num_prompt: int
 ) -> None:
-    """Bit for bit, for tokens of prompt and output, also after drafts."""
+    """The penalty equals transformers' bit for bit, for prompt, output and draft tokens."""
     rng = np.random.default_rng(seed)
     tokens = tuple(rng.integers(VOCAB, size=num_prompt + 9).tolist())
     prompt, output, draft = tokens[:num_prompt], tokens[num_prompt:-4], tokens[-4:]
     row = scores(seed)
 
-    for place in range(5):
-        found = shaped(
-            row, place, prompt=prompt, output=output, draft=draft, repetition_penalty=penalty
+    for position in range(5):
+        actual = shaped(
+            row, position, prompt=prompt, output=output, draft=draft, repetition_penalty=penalty
         )
 
-        known = torch.tensor([[*prompt, *output, *draft[:place]]])
+        known = torch.tensor([[*prompt, *output, *draft[:position]]])
         expected = RepetitionPenaltyLogitsProcessor(penalty)(known, torch.from_numpy(row)[None])
-        assert found.tobytes() == expected[0].numpy().tobytes()
+        assert actual.tobytes() == expected[0].numpy().tobytes()
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,25 +212,25 @@ def test_the_repetition_penalty_is_that_of_transformers(
 def test_presence_and_frequency_count_the_output_only(
     seed: int, presence: float, frequency: float
 ) -> None:
-    """As the OpenAI API defines them; drafts before a row are output for it."""
+    """As in the OpenAI API, prompt tokens do not count; drafts before a row count as output."""
     rng = np.random.default_rng(seed)
     prompt, output = (tuple(rng.integers(20, size=12).tolist()) for _ in range(2))
     draft, row = tuple(rng.integers(20, size=3).tolist()), scores(seed)
     options = {"presence_penalty": presence, "frequency_penalty": frequency, "min_tokens": 1}
 
-    for place in range(4):
-        found = shaped(row, place, prompt=prompt, output=output, draft=draft, **options)
+    for position in range(4):
+        actual = shaped(row, position, prompt=prompt, output=output, draft=draft, **options)
 
-        counts = Counter([*output, *draft[:place]])
+        counts = Counter([*output, *draft[:position]])
         expected = [
             score - frequency * counts[at] - presence * (counts[at] > 0)
             for at, score in enumerate(row.tolist())
         ]
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
-    """Whether a request counted step by step, or was made with all of its output."""
+    """Counts updated step by step give the bits of counts made from the whole output."""
     rng = np.random.default_rng(2)
     prompt, output = (rng.integers(VOCAB, size=40).tolist() for _ in range(2))
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4)
@@ -239,17 +239,18 @@ def test_counts_grow_with_the_output_and_are_the_same_from_scratch() -> None:
 
     for end in (0, 1, 1, 5, 6, 30, 40):
         fresh = LogitsProcessor(prompt, params, stop_token_ids=frozenset(), vocab_size=VOCAB)
-        one = growing.for_step(output[:end], ())
+        shaping = growing.for_step(output[:end], ())
         assert (
-            one.apply(row, 0).tobytes() == fresh.for_step(output[:end], ()).apply(row, 0).tobytes()
+            shaping.apply(row, 0).tobytes()
+            == fresh.for_step(output[:end], ()).apply(row, 0).tobytes()
         )
 
 
 def test_the_order_is_bias_penalties_masks() -> None:
-    """A bias is penalised like the score it changes, and what is not allowed stays so however large its bias is."""
+    """Penalties apply after the bias, and a masked token stays masked however large its bias."""
     row = np.full(VOCAB, 2.0, np.float32)
 
-    found = shaped(
+    actual = shaped(
         row,
         prompt=(3,),
         output=(3, 5),
@@ -260,7 +261,7 @@ def test_the_order_is_bias_penalties_masks() -> None:
         allowed_token_ids=[3, 5, 9],
     )
 
-    assert {at: found[at] for at in np.flatnonzero(np.isfinite(found))} == {
+    assert {at: actual[at] for at in np.flatnonzero(np.isfinite(actual))} == {
         3: (2.0 + 10.0) / 2 - 0.75,
         5: 2.0 / 2 - 0.75,
         9: 2.0,
@@ -269,20 +270,20 @@ def test_the_order_is_bias_penalties_masks() -> None:
 
 
 def test_no_end_is_drawn_before_min_tokens() -> None:
-    """In the rows of drafts too, from the right one on."""
+    """`min_tokens` masks the end token in draft rows too, up to the row that reaches it."""
     row = np.zeros(VOCAB, np.float32)
     row[END] = 50.0
 
-    found = [
-        shaped(row, place, min_tokens=5, output=(9, 9, 9), draft=(8, 8, 8))[END]
-        for place in range(4)
+    end_scores = [
+        shaped(row, position, min_tokens=5, output=(9, 9, 9), draft=(8, 8, 8))[END]
+        for position in range(4)
     ]
 
-    assert found == [-np.inf, -np.inf, 50.0, 50.0]
+    assert end_scores == [-np.inf, -np.inf, 50.0, 50.0]
 
 
 def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
-    """min_tokens forbids no answer; without any score the request fails, and says why."""
+    """An end token that alone is allowed overrides `min_tokens`; a row without logits fails."""
     row = scores(1)
     only = SamplingParams(temperature=1.0, allowed_token_ids=[END], min_tokens=3)
 
@@ -300,7 +301,7 @@ def test_a_mask_that_leaves_the_end_only_allows_it() -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_batch_mates_change_nothing(seed: int) -> None:
-    """Whatever is drawn beside it, a request draws what it draws alone; a broken one fails alone."""
+    """A request draws the same tokens alone and in a batch; a NaN fails only its own request."""
     rng = np.random.default_rng(seed)
     choices: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -330,11 +331,11 @@ def test_batch_mates_change_nothing(seed: int) -> None:
     logits[starts[4], 3] = np.nan
     rest, failed = sample_batch(logits, draws)
     assert list(failed) == [4]
-    assert rest == {name: one for name, one in alone.items() if name != 4}
+    assert rest == {request_id: tokens for request_id, tokens in alone.items() if request_id != 4}
 
 
 def test_a_follower_that_is_told_a_dead_end_says_so() -> None:
-    """Allowed tokens that a format has none of."""
+    """A grammar that accepts none of `allowed_token_ids` raises DeadEndError."""
 
     class Never:
         def advance(self, output_ids: object) -> bool:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`, weights that change, and what is cached, on tiny checkpoints."""
+"""`AsyncLLM`, weight reloads and the prefix cache, on tiny checkpoints."""
 
 import asyncio
 import threading
@@ -30,59 +30,59 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(path: Path) -> list[tuple[int, ...]]:
     outputs = LLM(path, **OPTIONS).generate(PROMPTS, PARAMS)
-    return [one.token_ids for one in outputs]
+    return [output.token_ids for output in outputs]
 
 
 def test_weights_change_and_old_prefixes_are_never_hit(old: Path, new: Path) -> None:
-    """Answers are those of a fresh engine on each checkpoint, whatever is in the cache; and back."""
+    """After each reload, answers equal those of a fresh engine and hit no page of other weights."""
     wanted = {path: answers(path) for path in (old, new)}
     assert wanted[old] != wanted[new]
     llm = LLM(old, **OPTIONS)
-    assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted[old]
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == wanted[old]
     mine = llm.add_request(PROMPTS[0], PARAMS)
     llm.step()
 
     for path in (new, old):
         llm.reload_weights(path)
         outputs = llm.generate(PROMPTS, PARAMS)
-        assert [one.token_ids for one in outputs] == wanted[path]
+        assert [output.token_ids for output in outputs] == wanted[path]
         assert outputs[0].cache.read_tokens == 0
         assert llm.engine.path == path
         warm = llm.generate(PROMPTS, PARAMS)
-        assert all(one.cache.read_tokens for one in warm)
-        assert [one.token_ids for one in warm] == wanted[path]
+        assert all(output.cache.read_tokens for output in warm)
+        assert [output.token_ids for output in warm] == wanted[path]
 
     while llm.has_unfinished():
         llm.step()
     assert llm.take_output(mine).token_ids == wanted[old][0]  # it had finished on its weights
-    assert sum(one.is_stale for one in llm.cache.tree().nodes) >= 2
+    assert sum(node.is_stale for node in llm.cache.tree().nodes) >= 2
     assert_idle(llm)
 
 
 def test_a_restarted_request_goes_on_with_the_new_weights(old: Path, new: Path) -> None:
-    """Its next tokens are what the new weights say after its prompt and the tokens it has."""
+    """A restarted request keeps its tokens; the new weights compute the tokens after them."""
     llm = LLM(old, **OPTIONS)
     request = llm.add_request(PROMPTS[0], PARAMS)
-    told: list[int] = []
-    while len(told) < 3:
+    streamed_ids: list[int] = []
+    while len(streamed_ids) < 3:
         for _, tokens, _ in llm.step():
-            told += tokens
+            streamed_ids += tokens
 
     llm.reload_weights(new, running="restart")
     while llm.has_unfinished():
         llm.step()
 
     output = llm.take_output(request)
-    assert list(output.token_ids[:3]) == told
+    assert list(output.token_ids[:3]) == streamed_ids
     fresh = LLM(new, **OPTIONS)
     rest = SamplingParams(max_tokens=5, ignore_eos=True)
-    [wanted] = fresh.generate([[*output.prompt_token_ids, *told]], rest)
+    [wanted] = fresh.generate([[*output.prompt_token_ids, *streamed_ids]], rest)
     assert output.token_ids[3:] == wanted.token_ids
     assert_idle(llm)
 
 
 def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None:
-    """And nothing has changed."""
+    """A refused reload leaves the path and the answers unchanged."""
     wanted = answers(old)
     llm = LLM(old, **OPTIONS)
     other = write_tiny_checkpoint(tmp_path / "other", "llama", num_hidden_layers=2)
@@ -99,11 +99,11 @@ def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None
         llm.reload_weights(old, running="now")  # type: ignore[arg-type]
 
     assert llm.engine.path == old
-    assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == wanted
 
 
 def test_a_server_sends_away_who_would_wait_too_long(old: Path) -> None:
-    """By default; a limit that makes no sense is refused."""
+    """`max_waiting` is 1024 by default, and 0 is refused."""
     llm = AsyncLLM(old, **OPTIONS)
     assert llm.config.requested.scheduler.max_waiting == 1024
     with pytest.raises(ConfigError, match="max_waiting=0"):
@@ -111,7 +111,7 @@ def test_a_server_sends_away_who_would_wait_too_long(old: Path) -> None:
 
 
 def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path) -> None:
-    """Texts, conversations and a change of weights while it serves."""
+    """`AsyncLLM` gives the answers of `LLM` for texts and chats, also after a reload."""
     wanted, changed = answers(old), answers(new)
     llm = AsyncLLM(old, **OPTIONS)
     talk = [{"role": "user", "content": "hello"}]
@@ -119,15 +119,15 @@ def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path)
 
     async def main() -> None:
         async with llm:
-            outputs = await asyncio.gather(*(llm.generate(one, PARAMS) for one in PROMPTS))
-            assert [one.token_ids for one in outputs] == wanted
+            outputs = await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS))
+            assert [output.token_ids for output in outputs] == wanted
             text = ""
             async for event in llm.stream_chat(talk, PARAMS):
                 text += event.text
             assert text == said.text == (await llm.chat(talk, PARAMS)).text
             assert (await llm.cache.explain(PROMPTS[0])).hit_tokens > 0
-            found = await llm.cache.clear(prefix=talk)
-            assert found.num_pages > 0
+            cleared = await llm.cache.clear(prefix=talk)
+            assert cleared.num_pages > 0
             running = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
             await llm.reload_weights(new)
             assert (await llm.generate(PROMPTS[1], PARAMS)).token_ids == changed[1]
@@ -137,7 +137,7 @@ def test_streams_of_an_engine_in_a_thread_are_those_of_llm(old: Path, new: Path)
 
 
 def test_a_format_is_compiled_while_the_engine_goes_on(old: Path) -> None:
-    """Not in its thread: a slow schema holds up nobody else's answer."""
+    """A grammar is compiled outside the engine's thread and delays no other request."""
     pytest.importorskip("llguidance", reason="llguidance is missing: the extra 'structured'")
     llm = AsyncLLM(old, **OPTIONS)
     spec = StructuredOutput(choice=("the rain", "the north"))
@@ -146,14 +146,14 @@ def test_a_format_is_compiled_while_the_engine_goes_on(old: Path) -> None:
     async def main() -> None:
         async with llm:
             stopped = asyncio.create_task(llm.run(lambda core: held.wait(30)))
-            asked = asyncio.create_task(llm.generate("who", SamplingParams(structured=spec)))
+            answer_task = asyncio.create_task(llm.generate("who", SamplingParams(structured=spec)))
             formats = llm.engine.grammar_compiler
             assert formats is not None
             while not formats._cache.get(spec):
                 assert not stopped.done()
                 await asyncio.sleep(0.01)
             held.set()
-            assert (await asked).text in ("the rain", "the north")
+            assert (await answer_task).text in ("the rain", "the north")
             with pytest.raises(InvalidParamsError, match="regex"):
                 await llm.generate("who", SamplingParams(structured=StructuredOutput(regex="(")))
 

@@ -1,4 +1,4 @@
-"""Attention on a CUDA device: parity, bits, no waiting for the device, CUDA graphs."""
+"""Attention on a CUDA device: parity, equal bits, no host sync, CUDA graphs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +82,7 @@ def made(name: str, spec: AttentionSpec) -> AttentionBackend:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device raises."""
+    """Raise on any host sync with the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -94,22 +94,22 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_agrees_with_the_reference(name: str, feature: str) -> None:
-    """Every backend that is here and says that it can, against eager on CPU."""
+    """Every backend that supports a feature agrees with eager attention on CPU."""
     spec = spec_of(**FEATURES[feature])
     backend = made(name, spec)
     step = step_of(spec, MIXED, num_selected=600)
 
-    found = run(backend, on_gpu(step), padding=3).cpu()
+    actual = run(backend, on_gpu(step), padding=3).cpu()
 
     expected = run(EagerBackend(spec, CPU), step).double()
-    assert torch.equal(found[-3:], torch.zeros_like(found[-3:]))
-    error = (found[:-3].double() - expected).abs() / (1 + expected.abs())
+    assert torch.equal(actual[-3:], torch.zeros_like(actual[-3:]))
+    error = (actual[:-3].double() - expected).abs() / (1 + expected.abs())
     assert float(error.max()) < TOLERANCE[spec.dtype]
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_chunk_of_any_length_gives_the_bits_of_the_whole_prompt(kind: str) -> None:
-    """One shot, chunks, drafts, decode, with split keys and without."""
+    """Prefill in a step, chunks, drafts and decode give equal bits, with split keys or without."""
     spec, total = spec_of(**EXACT[kind]), 1301
     whole = on_gpu(step_of(spec, [(0, total)]))
     rows = [whole.batch.block_table[0].tolist()]
@@ -118,13 +118,13 @@ def test_a_chunk_of_any_length_gives_the_bits_of_the_whole_prompt(kind: str) -> 
     for cached, new in ((512, 789), (1000, 200), (1290, 11), (1297, 4), (511, 1), (1300, 1)):
         part = whole.take(slice(cached, cached + new), batch_of(spec, [(cached, new)], rows))
         for enough in (0, 1 << 20):
-            found = run(TritonBackend(spec, GPU, saturating_programs=enough), part)
-            assert_same_bits(found, expected[cached : cached + new])
+            actual = run(TritonBackend(spec, GPU, saturating_programs=enough), part)
+            assert_same_bits(actual, expected[cached : cached + new])
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_batch_mates_and_sharing_change_no_bit(kind: str) -> None:
-    """Alone, in a batch, and with a prefix read once for all of them."""
+    """A request has equal bits alone, in a batch, and with a shared prefix read once."""
     spec = spec_of(**EXACT[kind])
     shares = [(2100, 1), (2080, 1), (1700, 3), (2300, 1), (700, 1)]
     shared = [(-1, 0), (0, 2048), (1, 1024), (0, 2048), (2, 512)]
@@ -143,7 +143,7 @@ def test_batch_mates_and_sharing_change_no_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gqa", "mla", "exact"])
 def test_pb30_ab13_a_step_does_not_wait_for_the_device(kind: str) -> None:
-    """Planning and attending under the sync-debug mode "error"."""
+    """`plan` and `run` make no host sync."""
     spec = spec_of(**FEATURES[kind])
     backend = made("triton", spec)
     step = on_gpu(step_of(spec, MIXED))
@@ -151,13 +151,13 @@ def test_pb30_ab13_a_step_does_not_wait_for_the_device(kind: str) -> None:
 
     with no_waiting():
         plan = backend.plan(step.batch)
-        found = backend.run(plan, 0, step.q, step.planes)
+        actual = backend.run(plan, 0, step.q, step.planes)
 
-    assert_same_bits(found, expected)
+    assert_same_bits(actual, expected)
 
 
 def test_ab26_a_queue_of_steps_is_not_corrupted() -> None:
-    """Steps planned while earlier ones still wait on the stream give their own answers."""
+    """Steps planned while earlier steps wait on the stream give the same outputs as alone."""
     spec = spec_of(**BF16)
     backend = made("triton", spec)
     rows = [list(range(200))]
@@ -168,15 +168,15 @@ def test_ab26_a_queue_of_steps_is_not_corrupted() -> None:
     torch.cuda.synchronize()
 
     torch.cuda._sleep(50_000_000)
-    found = [backend.run(backend.plan(batch), 0, step.q, planes) for batch in batches]
+    actual = [backend.run(backend.plan(batch), 0, step.q, planes) for batch in batches]
 
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
+    for output, reference in zip(actual, expected, strict=True):
+        assert_same_bits(output, reference)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "exact", "mla"])
 def test_a_captured_decode_step_serves_the_next_ones(kind: str) -> None:
-    """Capture once, plan and replay: the bits of the plain call."""
+    """A captured graph, replayed after a new plan, gives the bits of an eager call."""
     spec = spec_of(**FEATURES[kind])
     backend = made("triton", spec)
     rows = [list(range(200)), list(range(200, 400))]
@@ -210,7 +210,7 @@ class Attends(nn.Module):
 
 @torch.inference_mode()
 def test_a_compiled_decode_step_is_one_graph() -> None:
-    """With torch's own compiler; the next step compiles nothing."""
+    """`torch.compile` makes one graph of a decode step, and the next step does not recompile."""
     spec = spec_of(**BF16)
     rows = [list(range(100))]
     step = on_gpu(step_of(spec, [(700, 1)], rows=rows))

@@ -1,4 +1,4 @@
-"""The state machine with everything that can happen in a cache: forks, pins, drafts, predicates."""
+"""State machine of the prefix cache with forks, pins, rejected drafts and eviction by predicate."""
 
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from tests.pure.test_cache_machine import (
 
 
 class LifeMachine(CacheMachine):
-    """Random lives of sequences, under any index and policy."""
+    """Random requests under any index and eviction policy."""
 
     indices: ClassVar[tuple[str, ...]] = tuple(INDICES)
     policies: ClassVar[tuple[str, ...]] = tuple(POLICIES)
@@ -43,7 +43,7 @@ class LifeMachine(CacheMachine):
         ghost_pages: int | None,
         prompts: list[Prompt],
     ) -> None:
-        """Like the machine it extends, with a clock that stands still until a rule moves it."""
+        """Build the cache with a clock that only `wait` moves."""
         self.now_s = 0.0
         self.kept: list[tuple[Pin, Request]] = []
         CacheMachine.make(
@@ -66,7 +66,7 @@ class LifeMachine(CacheMachine):
     @rule(who=WHO, pages=SOME, extra=SOME)
     @operation
     def fork(self, who: int, pages: int, extra: int) -> None:
-        """A branch of a live request, of all or a part of what it has pinned."""
+        """Fork a live request after all or some of its pinned pages."""
         request = self.pick(who)
         if request.kept is not None:
             return
@@ -86,7 +86,7 @@ class LifeMachine(CacheMachine):
     @rule(who=WHO, keep=SOME)
     @operation
     def retract(self, who: int, keep: int) -> None:
-        """Drafts were rejected: pages that were announced are private again."""
+        """Retract announced pages, as after rejected drafts; they are private again."""
         request = self.pick(who)
         if request.kept is not None:
             return
@@ -114,26 +114,28 @@ class LifeMachine(CacheMachine):
     @rule(prompt=PROMPTS, ttl=st.sampled_from([None, 1.0, 5.0]))
     @operation
     def pin(self, prompt: Prompt, ttl: float | None) -> None:
-        """Keep a prefix, if there is something to keep and a budget for it."""
+        """Pin a cached prefix; refused if nothing is cached or the pin budget is exceeded."""
         namespace, tokens = prompt[0], self.prompt(prompt[1], prompt[2])
-        found = self.find(namespace, tokens + b"\0", pending=False)
+        cached = self.find(namespace, tokens + b"\0", pending=False)
         wanted = Request(namespace, tokens, self.foreign, 0, (0, -1, 0))
-        path = self.path(wanted, len(found))
-        pinned = set[Prefix](path).union(*(self.path(one, one.pinned) for _, one in self.kept))
+        path = self.path(wanted, len(cached))
+        pinned = set[Prefix](path).union(
+            *(self.path(request, request.pinned) for _, request in self.kept)
+        )
         key = self.key(wanted, len(tokens))
-        if not found or len(pinned) > self.num_pages // 2:
+        if not cached or len(pinned) > self.num_pages // 2:
             self.refused(PinError, self.cache.pin, key, "test", ttl)
             return
         pin = self.cache.pin(key, "test", ttl)
-        assert pin.num_pages == len(found)
-        wanted.kept = len(found)
+        assert pin.num_pages == len(cached)
+        wanted.kept = len(cached)
         self.kept.append((pin, wanted))
 
     @precondition(lambda self: self.kept)
     @rule(who=WHO)
     @operation
     def unpin(self, who: int) -> None:
-        """A pin ends; a second time it is refused."""
+        """Unpin a prefix; a second `unpin` of it is refused."""
         pin, _ = self.kept.pop(who % len(self.kept))
         self.cache.unpin(pin)
         self.refused(PinError, self.cache.unpin, pin)
@@ -142,19 +144,19 @@ class LifeMachine(CacheMachine):
     @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
     @operation
     def wait(self, seconds: float) -> None:
-        """Time passes: what nobody looked up expires; the cache says what is left."""
+        """Move the clock, and drop the pins that expired."""
         self.now_s += seconds
         left = {pin.id: pin for pin in self.cache.pins()}
         assert all(pin.expires_s > self.now_s for pin in left.values())
         assert all(pin.id in left for pin, _ in self.kept if pin.expires_s > self.now_s)
-        self.kept = [(left[pin.id], one) for pin, one in self.kept if pin.id in left]
+        self.kept = [(left[pin.id], request) for pin, request in self.kept if pin.id in left]
 
     # -- eviction by what a node is --------------------------------------------------------
 
     @rule(namespace=st.sampled_from(["", "b"]))
     @operation
     def evict_namespace(self, namespace: str) -> None:
-        """All of a tenant's pages that nobody uses, and nothing else."""
+        """Evict all unused pages of a namespace, and no other page."""
         pins = self.pins()
         doomed = [at for at in self.ready if at[0] == namespace and at not in pins]
         name = namespace.encode()

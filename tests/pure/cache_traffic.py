@@ -1,4 +1,4 @@
-"""Random traffic on a prefix cache, and a clock that only goes when it is told to."""
+"""Random traffic on a prefix cache, and a clock that moves only when `now_s` is set."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,25 +23,25 @@ class Clock:
 
 @dataclass(eq=False)
 class User:
-    """A request that is under way."""
+    """A live request: its key, lease and private pages."""
 
     key: CacheKey
     lease: Lease
     private: list[int] = field(default_factory=list)
 
     def move(self, lease: Lease) -> None:
-        """Use a newer lease from now on."""
+        """Replace the lease by a newer lease, and drop its new pages from `private`."""
         del self.private[: len(lease.pages) - len(self.lease.pages)]
         self.lease = lease
 
 
 class Traffic:
-    """Requests that come, share, compute in pieces, fail and leave, and what else befalls a cache.
+    """Random requests that share, publish in pieces, fail and finish, with evictions and pins.
 
     Args:
         random: makes all choices.
-        clock: goes on between the steps, if the cache has it.
-        alone: requests follow each other: each is computed and released before the next comes.
+        clock: the cache's clock, advanced between steps.
+        alone: compute and release each request before the next begins.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Traffic:
         return CacheKey(tokens, random.choice(NAMESPACES))
 
     def run(self, num_steps: int) -> Iterator[str]:
-        """Do so many steps; yields the name of each."""
+        """Run `num_steps` random steps; yields the name of each step."""
         for _ in range(num_steps):
             if self.clock is not None:
                 self.clock.now_s += self.random.choice((0.0, 0.01, 1.0, 30.0))
@@ -84,7 +84,7 @@ class Traffic:
     # -- steps -----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """A request from begin to end."""
+        """Run one request from acquire to release."""
         if user := self._arrive(pending=False):
             user.move(self.cache.publish(user.lease, user.key, user.private))
             self._leave(user)
@@ -94,12 +94,12 @@ class Traffic:
             self._arrive(pending=False)
 
     def follow(self) -> None:
-        """A request that counts on what others have announced."""
+        """Begin a request that may share pages other requests have announced."""
         if len(self.live) < self.max_live:
             self._arrive(pending=True)
 
     def publish(self) -> None:
-        """A part of a request is computed, if its leader has."""
+        """Publish a part of a request, unless it waits for another request's pages."""
         if user := self._pick():
             least = user.lease.num_tokens
             key = user.key.prefix(self.random.randint(least, max(least, len(user.key))))
@@ -111,11 +111,11 @@ class Traffic:
             user.move(self.cache.announce(user.lease, user.key, user.private))
 
     def fail(self) -> None:
-        """The step of a request fails, and with it those that count on it."""
+        """Fail a request's step, and with it the requests that share its announced pages."""
         if (user := self._pick()) and not self.cache.is_withdrawn(user.lease):
             lost = [user.lease, *self.cache.withdraw(user.lease)]
-            for each in [each for each in self.live if each.lease in lost]:
-                self._leave(each)
+            for lost_user in [lost_user for lost_user in self.live if lost_user.lease in lost]:
+                self._leave(lost_user)
 
     def finish(self) -> None:
         if (user := self._pick()) and not self.cache.is_blocked(user.lease):
@@ -140,21 +140,23 @@ class Traffic:
             self.pins.append(self.cache.pin(self.key(), "me", ttl))
 
     def unpin(self) -> None:
-        """The oldest pin ends, if it has not by itself."""
+        """Unpin the oldest pin, which may have expired."""
         for pin in self.pins[:1]:
             self.pins.remove(pin)
             with suppress(PinError):
                 self.cache.unpin(pin)
 
     def end(self) -> None:
-        """Nobody uses the cache any more."""
+        """Release every live request and every pin."""
         while self.live:
             before = len(self.live)
             for user in list(self.live):
                 if user in self.live and not self.cache.is_withdrawn(user.lease):
                     lost = [user.lease, *self.cache.withdraw(user.lease)]
-                    for each in [each for each in self.live if each.lease in lost]:
-                        self._leave(each)
+                    for lost_user in [
+                        lost_user for lost_user in self.live if lost_user.lease in lost
+                    ]:
+                        self._leave(lost_user)
             assert len(self.live) < before
         for pin in self.cache.pins():
             self.cache.unpin(pin)

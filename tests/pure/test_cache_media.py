@@ -1,4 +1,4 @@
-"""Images, audio and salts in prompts: what is different never meets, what is equal does.
+"""Images, audio and salts in prompts: equal content shares pages, different content never does.
 
 Tags such as P45, PB24 and AB28 number the contracts and the faults of earlier systems.
 """
@@ -25,7 +25,7 @@ Part = int | Image  # a text token or an image
 
 
 def prompt(*parts: Part, salts: dict[int, str] | None = None, namespace: str = "") -> CacheKey:
-    """A key of text tokens and images in the order in which they are read."""
+    """A key of text tokens and images in reading order."""
     tokens, media = list[int](), list[Media]()
     for part in parts:
         if isinstance(part, int):
@@ -38,7 +38,7 @@ def prompt(*parts: Part, salts: dict[int, str] | None = None, namespace: str = "
 
 
 def serve(cache: PrefixCache, key: CacheKey, step: int = 1000) -> Lease:
-    """A request that publishes `step` more tokens at a time; returns its last lease, now over."""
+    """Publish a key `step` tokens at a time; returns the last lease, already released."""
     lease = cache.acquire(key)
     private = cache.reserve(-(-len(key) // cache.page_size) - len(lease.pages))
     while lease.num_tokens < len(key) // cache.page_size * cache.page_size:
@@ -50,7 +50,7 @@ def serve(cache: PrefixCache, key: CacheKey, step: int = 1000) -> Lease:
 
 
 def assert_marks_agree(cache: PrefixCache) -> None:
-    """Every atom in the tree that stands for content has its mark beside it, and no other has."""
+    """Check that the content atoms of the tree, and no others, have marks."""
     cache.check()
     tree = cache._tree
     nodes = list(tree.nodes())
@@ -65,20 +65,20 @@ def assert_marks_agree(cache: PrefixCache) -> None:
 
 
 def symbols(parts: list[Part], salts: dict[int, str]) -> list[Any]:
-    """What each atom means: for content its digest and place in it, and the salt at it."""
-    found: list[Any] = []
+    """The meaning of each atom: token, or digest and offset; with any salt that begins there."""
+    meanings: list[Any] = []
     for part in parts:
-        found += [part] if isinstance(part, int) else [(part[0], k) for k in range(part[1])]
-    return [(each, salts[at]) if at in salts else each for at, each in enumerate(found)]
+        meanings += [part] if isinstance(part, int) else [(part[0], k) for k in range(part[1])]
+    return [(meaning, salts[at]) if at in salts else meaning for at, meaning in enumerate(meanings)]
 
 
 def starts(parts: list[Part]) -> list[int]:
-    """Where a salt may begin: anywhere but inside an image."""
-    found, at = [], 0
+    """Positions where a salt may begin: anywhere but inside an image."""
+    positions, at = [], 0
     for part in parts:
-        found.append(at)
+        positions.append(at)
         at += 1 if isinstance(part, int) else part[1]
-    return found
+    return positions
 
 
 PARTS: st.SearchStrategy[list[Part]] = st.lists(
@@ -118,15 +118,15 @@ def test_p45_pb24_keys_share_just_what_means_the_same(
 def test_ab28_a_lookup_finds_just_what_means_the_same(
     index: str, one: tuple[CacheKey, list], other: tuple[CacheKey, list], page_size: int
 ) -> None:
-    """The cache agrees with the meaning of the prompts, whichever index it has."""
+    """`match` hits the whole pages of equal meaning that two prompts share, with either index."""
     cache = PrefixCache(64, page_size, index=index)
     serve(cache, one[0])
     same = [a == b for a, b in zip(one[1], other[1], strict=False)]
     shared = (same.index(False) if False in same else len(same)) // page_size
 
-    found = cache.match(other[0]).num_pages
+    num_pages = cache.match(other[0]).num_pages
 
-    assert found == min(shared, (len(other[1]) - 1) // page_size)
+    assert num_pages == min(shared, (len(other[1]) - 1) // page_size)
     assert_marks_agree(cache)
 
 
@@ -142,7 +142,7 @@ def test_ab28_two_images_of_one_size_never_share(index: str) -> None:
 
 
 def test_pb24_the_same_image_is_one_content_wherever_it_came_from() -> None:
-    """The ids in its place, how it was named, and the order of the list do not matter."""
+    """A key ignores placeholder ids, the image's source and the order of the media list."""
     cat = Media(Media.digest_of(b"cat"), 1, 2)
     dog = Media(DOG, 4, 1)
 
@@ -151,7 +151,7 @@ def test_pb24_the_same_image_is_one_content_wherever_it_came_from() -> None:
 
 
 def test_pb24_no_text_is_an_image() -> None:
-    """Token ids are never negative, and what stands for content always is."""
+    """Token ids are never negative, and content atoms always are."""
     key = prompt(0, (CAT, 3), 2**31 - 1)
 
     assert [atom < 0 for atom in key.tokens()] == [False, True, True, True, False]
@@ -160,7 +160,7 @@ def test_pb24_no_text_is_an_image() -> None:
 
 
 def test_pb24_one_image_of_20_atoms_is_not_two_of_10() -> None:
-    """They agree for 10 atoms, and where the second begins again they part."""
+    """A 20-atom image and two 10-atom images share the first 10 atoms and no page after them."""
     whole, halves = prompt((CAT, 20), 1), prompt((CAT, 10), (CAT, 10), 1)
 
     assert len(whole) == len(halves)
@@ -179,7 +179,7 @@ def test_pb24_images_that_differ_in_one_bit_share_nothing() -> None:
 
 
 def test_namespaces_keep_images_apart_too() -> None:
-    """The same image for another model has other K/V."""
+    """An image in one namespace never hits the same image in another."""
     cache = PrefixCache(8, 1)
     serve(cache, prompt((CAT, 3), 1, namespace="one"))
 
@@ -217,11 +217,11 @@ def test_a_digest_names_the_content_and_every_setting() -> None:
 
 @INDICES
 def test_a_salt_makes_the_tail_private_and_leaves_the_head_shared(index: str) -> None:
-    """A public system prompt, then what only those find who know the salt."""
+    """Pages before the salt hit for any salt; pages after it hit for the same salt only."""
     cache = PrefixCache(32, 2, index=index)
     serve(cache, prompt(*range(9), salts={4: "tenant a"}))
 
-    for salts, found in [
+    for salts, num_tokens in [
         ({4: "tenant a"}, 8),
         ({4: "tenant b"}, 4),
         ({}, 4),
@@ -230,12 +230,12 @@ def test_a_salt_makes_the_tail_private_and_leaves_the_head_shared(index: str) ->
         ({4: "tenant a", 6: "x"}, 6),
         ({0: "tenant a", 4: "tenant a"}, 0),
     ]:
-        assert cache.match(prompt(*range(9), salts=salts)).num_tokens == found
+        assert cache.match(prompt(*range(9), salts=salts)).num_tokens == num_tokens
     assert_marks_agree(cache)
 
 
 def test_two_tenants_share_the_pages_of_the_public_prefix() -> None:
-    """The second computes nothing of it, and has none of the first one's other pages."""
+    """Two salts share the pages of the public prefix and no page after it."""
     cache = PrefixCache(32, 2)
     first = serve(cache, prompt(*range(9), salts={4: "a"}))
     second = serve(cache, prompt(*range(9), salts={4: "b"}))
@@ -288,28 +288,28 @@ def test_salts_and_media_together() -> None:
 def test_p45_pb25_a_segment_in_the_wrong_place_is_refused_by_its_numbers(
     media: list[tuple[int, int]], named: str
 ) -> None:
-    """Overlaps are told as overlaps, and what leaves the prompt with the prompt's length."""
+    """The error gives an overlap's positions, or the prompt's length for a segment outside it."""
     with pytest.raises(InvalidKeyError, match=named):
         CacheKey([0] * 8, media=[Media(CAT, start, length) for start, length in media])
 
 
 @pytest.mark.parametrize("start", ["0", 0.0, None])
 def test_pb25_a_position_that_is_no_integer_is_refused(start: Any) -> None:
-    """As a key that cannot be, not as an error from somewhere below."""
+    """A position that is not an integer raises InvalidKeyError."""
     with pytest.raises(InvalidKeyError):
         CacheKey([0, 1], media=[Media(CAT, start, 1)])
 
 
 @pytest.mark.parametrize("salt", [5, None, 1.5])
 def test_a_salt_of_another_type_is_refused(salt: Any) -> None:
-    """Only text and bytes have one spelling."""
+    """A salt that is neither str nor bytes raises InvalidKeyError."""
     with pytest.raises(InvalidKeyError):
         CacheKey([1], salts=[Salt(0, salt)])
 
 
 @pytest.mark.parametrize("digest", [b"", CAT[:31], CAT + b"\0", CAT.hex(), None, bytearray(CAT)])
 def test_pb25_a_digest_that_is_none_is_refused(digest: Any) -> None:
-    """A short hash would make collisions likely; the error says how to get a whole one."""
+    """A digest that is not 32 bytes raises an error that names `Media.digest_of`."""
     with pytest.raises(InvalidKeyError, match=r"segment at 3 .* not 32 bytes; Media\.digest_of"):
         CacheKey([0] * 8, media=[Media(digest, 3, 2)])
 
@@ -325,7 +325,7 @@ def test_pb25_a_digest_that_is_none_is_refused(digest: Any) -> None:
     ],
 )
 def test_a_salt_in_the_wrong_place_is_refused_by_its_numbers(salts: list[int], named: str) -> None:
-    """Outside, inside an image, or twice at one place: it could not mean what it says."""
+    """A salt outside the prompt, inside an image or at a position twice raises InvalidKeyError."""
     image = Media(CAT, 2, 3)
 
     with pytest.raises(InvalidKeyError, match=named):

@@ -1,4 +1,4 @@
-"""Observers of evictions: told what goes, while it is free and nobody else has it."""
+"""Eviction observers: called with every evicted run while its pages are free."""
 
 from collections.abc import Callable
 from random import Random
@@ -14,12 +14,14 @@ from tests.pure.test_prefix_cache import drained, key, serve
 
 
 def test_an_observer_is_told_what_is_free_and_why() -> None:
-    """Namespace, atoms, place and pages of each run, before anybody else can have the pages."""
+    """An observer gets each run's namespace, atoms, position, pages and reason before reuse."""
     cache = PrefixCache(4, 2)
     pages = Pages.of(serve(cache, "abcdef", "n"))
-    told: list[tuple[Evicted, bool]] = []
+    evictions: list[tuple[Evicted, bool]] = []
     stop = cache.observe_evictions(
-        lambda one: told.append((one, all(cache.is_free(page) for page in one.pages)))
+        lambda eviction: evictions.append(
+            (eviction, all(cache.is_free(page) for page in eviction.pages))
+        )
     )
 
     cache.evict(1)
@@ -29,7 +31,7 @@ def test_an_observer_is_told_what_is_free_and_why() -> None:
     cache.clear()
 
     n, text = b"n", key("abcdef").atoms
-    assert told == [
+    assert evictions == [
         (Evicted(n, text[16:], 2, pages[2:], "asked"), True),
         (Evicted(n, text[8:16], 1, pages[1:2], "capacity"), True),
     ]
@@ -38,24 +40,26 @@ def test_an_observer_is_told_what_is_free_and_why() -> None:
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
 def test_observers_are_told_exactly_what_was_evicted(seed: int, index: str) -> None:
-    """Over random traffic: as many pages as the statistics count, free at that moment."""
+    """Over random traffic, observers see as many pages as `stats` counts, free at that moment."""
     random = Random(seed)
     cache = PrefixCache(random.randint(6, 14), 2, index=index)
-    told: list[Evicted] = []
+    evictions: list[Evicted] = []
 
     def observe(one: Evicted) -> None:
         assert all(cache.is_free(page) for page in one.pages)
         assert len(one.atoms) == len(one.pages) * 2 * 4
-        told.append(one)
+        evictions.append(one)
 
     cache.observe_evictions(observe)
     for _ in Traffic(cache, random).run(30):
         pass
 
     stats = cache.stats()
-    assert sum(len(one.pages) for one in told) == stats.evicted_pages
+    assert sum(len(eviction.pages) for eviction in evictions) == stats.evicted_pages
     for reason, count in stats.evictions.items():
-        assert sum(len(one.pages) for one in told if one.reason == reason) == count
+        assert (
+            sum(len(eviction.pages) for eviction in evictions if eviction.reason == reason) == count
+        )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_observers_are_told_exactly_what_was_evicted(seed: int, index: str) -> N
 def test_an_observer_that_raises_leaves_a_whole_cache(
     evict: Callable[[PrefixCache], object],
 ) -> None:
-    """Its exception comes out of the call that evicted; pages, counts and events are right."""
+    """The evicting call raises the observer's exception; pages, counts and events stay correct."""
     cache = PrefixCache(8, 2, ghost_pages=1)
     serve(cache, "abcdef")
     subscription = cache.subscribe()
@@ -93,34 +97,34 @@ def test_an_observer_that_raises_leaves_a_whole_cache(
 
 
 def test_each_call_stops_its_own_observer_once() -> None:
-    """One may observe twice, and stop once."""
+    """Stopping a registration of an observer, even twice, keeps its other registration."""
     cache = PrefixCache(8, 2)
-    told: list[Evicted] = []
-    first, second = (cache.observe_evictions(told.append) for _ in range(2))
+    evictions: list[Evicted] = []
+    first, second = (cache.observe_evictions(evictions.append) for _ in range(2))
     first()
     first()
     serve(cache, "abcd")
     cache.evict(2)
-    assert len(told) == 1
+    assert len(evictions) == 1
     second()
     serve(cache, "abcd")
     cache.evict(2)
-    assert len(told) == 1
+    assert len(evictions) == 1
 
 
 def test_every_observer_is_told_though_one_raises() -> None:
-    """Of every run; the exception comes out afterwards."""
+    """Every observer gets every run; an observer's exception is raised after the last call."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
     serve(cache, "abxy")
-    told: list[Evicted] = []
+    evictions: list[Evicted] = []
 
     def fail(one: Evicted) -> None:
         raise RuntimeError(one.reason)
 
     cache.observe_evictions(fail)
-    cache.observe_evictions(told.append)
+    cache.observe_evictions(evictions.append)
     with pytest.raises(RuntimeError, match="cleared"):
         cache.clear()
 
-    assert sum(len(one.pages) for one in told) == 3
+    assert sum(len(eviction.pages) for eviction in evictions) == 3

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, and steps that verify guesses."""
+"""Several answers to one prompt (n > 1), and steps that verify drafts."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
 def drawn(prompt: list[int], seed: int, count: int) -> list[int]:
-    """What a request with a temperature answers alone."""
+    """Tokens that a sampled request with this seed draws alone."""
     context = list(prompt)
     while len(context) < len(prompt) + count:
         context.append(fake_next_token(context, VOCAB, draw=(seed, len(context))))
@@ -27,7 +27,7 @@ def drawn(prompt: list[int], seed: int, count: int) -> list[int]:
 
 @dataclass
 class Guesser:
-    """Guesses some of the tokens right, as far as it goes."""
+    """A drafter of up to `longest` tokens, each right with probability `share`."""
 
     share: float
     longest: int
@@ -58,22 +58,22 @@ class Guesser:
 def test_each_answer_is_that_of_a_request_with_its_own_seed(
     page_size: int, pool_tokens: int
 ) -> None:
-    """Also when pages or rows do not suffice for all of them at once."""
+    """Answer i equals that of a request with seed + i, also when pages or rows run short."""
     bench = Bench(pool_tokens, page_size, max_num_seqs=3)
     first = bench.add(PROMPT, n=5, temperature=1.0, seed=40, max_tokens=9, ignore_eos=True)
     other = bench.add(PROMPT[:7], max_tokens=9, ignore_eos=True)
 
     outputs = bench.run()
 
-    found = [list(one.token_ids) for one in outputs[first].completions]
-    assert found == [drawn(PROMPT, 40 + index, 9) for index in range(5)]
+    answers = [list(completion.token_ids) for completion in outputs[first].completions]
+    assert answers == [drawn(PROMPT, 40 + index, 9) for index in range(5)]
     assert outputs[first].usage.completion_tokens == 45
     assert list(outputs[other].token_ids) == expected(PROMPT[:7], 9, ends=())
     bench.assert_nothing_leaked()
 
 
 def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
-    """The last page, which nobody may share, is copied."""
+    """n answers compute their prompt once; its last, partial page is copied."""
     bench = Bench(page_size=16)
     bench.add(PROMPT, n=8, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
 
@@ -84,7 +84,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_an_abort_ends_all_answers(num_steps: int) -> None:
-    """Before the prompt is computed, part-way, and when some answers wait for a row."""
+    """An abort ends every answer: before the prompt is computed, part-way, or waiting for a row."""
     bench = Bench(max_num_seqs=2, max_batch_tokens=6)
     request_id = bench.add(PROMPT, n=4, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True)
     for _ in range(num_steps):
@@ -92,20 +92,22 @@ def test_an_abort_ends_all_answers(num_steps: int) -> None:
 
     bench.abort(request_id)
 
-    reasons = {one.finish_reason for one in bench.outputs[request_id].completions}
+    reasons = {completion.finish_reason for completion in bench.outputs[request_id].completions}
     assert reasons == {FinishReason.ABORT}
     assert len(bench.outputs[request_id].completions) == 4
     bench.assert_nothing_leaked()
 
 
 def test_all_answers_fail_with_a_prompt_that_does() -> None:
-    """The caller is told once."""
+    """If the prompt's step fails, every answer ends with an error."""
     bench = Bench(fail_at=range(4))
     request_id = bench.add(PROMPT, n=3, max_tokens=4)
 
     outputs = bench.run()
 
-    assert [one.finish_reason for one in outputs[request_id].completions] == ["error"] * 3
+    assert [completion.finish_reason for completion in outputs[request_id].completions] == [
+        "error"
+    ] * 3
     assert "failed" in str(outputs[request_id].error)
     bench.assert_nothing_leaked()
 
@@ -122,7 +124,7 @@ def test_all_answers_fail_with_a_prompt_that_does() -> None:
 def test_guesses_change_no_token(
     page_size: int, share: float, longest: int, pool_tokens: int, budget: int, seed: int
 ) -> None:
-    """Whatever was guessed, however many pages the guesses cross, and when pages run out."""
+    """Right and wrong drafts change no token, across page borders and when pages run out."""
     bench = Bench(
         pool_tokens,
         page_size,
@@ -136,14 +138,14 @@ def test_guesses_change_no_token(
     outputs = bench.run()
 
     assert list(outputs[first].token_ids) == expected(PROMPT, 30, ends=())
-    found = [list(one.token_ids) for one in outputs[branched].completions]
-    assert found == [drawn(PROMPT, 5 + index, 20) for index in range(3)]
+    answers = [list(completion.token_ids) for completion in outputs[branched].completions]
+    assert answers == [drawn(PROMPT, 5 + index, 20) for index in range(3)]
     assert list(outputs[text].token_ids) == expected(PROMPT[2:], 25)
     bench.assert_nothing_leaked()
 
 
 def test_right_guesses_save_steps() -> None:
-    """Several tokens of a request come from one step."""
+    """Accepted drafts yield several tokens of a request in one step."""
     bench = Bench(drafter=Guesser(1.0, 4))
     bench.add(PROMPT, max_tokens=60, ignore_eos=True)
 
@@ -154,21 +156,21 @@ def test_right_guesses_save_steps() -> None:
 
 @pytest.mark.parametrize("stop", ["AB", "CDE"])
 def test_text_that_may_begin_a_stop_text_is_told_later(stop: str) -> None:
-    """And never when it does."""
+    """Text that may start a stop string is held back, and never sent if it is the stop string."""
     script = [ord(letter) - ord("A") for letter in "ZCZCDZZAZCDE"]
     bench = Bench(next_token=lambda context: script[len(context) - 3])
     request_id = bench.add([1, 2, 3], max_tokens=12, stop=[stop], ignore_eos=True)
 
-    told: list[str] = []
+    pieces: list[str] = []
     while bench.core.has_unfinished:
-        told += [event.text for event in bench.step()]
+        pieces += [event.text for event in bench.step()]
 
     text = "".join(map(chr, (ord("A") + token for token in script)))
-    assert "".join(told) == text.partition(stop)[0] == bench.outputs[request_id].text
+    assert "".join(pieces) == text.partition(stop)[0] == bench.outputs[request_id].text
 
 
 def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
-    """It is live until all of its answers have ended."""
+    """A request stays live, and can be aborted, until all its answers have ended."""
     bench = Bench(next_token=lambda context: 7, drafter=Guesser(0.0, 1))
     request_id = bench.add(PROMPT, n=3, max_tokens=30, ignore_eos=True)
     for _ in range(4):
@@ -180,6 +182,6 @@ def test_a_request_whose_first_answer_has_ended_can_be_aborted() -> None:
 
     bench.abort(request_id)
 
-    found = [one.finish_reason for one in bench.outputs[request_id].completions]
-    assert found == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT]
+    reasons = [completion.finish_reason for completion in bench.outputs[request_id].completions]
+    assert reasons == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT]
     bench.assert_nothing_leaked()

@@ -1,4 +1,4 @@
-"""One request and the engine: what is refused, what ends it, what is reported."""
+"""Single requests: what is refused, what ends a request, what is reported."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def test_the_models_own_end_ends_a_request() -> None:
 
 
 def test_ignore_eos_goes_on_but_asked_for_stop_ids_count() -> None:
-    """ignore_eos is about the model's own ends only."""
+    """`ignore_eos` ignores the model's end tokens, not `stop_token_ids`."""
     bench = Bench(next_token=scripted(2, EOS, 4, 6))
     key = bench.add([9] * 4, ignore_eos=True, stop_token_ids=[4])
 
@@ -55,7 +55,7 @@ def test_ignore_eos_goes_on_but_asked_for_stop_ids_count() -> None:
     [("E", "C", 2), ("CE", "", 2), (("G", "EG"), "C", 3), ("D", "CEG", 4), ("GD", "CE", 5)],
 )
 def test_a_stop_text_is_cut_off(stop: Any, text: str, count: int) -> None:
-    """Across token boundaries, where it begins first, and also in what the decoder held back."""
+    """A stop string is cut at its first match, across tokens and in text the decoder held back."""
     bench = Bench(next_token=scripted(2, 4, 6, 3, 8, 10))  # C, E, G, then D shows with I
     key = bench.add([9] * 4, stop=stop, max_tokens=4 if stop == "D" else 6)
 
@@ -91,7 +91,7 @@ def test_the_context_ends_a_request() -> None:
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
 def test_draws_depend_on_seed_and_position_only(seed: int) -> None:
-    """The same request alone, in a crowd, cold, warm, in chunks and preempted."""
+    """A seeded request draws the same tokens alone, in a batch, in chunks and after preemption."""
     wanted = None
     for crowd, budget, pool in ((0, 512, 4096), (6, 512, 4096), (6, 5, 60), (3, 1, 40)):
         bench = Bench(pool, 4, max_batch_tokens=budget)
@@ -111,10 +111,14 @@ def test_metrics_follow_the_clock() -> None:
 
     outputs = bench.run()
 
-    one, two = outputs[first].metrics, outputs[second].metrics
-    assert (one.queue_s, one.ttft_s, one.total_s) == (1.0, 1.0, 3.0)
-    assert one.decode_tokens_per_s == 1.0
-    assert (two.queue_s, two.ttft_s, two.decode_tokens_per_s) == (4.0, 4.0, None)
+    first_metrics, second_metrics = outputs[first].metrics, outputs[second].metrics
+    assert (first_metrics.queue_s, first_metrics.ttft_s, first_metrics.total_s) == (1.0, 1.0, 3.0)
+    assert first_metrics.decode_tokens_per_s == 1.0
+    assert (second_metrics.queue_s, second_metrics.ttft_s, second_metrics.decode_tokens_per_s) == (
+        4.0,
+        4.0,
+        None,
+    )
 
 
 def test_a_clock_may_start_at_zero() -> None:
@@ -142,7 +146,7 @@ def test_usage_and_report_agree() -> None:
 
 
 def test_without_prefix_cache_the_report_says_why() -> None:
-    """Nothing is read or shared, and the reason is there."""
+    """With prefix_cache=False the report has no hits and gives the reason."""
     bench = Bench(prefix_cache=False)
     for _ in range(2):
         bench.add([7] * 10, max_tokens=1)
@@ -178,7 +182,7 @@ def test_without_prefix_cache_the_report_says_why() -> None:
 def test_a_prompt_that_can_never_be_served_is_refused(
     prompt: Any, error: type[RequestError], told: str
 ) -> None:
-    """One error that names value, limit and way out; nothing is queued, others go on."""
+    """The error names value, limit and remedy; nothing is queued, and other requests continue."""
     bench = Bench(16, 4, max_model_len=20)
     key = bench.add([7] * 6, max_tokens=4, ignore_eos=True)
     bench.step()
@@ -192,7 +196,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(
 
 
 def test_stop_texts_need_a_tokenizer() -> None:
-    """Without one they could never be found."""
+    """A stop string without a tokenizer raises InvalidParamsError."""
     bench = Bench()
     bench.core.lifecycle.detokenizer_factory = None
 
@@ -209,7 +213,7 @@ def test_an_idle_engine_does_nothing() -> None:
 
 
 def test_a_recheck_shares_nothing_that_its_request_did_not() -> None:
-    """Computed again cold, a sampled hit keeps `max_shared`: its answer is nobody else's."""
+    """A recheck keeps the `max_shared` of its request: later tokens stay out of the cache."""
     bench = Bench(options={"verify_sample": 1.0})
     for prompt in ([1] * 16, [*[1] * 16, 2, 3, 4, 5, 6]):
         bench.core.add_request(prompt, SamplingParams(max_tokens=8), max_shared=8)
@@ -228,7 +232,7 @@ def test_a_recheck_shares_nothing_that_its_request_did_not() -> None:
 @pytest.mark.parametrize("max_shared", [0, 3, 4, 9, 12, 40, None])
 @pytest.mark.parametrize("budget", [3, 512])
 def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budget: int) -> None:
-    """Neither those of the prompt nor of the answer; before that limit all is as ever."""
+    """Tokens after `max_shared` are not shared, in prompt or answer; tokens before it are."""
     bench = Bench(max_batch_tokens=budget)
     prompt = list(range(1, 21))
     core = bench.core
@@ -243,14 +247,14 @@ def test_tokens_beyond_max_shared_are_nobody_elses(max_shared: int | None, budge
     assert report.read_tokens + report.shared_tokens == limit // 4 * 4
 
     context = [*prompt, *outputs[first].token_ids]
-    found = core.cache.match(CacheKey(context, core.namespaces.base)).num_tokens
-    assert found == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
+    num_cached = core.cache.match(CacheKey(context, core.namespaces.base)).num_tokens
+    assert num_cached == (28 if max_shared is None else max(20, min(max_shared, 28)) // 4 * 4)
     assert list(outputs[first].token_ids) == expected(prompt, 9, ends=())
     bench.assert_nothing_leaked()
 
 
 def test_the_first_event_tells_where_the_prompt_came_from() -> None:
-    """Streams report the cache before the answer has ended."""
+    """The first event of a request carries its cache report; later events carry none."""
     bench = Bench()
     bench.add(list(range(1, 21)), max_tokens=2, ignore_eos=True)
     bench.run()

@@ -1,4 +1,4 @@
-"""Prefixes that an operator declares public: all tenants read them, and nothing of one another."""
+"""Public prefixes: every tenant hits the declared prefixes, and no tenant hits another's K/V."""
 
 import asyncio
 import json
@@ -31,17 +31,17 @@ KEYS = ApiKeys.of("key-ann", "key-bob", admin="key-admin")
 
 
 def read(llm: LLM, prompt: list[int], tenant: str, salt: str = "") -> int:
-    """Tokens that a tenant's prompt found computed."""
+    """Generate a token from a tenant's prompt; returns the number of cached prompt tokens."""
     (output,) = llm.generate(prompt, ONE, tenant=tenant, salt=salt)
     assert output.error is None
     return output.cache.read_tokens
 
 
 def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
-    """Computed once; what a tenant adds is found again by the same tenant and salt only."""
+    """A public prefix is computed once; tokens after it hit only for the same tenant and salt."""
     llm = LLM.from_core(Bench().core)
-    told = llm.cache.share([WarmPrompt(STEM)])
-    assert (told.computed_tokens, told.num_failed) == (14, 0)
+    report = llm.cache.share([WarmPrompt(STEM)])
+    assert (report.computed_tokens, report.num_failed) == (14, 0)
     prompt = [*STEM, *range(30, 45)]
 
     assert [read(llm, prompt, tenant) for tenant in "abab"] == [12, 12, 28, 28]
@@ -56,9 +56,9 @@ def test_all_tenants_read_its_whole_pages_and_nothing_behind_them() -> None:
 
 @pytest.mark.parametrize("length", [1, 6, 12, 13, 14, 20])
 def test_what_is_private_goes_with_its_tenant(length: int) -> None:
-    """`clear` by tenant and `pin` reach behind a public prefix, and leave it and others there.
+    """`clear` by tenant and `pin` act on a tenant's pages after a public prefix, and on no others.
 
-    With a prefix that ends in the public one, at its end, or behind it.
+    The cleared prefix ends inside the public prefix, at its end, or after it.
     """
     llm = LLM.from_core(Bench().core)
     llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
@@ -66,8 +66,8 @@ def test_what_is_private_goes_with_its_tenant(length: int) -> None:
     for tenant in "abc":
         read(llm, prompt, tenant)
     early, late = [*STEM[:4], *range(20, 30)], [*STEM[:5], *range(20, 30)]
-    for one in (early, late):  # behind the shorter public prefix
-        read(llm, one, "a")
+    for branch in (early, late):  # behind the shorter public prefix
+        read(llm, branch, "a")
 
     pin = llm.cache.pin(prompt, tenant="b")
     assert llm.cache.clear(prefix=prompt[:length], tenant="b").num_kept == 4
@@ -80,7 +80,7 @@ def test_what_is_private_goes_with_its_tenant(length: int) -> None:
 
 
 def test_no_text_of_others_is_guessed() -> None:
-    """Speculation reads the tree behind a public prefix only where it is the tenant's own."""
+    """After a public prefix, drafts from the radix tree come only from the tenant's own pages."""
     stem = STEM[:12]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     bench = Bench(speculative="tree")
@@ -96,38 +96,46 @@ def test_no_text_of_others_is_guessed() -> None:
 
 
 def test_the_longest_prefix_counts_and_requests_go_on_through_everything() -> None:
-    """Several answers, preemption and other weights: the same tokens, private where they were.
+    """With n = 2, preemption and reloaded weights, tokens stay the same and pages stay private.
 
-    Nobody else finds what lies behind the prefix, and nothing had to be repaired.
+    No other tenant hits tokens after the public prefix, and the engine is never rebuilt.
     """
     alone = expected([*STEM, 7, 8, 9, 10, 11], 20, ends=())
     bench = Bench(pool_tokens=96)
     llm = LLM.from_core(bench.core)
     llm.cache.share([WarmPrompt(STEM[:4]), WarmPrompt(STEM)])
     prompt = [*STEM, 7, 8, 9, 10, 11]
-    asked = [bench.add(prompt, tenant=one, max_tokens=20, ignore_eos=True, n=2) for one in "abcabc"]
+    request_ids = [
+        bench.add(prompt, tenant=tenant, max_tokens=20, ignore_eos=True, n=2) for tenant in "abcabc"
+    ]
     while bench.core.has_unfinished:
         bench.step()
         assert_private(llm, 12)
-        if sum(one.preemptions for one in bench.core.live) and not bench.core.namespaces.base:
+        if (
+            sum(request.preemptions for request in bench.core.live)
+            and not bench.core.namespaces.base
+        ):
             swap_weights(bench.core, lambda: b"other weights")
 
     assert bench.core.namespaces.base == b"other weights"
-    for one in asked:
-        assert all(list(each.token_ids) == alone for each in bench.outputs[one].completions)
-    assert sum(bench.outputs[one].metrics.preemptions for one in asked)
+    for request_id in request_ids:
+        assert all(
+            list(completion.token_ids) == alone
+            for completion in bench.outputs[request_id].completions
+        )
+    assert sum(bench.outputs[request_id].metrics.preemptions for request_id in request_ids)
     assert bench.core.recovery.counts.rebuilds == 0
     llm.cache.clear(tenant="d")
-    assert [read(llm, [*prompt, 7], one) for one in "dd"] == [12, 16]
+    assert [read(llm, [*prompt, 7], tenant) for tenant in "dd"] == [12, 16]
     swap_weights(bench.core, lambda: b"the third ones")
     assert {node.is_stale for node in llm.cache.tree().nodes} == {True}
-    assert [read(llm, [*STEM, 7, 8, 9], one) for one in "abb"] == [0, 12, 16]
+    assert [read(llm, [*STEM, 7, 8, 9], tenant) for tenant in "abb"] == [0, 12, 16]
     llm.cache.check()
 
 
 def assert_private(llm: LLM, num_public: int) -> None:
-    """What lies behind a public prefix is somebody's."""
-    ends = [(one.start + one.num_tokens, one.tenant) for one in llm.cache.tree().nodes]
+    """Check that every node that ends after the public prefix has a tenant."""
+    ends = [(node.start + node.num_tokens, node.tenant) for node in llm.cache.tree().nodes]
     assert all(tenant for end, tenant in ends if end > num_public), ends
 
 
@@ -139,14 +147,16 @@ TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
 def test_a_tenant_reads_what_is_public_or_his_own(
     public: list[list[int]], asked: list[tuple[str, list[int]]]
 ) -> None:
-    """Against a set of prefixes: each tenant's, and of declared ones the first that fits whole."""
+    """A tenant hits its own prefixes and the longest declared prefix that matches whole."""
     llm = LLM.from_core(Bench().core)
-    declared = [one[: len(one) // 4 * 4] for one in public if len(one) >= 4]
-    llm.cache.share([WarmPrompt(one) for one in declared])
+    declared = [prefix[: len(prefix) // 4 * 4] for prefix in public if len(prefix) >= 4]
+    llm.cache.share([WarmPrompt(prefix) for prefix in declared])
     seen: set[tuple[str, tuple[int, ...]]] = set()
 
     for tenant, prompt in asked:
-        common = max((len(one) for one in declared if prompt[: len(one)] == one), default=0)
+        common = max(
+            (len(prefix) for prefix in declared if prompt[: len(prefix)] == prefix), default=0
+        )
         whole = [at for at in range(0, len(prompt), 4) if at <= len(prompt) - 1]
         shared = (f"{tenant} behind {common}") if common else tenant
         known = [at for at in whole if at <= common or (shared, tuple(prompt[:at])) in seen]
@@ -167,7 +177,7 @@ def test_a_tenant_reads_what_is_public_or_his_own(
 def test_a_prefix_that_cannot_be_public_shares_none(
     prefixes: list[WarmPrompt], problem: str
 ) -> None:
-    """One clear error; the others of the call are not shared either."""
+    """One ConfigError names the problem, and the call shares no prefix at all."""
     llm = LLM.from_core(Bench().core)
 
     with pytest.raises(ConfigError, match=problem):
@@ -178,7 +188,7 @@ def test_a_prefix_that_cannot_be_public_shares_none(
 
 
 def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
-    """The budget of pins is what a public prefix may take."""
+    """Prefixes that exceed `max_pinned_share` raise PinError, and the call shares none."""
     llm = LLM.from_core(Bench(pool_tokens=64).core)
     prefixes = [WarmPrompt([token] * 20) for token in (1, 2, 3)]
 
@@ -190,14 +200,14 @@ def test_more_than_may_be_pinned_is_refused_as_a_whole() -> None:
 
 
 def test_what_is_evicted_before_it_is_pinned_is_told() -> None:
-    """Nothing is shared then, nor pinned; a second call for the same is no second pin."""
+    """A prefix evicted before its pin raises ConfigError; sharing a prefix twice makes one pin."""
     core = Bench().core
     llm = LLM.from_core(core)
-    told = llm.cache.warm([WarmPrompt(STEM)])
+    report = llm.cache.warm([WarmPrompt(STEM)])
     core.cache.evict_if(lambda node: node.depth > 2, 1)
 
     with pytest.raises(ConfigError, match="only 8 of 12 tokens are still cached"):
-        pin_public_prefixes(core, [array("i", STEM[:12])], told)
+        pin_public_prefixes(core, [array("i", STEM[:12])], report)
 
     assert not llm.cache.pins()
     for _ in range(2):
@@ -208,16 +218,16 @@ def test_what_is_evicted_before_it_is_pinned_is_told() -> None:
 
 
 def test_an_async_engine_and_a_file_share_too(tmp_path: Path) -> None:
-    """A line of the file may have the tools that the messages are rendered with."""
+    """`AsyncLLM` shares the prompts of a file; a line may hold the tools that its messages need."""
     file = tmp_path / "public.jsonl"
     file.write_text(json.dumps({"token_ids": STEM}))
-    made = AsyncBench()
+    async_bench = AsyncBench()
 
     async def main() -> list[int]:
-        async with made.llm as llm:
+        async with async_bench.llm as llm:
             await llm.cache.share(file)
-            asked = [llm.generate([*STEM, 5], ONE, tenant=tenant) for tenant in "ab"]
-            return [one.cache.read_tokens for one in await asyncio.gather(*asked)]
+            requests = [llm.generate([*STEM, 5], ONE, tenant=tenant) for tenant in "ab"]
+            return [output.cache.read_tokens for output in await asyncio.gather(*requests)]
 
     assert run(main()) == [12, 12]
     messages = [{"role": "system", "content": "x"}]
@@ -239,7 +249,7 @@ def talk(text: str, **others: Any) -> dict[str, Any]:
 
 
 def test_no_answer_tells_what_others_asked_behind_it() -> None:
-    """Cached tokens are those of the prefix; why no more: cold, whatever others have there."""
+    """Other tenants' text after the prefix changes neither cached tokens nor the miss reason."""
     bench = ServerBench(keys=KEYS)
     words = f"The password is {SECRET}, and the door is green. " * 3
 
@@ -250,40 +260,40 @@ def test_no_answer_tells_what_others_asked_behind_it() -> None:
             await bench.llm.cache.warm([WarmPrompt([*system, {"role": "user", "content": words}])])
             for path in ("/v1/chat/completions", "/v1/cache/explain"):
                 await bench.post(path, talk(words), "key-ann")
-            told = []
+            answers = []
             for text in (words, words.replace("green", "red"), "Hello."):
-                told.append(await bench.post("/v1/cache/explain", talk(text), "key-bob"))
+                answers.append(await bench.post("/v1/cache/explain", talk(text), "key-bob"))
             ann = KEYS.caller("key-ann").tenant
             gone = await bench.call("DELETE", f"/v1/cache?tenant={ann}", key="key-admin")
             assert gone.json["pages"] > 0
-            told.append(await bench.post("/v1/cache/explain", talk(words), "key-bob"))
-            told.append(await bench.post("/v1/chat/completions", talk(words), "key-bob"))
+            answers.append(await bench.post("/v1/cache/explain", talk(words), "key-bob"))
+            answers.append(await bench.post("/v1/chat/completions", talk(words), "key-bob"))
             again = await bench.post("/v1/chat/completions", talk(words), "key-bob")
             assert again.json["usage"]["ramify_cache"]["read"] > 200
             changed = talk(words.replace("green", "red"))
             mine = await bench.post("/v1/cache/explain", changed, "key-bob")
             assert mine.json["miss"]["reason"] == "diverged"
             assert "green" in mine.json["miss"]["had"]
-            return told
+            return answers
 
     *explained, answered = run(main())
 
     public = len(RULES) // 16 * 16  # the tiny model has a token for each byte, or nearly
-    for one in explained:
-        assert 0 < one.json["cached_tokens"] <= public + 32
-        assert one.json["miss"]["reason"] in ("cold", "page_tail"), one.json
-        assert not {"had", "got"} & set(one.json["miss"])
-        assert SECRET not in str(one.json)
-    assert len({one.json["cached_tokens"] for one in explained}) == 1
+    for answer in explained:
+        assert 0 < answer.json["cached_tokens"] <= public + 32
+        assert answer.json["miss"]["reason"] in ("cold", "page_tail"), answer.json
+        assert not {"had", "got"} & set(answer.json["miss"])
+        assert SECRET not in str(answer.json)
+    assert len({answer.json["cached_tokens"] for answer in explained}) == 1
     assert explained[0].json["miss"] == explained[3].json["miss"]  # Ann's are gone
     use = answered.json["usage"]["ramify_cache"]
     assert use["read"] == explained[0].json["cached_tokens"]
 
 
 def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
-    """What lies behind a public prefix counts as its tenant's, and goes first when it is too much."""
+    """Pages after a public prefix count towards their tenant's quota, which evicts them first."""
     keys = ApiKeys(
-        {hash_key(one): Caller(one, quota=Quota(max_cached_share=0.5)) for one in ("ann", "bob")}
+        {hash_key(name): Caller(name, quota=Quota(max_cached_share=0.5)) for name in ("ann", "bob")}
     )
     bench = ServerBench(keys=keys, pool_tokens=2048)
     stem = [9] * 64
@@ -291,16 +301,16 @@ def test_a_flood_behind_it_leaves_the_prefix_and_the_others() -> None:
     async def main() -> list[int]:
         async with bench.running():
             await bench.llm.cache.share([WarmPrompt(stem)])
-            kept = {"prompt": [stem + [10] * 200], "max_tokens": 3}
-            await bench.post("/v1/completions", kept, "ann")
+            ann_request = {"prompt": [stem + [10] * 200], "max_tokens": 3}
+            await bench.post("/v1/completions", ann_request, "ann")
             flood = [{"prompt": [stem + [at + 20] * 300], "max_tokens": 3} for at in range(40)]
             for body in flood:
                 assert (await bench.post("/v1/completions", body, "bob")).status == 200
-            told = [
-                await bench.post("/v1/completions", one, who)
-                for one, who in ((kept, "ann"), (flood[-1], "bob"))
+            answers = [
+                await bench.post("/v1/completions", request, who)
+                for request, who in ((ann_request, "ann"), (flood[-1], "bob"))
             ]
-            return [one.json["usage"]["ramify_cache"]["read"] for one in told]
+            return [answer.json["usage"]["ramify_cache"]["read"] for answer in answers]
 
     assert run(main()) == [256, 352]
 
@@ -329,10 +339,10 @@ MINE = ["abcdefghXYZ", "abcdefghijklXYZ", "abcdefghijklmnopX", "abcdefghij", "ab
 def test_explanations_stop_where_only_one_has_a_salt(
     state: str, salts: tuple[str, str], mine: str, index: str
 ) -> None:
-    """Nothing behind it is told, nor that anything is there: as if only the beginning were."""
+    """After the public prefix, explanations show neither another salt's text nor its presence."""
     if len(mine) <= 8 and not salts[1]:
         return  # none of both has a salt
-    told: list[Explanation] = []
+    explanations: list[Explanation] = []
     for others in ("abcdefghijklmnopqrst", "abcdefgh"):
         cache = PrefixCache(64, 4, index=index)
         if state != "joint":  # else the salt is in the middle of a node
@@ -345,49 +355,57 @@ def test_explanations_stop_where_only_one_has_a_salt(
             serve(cache, theirs)
         if state == "evicted":
             cache.evict_if(lambda node: node.depth > 2)
-        told.append(cache.explain(salted(mine, 8, salts[0])))
+        explanations.append(cache.explain(salted(mine, 8, salts[0])))
 
-    assert replace(told[0], sibling=b"") == replace(told[1], sibling=b"")
-    for one in told:
-        assert CacheKey(list(b"abcdefgh")).atoms[one.hit_tokens * 4 :].startswith(one.sibling)
+    assert replace(explanations[0], sibling=b"") == replace(explanations[1], sibling=b"")
+    for explanation in explanations:
+        assert (
+            CacheKey(list(b"abcdefgh"))
+            .atoms[explanation.hit_tokens * 4 :]
+            .startswith(explanation.sibling)
+        )
 
 
 def test_private_siblings_hide_no_others() -> None:
-    """However many tenants go on behind a prefix, one's own text is what one is compared with."""
+    """A miss is explained against the caller's own text, however many salts follow the prefix."""
     cache = PrefixCache(1024, 4)
     serve(cache, salted("abcdefghijkl", 8, "mine"))
     for at in range(300):
         serve(cache, salted("abcdefghijkl", 8, f"theirs {at}"))
 
-    told = cache.explain(salted("abcdefghiXYZ...", 8, "mine"))
+    explanation = cache.explain(salted("abcdefghiXYZ...", 8, "mine"))
 
-    assert (told.reason, told.hit_tokens, told.diverged_at) == ("diverged", 8, 9)
+    assert (explanation.reason, explanation.hit_tokens, explanation.diverged_at) == (
+        "diverged",
+        8,
+        9,
+    )
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 def test_a_node_tells_the_salt_above_its_end(index: str) -> None:
-    """The last one on its way; none where nothing is salted."""
+    """A node's salt is the last salt that begins before its end; None if there is none."""
     cache = PrefixCache(64, 4, index=index)
     serve(cache, CacheKey(list(b"abcdefgh")))
     image, salts = Media(Media.digest_of(b"an image"), 16, 2), [Salt(8, "one"), Salt(13, b"two")]
     serve(cache, CacheKey(list(b"abcdefghijklmnopqrst"), media=[image], salts=salts))
-    found: dict[int, set[bytes | None]] = {}
+    salts_by_page: dict[int, set[bytes | None]] = {}
 
     def look(node: Any) -> bool:
         for depth in range(node.start, node.depth):
-            found.setdefault(depth, set()).add(node.salt)
+            salts_by_page.setdefault(depth, set()).add(node.salt)
         return False
 
     count_pages(cache, look)
 
     if index == "hash":  # a page is a node
-        assert found == {0: {None}, 1: {None}, 2: {b"one"}, 3: {b"two"}, 4: {b"two"}}
+        assert salts_by_page == {0: {None}, 1: {None}, 2: {b"one"}, 3: {b"two"}, 4: {b"two"}}
     else:
-        assert found == {0: {None}, 1: {None}, 2: {b"two"}, 3: {b"two"}, 4: {b"two"}}
+        assert salts_by_page == {0: {None}, 1: {None}, 2: {b"two"}, 3: {b"two"}, 4: {b"two"}}
 
 
 def test_a_key_ends_before_a_salt_that_begins_later() -> None:
-    """A prompt that is no longer than the public prefix is public whole."""
+    """A prompt within the public prefix has the same key for every tenant."""
     core = Bench().core
     core.namespaces.declare_public(array("i", STEM))
 

@@ -14,7 +14,7 @@ from tests.pure.live_server import Live, live
 
 
 class Scripted:
-    """Answers with what it was told to; an exception in it is raised."""
+    """A backend that plays back the given answers and raises any exception among them."""
 
     name = "scripted"
 
@@ -42,10 +42,10 @@ def talk(
     def line() -> str | None:
         if not left:
             return None
-        told = left.pop(0)
-        if isinstance(told, str):
-            return told
-        raise told
+        next_line = left.pop(0)
+        if isinstance(next_line, str):
+            return next_line
+        raise next_line
 
     out, notes = io.StringIO(), io.StringIO()
     Chat(backend, lines=line, out=out, notes=notes, system=system).run()  # type: ignore[arg-type]
@@ -53,55 +53,55 @@ def talk(
 
 
 def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
-    """Until /exit; what comes after that is not read."""
+    """A turn sends all earlier turns and prints its cached tokens; /exit ends the chat."""
     backend = Scripted(["a", "b", TurnUsage(20, 16, 2)], ["c"])
     out, notes = talk(backend, "one", "", "two", "/exit", "three", system="be brief")
 
     assert out == "ab\nc\n"
     assert "[prompt 20: 16 cached, 4 computed; output 2, " in notes
-    assert [[one["content"] for one in asked] for asked in backend.asked] == [
+    assert [[message["content"] for message in messages] for messages in backend.asked] == [
         ["be brief", "one"],
         ["be brief", "one", "ab", "two"],
     ]
 
 
 def test_clear_begins_anew() -> None:
-    """With the system message; other commands show the help."""
+    """/clear keeps the system message only; an unknown command prints the help."""
     backend = Scripted(["a"], ["b"])
     _, notes = talk(backend, "one", "/clear", "/what", "two", system="s")
 
-    assert [one["content"] for one in backend.asked[1]] == ["s", "two"]
+    assert [message["content"] for message in backend.asked[1]] == ["s", "two"]
     assert notes.count("/exit ends") == 2
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_the_chat() -> None:
-    """What was said up to then is remembered; the request is closed; at the prompt it does nothing."""
+    """Ctrl-C closes the request and keeps the partial answer; at the prompt it does nothing."""
     backend = Scripted(["half", KeyboardInterrupt()], ["b"])
     out, notes = talk(backend, "one", KeyboardInterrupt, "two")
 
     assert out == "half\nb\n"
     assert "(stopped)" in notes
-    assert [one["content"] for one in backend.asked[1]] == ["one", "half", "two"]
+    assert [message["content"] for message in backend.asked[1]] == ["one", "half", "two"]
     assert backend.num_closed == 2
 
 
 def test_an_error_loses_the_turn_only() -> None:
-    """It is told, and the next turn is asked without it."""
+    """An error is printed, and the next turn is sent without the failed turn."""
     backend = Scripted([ChatError("503: busy")], ["b"])
     _, notes = talk(backend, "one", "two")
 
     assert "error: 503: busy" in notes
-    assert [one["content"] for one in backend.asked[1]] == ["two"]
+    assert [message["content"] for message in backend.asked[1]] == ["two"]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live() as one:
-        yield one
+    with live() as live_server:
+        yield live_server
 
 
 def test_over_a_pipe_with_a_server(server: Live) -> None:
-    """The real command: the second turn reads what the first has computed, then the input ends."""
+    """`ramify chat` over a pipe: the second turn hits the first, and the end of input ends it."""
     lines = "Who lives in Rome, and who lives in Paris?\nAnd in Pisa?\n"
     command = [sys.executable, "-m", "ramify", "chat", "--url", server.url, "--max-tokens", "5"]
     done = subprocess.run(
@@ -123,7 +123,7 @@ def test_over_a_pipe_with_a_server(server: Live) -> None:
 
 
 def test_a_server_may_be_of_another_kind(server: Live) -> None:
-    """Its errors are told; one that is not there, or no server, is an error at once."""
+    """A server's errors are printed; a server that cannot be reached raises ConfigError."""
     wrong = RemoteBackend(server.url, key=None, model="gpt-6", options={})
     _, notes = talk(wrong, "hello")
     assert "error: 404: the model 'gpt-6' is not served here" in notes

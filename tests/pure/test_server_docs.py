@@ -1,4 +1,4 @@
-"""The page about the server says what is so: its code runs, its names are there."""
+"""The server's documentation is true: its code runs and the names in it exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ PAGE = (DOCS / "server.md").read_text(encoding="utf-8")
 
 
 def test_every_block_of_python_runs() -> None:
-    """One after the other, with the official clients, against a server."""
+    """The page's Python blocks run in order, with the official clients, against a server."""
     names: dict[str, Any] = {}
     with live(model="ramify-tiny") as server:
         for number, code in enumerate(blocks(PAGE, "python")):
@@ -27,23 +27,23 @@ def test_every_block_of_python_runs() -> None:
 
 
 def test_the_table_has_every_metric() -> None:
-    """All that is ours, and the names of vLLM beside them."""
+    """The table lists every `ramify_` metric and every `vllm:` alias that the server exports."""
     with live() as server:
         server.ask()
         server.ask(temperature="hot")
         families = re.findall(r"^# TYPE (\S+) (\S+)", server.get("/metrics").text, re.MULTILINE)
-    found = {name for name, _ in families if not name.endswith("_created")}
+    metrics = {name for name, _ in families if not name.endswith("_created")}
     ours = set(re.findall(r"^\| `(ramify_\w+)`", PAGE, re.MULTILINE))
     theirs = {
         f"vllm:{name}" for name in re.findall(r"^\| `ramify_\w+` \| `(\w+)`", PAGE, re.MULTILINE)
     }
 
-    assert ours == {name for name in found if name.startswith("ramify_")}
-    assert theirs == {name for name in found if name.startswith("vllm:")}
+    assert ours == {name for name in metrics if name.startswith("ramify_")}
+    assert theirs == {name for name in metrics if name.startswith("vllm:")}
 
 
 def test_options_and_routes_exist() -> None:
-    """Those that the page names."""
+    """Every command-line option that the page names exists."""
     group: Any = typer.main.get_command(app)
     known = {
         option

@@ -1,4 +1,4 @@
-"""Requests that are JSON of the right form and cannot be served all the same."""
+"""Requests that are well-formed JSON and still cannot be served."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_messages_of_nothing_but_hidden_thoughts_are_refused() -> None:
 
 
 def test_what_one_tenant_asked_does_not_make_another_ones_prompt_faster() -> None:
-    """Texts are remembered for their owner: tokenising tells no time of what others sent."""
+    """Tokenised texts are cached per tenant: a tenant's text saves no tokenising for another."""
 
     async def main() -> None:
         async with ServerBench(keys=ApiKeys.of("ann", "bob")).running() as bench:
@@ -85,7 +85,7 @@ def test_what_one_tenant_asked_does_not_make_another_ones_prompt_faster() -> Non
 
 
 def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
-    """A talk of many turns costs no copy of itself for each; forgotten texts leave nothing."""
+    """The encoder's text lengths match its remembered texts, also after it has forgotten some."""
     tokenizer = Tokenizer.load(TINY)
     encoder = IncrementalEncoder(tokenizer, max_tokens=50)
     for at in range(20):
@@ -96,7 +96,7 @@ def test_fronts_are_only_looked_up_where_a_text_as_long_is_remembered() -> None:
 
 
 def test_who_goes_away_pays_for_what_was_computed() -> None:
-    """A client that leaves before the end has used up its tokens per minute as well."""
+    """A client that disconnects early is charged for the tokens computed so far."""
 
     async def main() -> None:
         who = Caller("ann", quota=Quota(tokens_per_minute=1000))
@@ -138,13 +138,17 @@ def test_what_is_remembered_of_a_request_is_bounded(path: str, field: dict[str, 
 
 
 def test_explain_goes_on_from_an_earlier_response() -> None:
-    """What is explained is the prompt that the request would have, the turns before included."""
+    """Explain covers the prompt that the request would have, earlier turns included."""
 
     async def main() -> None:
         async with ServerBench().running() as bench:
             first = {"input": "Tell me of the violin. " * 5, "max_output_tokens": 8}
-            told = (await bench.post("/v1/responses", first)).json
-            later = {"input": "More", "previous_response_id": told["id"], "max_output_tokens": 1}
+            response = (await bench.post("/v1/responses", first)).json
+            later = {
+                "input": "More",
+                "previous_response_id": response["id"],
+                "max_output_tokens": 1,
+            }
 
             explained = (await bench.post("/v1/cache/explain", later)).json
             answered = (await bench.post("/v1/responses", later)).json

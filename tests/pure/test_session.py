@@ -1,4 +1,4 @@
-"""Sessions of token ids: every turn goes on where the last one ended, in every branch."""
+"""Sessions of token ids: every turn continues from the last turn, in every fork."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ def asked(max_tokens: int, **others: Any) -> SamplingParams:
 
 @pytest.mark.parametrize(("page_size", "read"), [(1, 14), (4, 12)])
 def test_a_turn_computes_only_what_is_new(page_size: int, read: int) -> None:
-    """The last token of an answer has no K/V yet; of pages, whole ones are found."""
+    """A turn hits whole pages of the turns before; the last token has no K/V yet."""
     llm = LLM.from_core(Bench(page_size=page_size).core)
     session = llm.session(PROMPT)
     first = session.generate(asked(5))
@@ -45,22 +45,22 @@ def test_a_turn_computes_only_what_is_new(page_size: int, read: int) -> None:
 
 
 def test_forks_go_their_own_ways_from_one_prefix() -> None:
-    """What is before them is computed once."""
+    """Two forks compute only their own tokens; their common prefix is computed once."""
     bench = Bench(page_size=1)
     llm = LLM.from_core(bench.core)
     session = llm.session(PROMPT)
     session.generate(asked(1))
     computed = bench.core.num_computed_tokens
 
-    one, other = session.fork(2)
-    one.append([20])
-    other.append([30])
-    outputs = [each.generate(asked(3)) for each in (one, other)]
+    first, second = session.fork(2)
+    first.append([20])
+    second.append([30])
+    outputs = [branch.generate(asked(3)) for branch in (first, second)]
 
     start = list(session.token_ids)
     assert len(start) == 11
-    for each, output, token in ((one, outputs[0], 20), (other, outputs[1], 30)):
-        assert list(each.token_ids) == [*start, token, *output.token_ids]
+    for branch, output, token in ((first, outputs[0], 20), (second, outputs[1], 30)):
+        assert list(branch.token_ids) == [*start, token, *output.token_ids]
         assert output.cache.computed_tokens <= 2
     assert bench.core.num_computed_tokens - computed == (2 + 2) + (1 + 2)
     with pytest.raises(InvalidParamsError, match="count=0"):
@@ -68,7 +68,7 @@ def test_forks_go_their_own_ways_from_one_prefix() -> None:
 
 
 def test_going_back_to_a_mark_or_by_tokens() -> None:
-    """And not to where it never was."""
+    """`rollback` takes a mark or a number of tokens, and refuses a position the session lacks."""
     session = LLM.from_core(Bench().core).session(PROMPT)
     mark = session.mark()
     session.generate(asked(5))
@@ -89,7 +89,7 @@ def test_going_back_to_a_mark_or_by_tokens() -> None:
 
 
 def test_what_fails_is_not_remembered() -> None:
-    """Neither a failed step nor a request that cannot be."""
+    """A failed step or a refused request leaves the session's tokens unchanged."""
     session = LLM.from_core(Bench(fail_at={0, 1}, max_model_len=64).core).session(PROMPT)
 
     assert session.generate(asked(3)).error is not None
@@ -106,7 +106,7 @@ def test_what_fails_is_not_remembered() -> None:
 
 
 def test_sessions_begin_with_what_they_can_be_made_of() -> None:
-    """A text needs a tokenizer, messages need a template; not both."""
+    """A text needs a tokenizer, messages need a template; a prompt with messages is refused."""
     llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="tokenizer"):
         llm.session("a text")
@@ -122,7 +122,7 @@ def test_sessions_begin_with_what_they_can_be_made_of() -> None:
 
 
 def test_the_newest_turn_is_pinned_until_the_end() -> None:
-    """It survives a flood; the pin moves along; a refusal is told and changes nothing."""
+    """The pin follows the newest turn and resists eviction; `pin_refused` reports a refusal."""
     llm = LLM.from_core(Bench(pool_tokens=64, page_size=4).core)
     with llm.session(PROMPT, pin=True, tenant="a") as session:
         session.generate(asked(3))
@@ -143,7 +143,7 @@ def test_the_newest_turn_is_pinned_until_the_end() -> None:
 
 
 def test_a_pin_whose_time_is_over_is_no_fault() -> None:
-    """The next turn pins again."""
+    """After a pin's ttl has passed, the next turn pins again, and `close` raises nothing."""
     bench = Bench()
     session = LLM.from_core(bench.core).session(PROMPT, pin=True, ttl_s=5)
     session.generate(asked(3))
@@ -156,14 +156,14 @@ def test_a_pin_whose_time_is_over_is_no_fault() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
-    """Appends, answers, forks and rollbacks in any order, with pages that run out."""
+    """Random appends, answers, forks and rollbacks match token lists while pages run out."""
     rng = random.Random(seed)
     bench = Bench(pool_tokens=256, page_size=4, max_model_len=120)
     llm = LLM.from_core(bench.core)
-    told: list[tuple[Session, list[int]]] = [(llm.session(PROMPT), PROMPT[:])]
+    sessions: list[tuple[Session, list[int]]] = [(llm.session(PROMPT), PROMPT[:])]
     for _ in range(120):
-        at = rng.randrange(len(told))
-        session, tokens = told[at]
+        at = rng.randrange(len(sessions))
+        session, tokens = sessions[at]
         match rng.choice("afgr"):
             case "a":
                 more = [rng.randrange(50) for _ in range(rng.randrange(1, 9))]
@@ -176,7 +176,7 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
                 tokens += answer
             case "f":
                 twin = (session.fork(1)[0], tokens[:])
-                told = [*told, twin] if len(told) < 6 else [*told[1:], twin]
+                sessions = [*sessions, twin] if len(sessions) < 6 else [*sessions[1:], twin]
             case "r":
                 back = rng.randrange(len(tokens) + 1)
                 session.rollback(back)
@@ -187,63 +187,63 @@ def test_any_story_is_that_of_a_list_of_tokens(seed: int) -> None:
 
 
 def test_the_same_over_an_engine_in_a_thread() -> None:
-    """Answers awaited or streamed; one at a time; who leaves leaves the session as it was."""
-    made = AsyncBench(page_size=1)
+    """A session answers one call at a time; a cancelled answer leaves its tokens unchanged."""
+    async_bench = AsyncBench(page_size=1)
 
     async def main() -> None:
-        async with made.llm as llm, llm.session(PROMPT, pin=True) as session:
+        async with async_bench.llm as llm, llm.session(PROMPT, pin=True) as session:
             first = await session.generate(asked(5))
             assert list(first.token_ids) == expected(PROMPT, 5, ends=())
-            one, other = session.fork()
-            other.append([9])
-            both = await asyncio.gather(one.generate(asked(3)), other.generate(asked(3)))
+            branch, sibling = session.fork()
+            sibling.append([9])
+            both = await asyncio.gather(branch.generate(asked(3)), sibling.generate(asked(3)))
             assert all(output.cache.read_tokens >= 14 for output in both)
-            known = one.token_ids
-            async with aclosing(one.stream(asked(500))) as stream:
+            known = branch.token_ids
+            async with aclosing(branch.stream(asked(500))) as stream:
                 async for event in stream:
                     assert event.new_token_ids
                     with pytest.raises(InvalidParamsError, match="await it, or fork"):
-                        await one.generate()
+                        await branch.generate()
                     with pytest.raises(InvalidParamsError, match="await it, or fork"):
-                        one.append([9])  # the answer would seem to follow it
+                        branch.append([9])  # the answer would seem to follow it
                     with pytest.raises(InvalidParamsError, match="await it, or fork"):
-                        one.rollback(1)
+                        branch.rollback(1)
                     break
             assert await no_request(llm)
-            assert one.token_ids == known
-            task = asyncio.create_task(one.generate(asked(500)))
+            assert branch.token_ids == known
+            task = asyncio.create_task(branch.generate(asked(500)))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            mark = one.mark()
-            one.append([3])
-            one.rollback(mark)
-            assert one.token_ids == known
-            assert list((await one.generate(asked(2))).token_ids) == expected(known, 2, ends=())
+            mark = branch.mark()
+            branch.append([3])
+            branch.rollback(mark)
+            assert branch.token_ids == known
+            assert list((await branch.generate(asked(2))).token_ids) == expected(known, 2, ends=())
             assert len(await llm.cache.pins("session")) == 3
-            for each in (one, other):
-                await each.aclose()
+            for fork in (branch, sibling):
+                await fork.aclose()
             assert len(await llm.cache.pins("session")) == 1
 
     run(main())
-    made.assert_nothing_left()
+    async_bench.assert_nothing_left()
 
 
 def test_whoever_is_cancelled_leaves_no_pin() -> None:
-    """In the middle of pinning a turn, or of ending the pin before: nobody else knows of it."""
-    made = AsyncBench(page_size=1)
+    """A turn cancelled while it pins, or while it ends the previous pin, leaves no pin."""
+    async_bench = AsyncBench(page_size=1)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with async_bench.llm as llm:
             for number in range(20):
                 session = llm.session([number, *PROMPT], pin=True)
                 if number % 2:
                     await session.generate(asked(5))
-                before = len(made.bench.core.cache._pin_table)
+                before = len(async_bench.bench.core.cache._pin_table)
                 task = asyncio.create_task(session.generate(asked(5)))
                 while not task.done():
-                    if len(made.bench.core.cache._pin_table) > before:
+                    if len(async_bench.bench.core.cache._pin_table) > before:
                         task.cancel()
                         break
                     await asyncio.sleep(0)
@@ -252,4 +252,4 @@ def test_whoever_is_cancelled_leaves_no_pin() -> None:
                 assert not await llm.cache.pins()
 
     run(main())
-    made.assert_nothing_left()
+    async_bench.assert_nothing_left()
