@@ -148,18 +148,22 @@ class CachedPolicy:
         try:
             for _ in range(ACTIONS):
                 logits.append(self._step(batch, sequences))
-                for one, row in zip(sequences, logits[-1], strict=True):
-                    one.tokens.append(FIRST_ACTION + int(row.argmax()))
+                for sequence, row in zip(sequences, logits[-1], strict=True):
+                    sequence.tokens.append(FIRST_ACTION + int(row.argmax()))
         finally:
             self.planner.release(sequences)  # what was computed stays warm
-        return [one.tokens[-ACTIONS:].tolist() for one in sequences], torch.stack(logits, 1)
+        return [sequence.tokens[-ACTIONS:].tolist() for sequence in sequences], torch.stack(
+            logits, 1
+        )
 
     def _step(self, batch: Sequence[Observation], sequences: list[RadixSequence]) -> Tensor:
         arrays = self.planner.plan(sequences)
         x = torch.cat(
             [
-                self.policy.embed(seen, one.tokens, one.num_computed, len(one.tokens))
-                for seen, one in zip(batch, sequences, strict=True)
+                self.policy.embed(
+                    seen, sequence.tokens, sequence.num_computed, len(sequence.tokens)
+                )
+                for seen, sequence in zip(batch, sequences, strict=True)
             ]
         )
         hidden = self._forward(x, arrays)
@@ -176,7 +180,7 @@ class CachedPolicy:
         for number, layer in enumerate(self.policy.layers):
             attention = layer.attention
             heads = attention.project(layer.attention_norm(x)[None], positions)
-            q, k, v = (each[0].transpose(0, 1) for each in heads)
+            q, k, v = (projected[0].transpose(0, 1) for projected in heads)
             self.pool.write_kv(number, slots, k=k, v=v)  # first write, then read back
             mixed = self.backend.run(plan, number, q.contiguous(), self.pool.planes(number))
             x = x + attention.o_proj(mixed.flatten(1))
@@ -185,12 +189,12 @@ class CachedPolicy:
 
 
 def frame(seed: int) -> Tensor:
-    """A picture of a camera: noise, but always the same noise."""
+    """A camera frame [3, FRAME, FRAME] of noise, the same for equal seeds."""
     return torch.rand(3, FRAME, FRAME, generator=torch.Generator().manual_seed(seed))
 
 
 def main() -> None:
-    """Four calls, each compared with the one-shot path."""
+    """Run four calls and compare each with the policy without a cache."""
     torch.manual_seed(0)
     policy = Policy().eval()
     cached = CachedPolicy(policy)
@@ -212,10 +216,10 @@ def main() -> None:
         actions, logits = cached.act(batch)
 
         print(f"{name:32} {tokens:6} {cached.tokens_computed:8} {policy.frames_encoded:14}")
-        for seen, found, rows in zip(batch, actions, logits, strict=True):
+        for seen, cached_actions, rows in zip(batch, actions, logits, strict=True):
             wanted, one_shot = policy.act(seen)
-            if found != wanted or not torch.allclose(rows, one_shot, atol=1e-4):
-                raise SystemExit(f"{name}: {found} from the cache, {wanted} without it")
+            if cached_actions != wanted or not torch.allclose(rows, one_shot, atol=1e-4):
+                raise SystemExit(f"{name}: {cached_actions} from the cache, {wanted} without it")
     cached.planner.cache.check()
     print("the same actions as without the cache, in every call")
 

@@ -30,8 +30,14 @@ class LlamaServer:
             raise AbsentError(f"{self._binary} was not built")
         self._setup = setup
         self._file = write_gguf(setup)
-        told = self._binary.parents[1] / "version"  # the server knows no more than "unknown"
-        self.version = told.read_text("utf-8").strip() if told.exists() else "of unknown version"
+        version_file = (
+            self._binary.parents[1] / "version"
+        )  # the server knows no more than "unknown"
+        self.version = (
+            version_file.read_text("utf-8").strip()
+            if version_file.exists()
+            else "of unknown version"
+        )
         self.note = ""
         self._slots = (0, 0)
         self._port = 0

@@ -44,12 +44,12 @@ class Peaks:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    found: list[float] = []
-    while sum(found) < LEAST_S or len(found) < 2:
+    times: list[float] = []
+    while sum(times) < LEAST_S or len(times) < 2:
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:

@@ -117,10 +117,10 @@ def test_names_say_what_they_own() -> None:
 
 
 def test_no_path_of_one_machine_is_in_the_project() -> None:
-    """Whatever is written here is true on every machine."""
+    """No text file contains a path that exists on only one machine."""
     machine_paths = ("/" + "work/", "/" + "tmp/w")
 
-    found = [
+    matches = [
         f"{relative(path)}: {machine_path}"
         for path in text_files()
         if path.exists()
@@ -128,7 +128,7 @@ def test_no_path_of_one_machine_is_in_the_project() -> None:
         if machine_path in path.read_text(encoding="utf-8")
     ]
 
-    assert not found
+    assert not matches
 
 
 @pytest.mark.parametrize("module", DECISIONS)

@@ -43,14 +43,14 @@ def resolved(
 
 
 def test_an_option_finds_its_section() -> None:
-    """Options are flat for the caller and grouped inside; what is not asked has its default."""
-    asked = EngineConfig.of(page_size=3, exact=False, max_batch_tokens=1, dtype="bfloat16")
+    """`EngineConfig.of` puts each flat option into its section; the others keep their defaults."""
+    config = EngineConfig.of(page_size=3, exact=False, max_batch_tokens=1, dtype="bfloat16")
 
-    assert asked.cache.page_size == 3
-    assert asked.attention.exact is False
-    assert asked.scheduler.max_batch_tokens == 1
-    assert asked.model.dtype == "bfloat16"
-    assert asked.scheduler.max_num_seqs == EngineConfig().scheduler.max_num_seqs
+    assert config.cache.page_size == 3
+    assert config.attention.exact is False
+    assert config.scheduler.max_batch_tokens == 1
+    assert config.model.dtype == "bfloat16"
+    assert config.scheduler.max_num_seqs == EngineConfig().scheduler.max_num_seqs
 
 
 @pytest.mark.parametrize("name", ["page_sise", "", "model_section", "cache", "device"])
@@ -280,11 +280,11 @@ def test_a_schema_has_a_greatest_depth() -> None:
 
 
 def test_formats_are_values() -> None:
-    """A schema and its text are the same format; compiled ones are found by it."""
-    asked = StructuredOutput(json_schema={"type": "object", "title": "ü"})
+    """A schema and its JSON text make equal, hashable, picklable formats."""
+    schema = StructuredOutput(json_schema={"type": "object", "title": "ü"})
 
-    assert asked == StructuredOutput(json_schema='{ "type":"object", "title": "\\u00fc"}')
-    assert len({asked, replace(asked), pickle.loads(pickle.dumps(asked))}) == 1
+    assert schema == StructuredOutput(json_schema='{ "type":"object", "title": "\\u00fc"}')
+    assert len({schema, replace(schema), pickle.loads(pickle.dumps(schema))}) == 1
     assert StructuredOutput(choice=["a", "b", "a"]).choice == ("a", "b")
 
 
