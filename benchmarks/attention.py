@@ -45,7 +45,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of the same size, `shared` tokens of which lie in the same pages."""
+    """A batch of equally long requests that share the pages of their first `shared` tokens."""
 
     name: str
     num_seqs: int
@@ -74,7 +74,7 @@ WORKS = (
 
 
 class Case:
-    """Pages, tables and queries of one piece of work, and everybody's way of doing it."""
+    """K/V pages, block tables and queries of one `Work`, and the implementations to time on it."""
 
     def __init__(self, work: Work, dtype: torch.dtype) -> None:
         draw = torch.Generator().manual_seed(0)

@@ -54,7 +54,7 @@ def make_setup(folder: Path, model: str, dtype: str, threads: int, work: list[Wo
 def compare(
     args: argparse.Namespace, entries: Sequence[Entry], model: str, dtype: str, peaks: Peaks
 ) -> dict[str, Any]:
-    """One model in one dtype, all engines; prints the tables."""
+    """Measure all engines on one model in one dtype; prints the tables, returns the results."""
     work = [WORKLOADS[name] for name in args.workloads]
     folder = write_model(args.scratch, model, dtype)
     setup = make_setup(folder, model, dtype, args.threads, work)

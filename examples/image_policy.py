@@ -1,4 +1,4 @@
-"""An action policy that does not look twice at the same picture.
+"""An action policy over camera frames that reads the K/V of known frames from the cache.
 
 A small model in plain PyTorch (random weights: this is about the cache) sees frames of a camera,
 reads an instruction and names a few actions, one after the other. Two ways to run it:
@@ -38,7 +38,7 @@ PAGE_SIZE, NUM_PAGES = 4, 256
 
 @dataclass(frozen=True)
 class Observation:
-    """What the robot sees, oldest frame first, [3, FRAME, FRAME] each, and what it is told."""
+    """Camera frames, oldest first, each [3, FRAME, FRAME], and the instruction."""
 
     frames: tuple[Tensor, ...]
     instruction: str
@@ -48,7 +48,7 @@ class Observation:
         return [PLACEHOLDER] * (FRAME_TOKENS * len(self.frames)) + list(self.instruction.encode())
 
     def media(self) -> list[Media]:
-        """Where the frames stand, by content; the patch size shapes their K/V as well."""
+        """Digest and token range of each frame; the digest covers the patch size."""
         return [
             Media(Media.digest_of(frame.numpy().tobytes(), PATCH), at * FRAME_TOKENS, FRAME_TOKENS)
             for at, frame in enumerate(self.frames)
@@ -56,7 +56,7 @@ class Observation:
 
 
 class Layer(nn.Module):
-    """Attention and a small network, each behind a norm."""
+    """A decoder layer: RMSNorm, attention, RMSNorm, MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 class Policy(nn.Module):
-    """Patches and ids in, logits over action bins out. Knows nothing of pages."""
+    """A model from frame patches and token ids to logits over action bins, without a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Policy(nn.Module):
         self.frames_encoded = 0
 
     def embed(self, seen: Observation, tokens: Sequence[int], start: int, end: int) -> Tensor:
-        """[end - start, HIDDEN]; only the frames that have a token there are encoded."""
+        """Embeddings [end - start, HIDDEN]; encodes only the frames with a token in that range."""
         rows: Tensor = self.ids(torch.tensor(tokens[start:end]))
         for at, frame in enumerate(seen.frames):
             first = at * FRAME_TOKENS
@@ -93,13 +93,13 @@ class Policy(nn.Module):
         return rows
 
     def actions(self, hidden: Tensor) -> Tensor:
-        """Logits over bins, from the rows after the last layer."""
+        """Logits over action bins from the last layer's hidden states."""
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
     @torch.inference_mode()
     def act(self, seen: Observation) -> tuple[list[int], Tensor]:
-        """Actions of one observation and their logits, everything computed at every step."""
+        """Actions of one observation and their logits; every step computes all tokens anew."""
         tokens, logits = seen.tokens(), []
         for _ in range(ACTIONS):
             x = self.embed(seen, tokens, 0, len(tokens))[None]
@@ -112,7 +112,7 @@ class Policy(nn.Module):
 
 
 class CachedPolicy:
-    """The same policy over pages: it computes what the cache does not have."""
+    """The same policy over a paged prefix cache; it computes only the tokens that miss."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.tokens_computed = policy, 0
@@ -173,7 +173,7 @@ class CachedPolicy:
         return self.policy.actions(hidden[last])
 
     def _forward(self, x: Tensor, arrays: AttentionBatch) -> Tensor:
-        """Rows of all sequences, one after the other: [tokens, HIDDEN]."""
+        """Hidden states [tokens, HIDDEN] after the last layer, sequences concatenated."""
         positions = torch.tensor(arrays.positions)[None]
         slots = torch.tensor(arrays.slot_mapping)
         plan = self.backend.plan(arrays)

@@ -1,4 +1,4 @@
-"""Load on a real server: many streams of which some leave, then readers that take nothing.
+"""Load test of a real server: many streams, some of which disconnect, then stalled readers.
 
     python scripts/load_server.py --streams 500 --seconds 300 --stalled 256
 
@@ -40,7 +40,7 @@ SYSTEMS = [f"You answer questions about the town of {name}. " * 4 for name in ("
 
 @dataclass
 class Seen:
-    """What clients saw."""
+    """Counts, errors and token gaps that the clients measured."""
 
     num_done: int = 0
     num_left: int = 0
@@ -50,7 +50,7 @@ class Seen:
 
 
 class Server:
-    """A server process."""
+    """A `ramify serve` process on a free port."""
 
     def __init__(self, *options: str, model: str = "ramify-tiny") -> None:
         self._log = Path(tempfile.mkdtemp()) / "log"
@@ -65,7 +65,7 @@ class Server:
         self.host, self.port = match[1], int(match[2])
 
     def get(self, path: str) -> bytes:
-        """The body at a path."""
+        """GET `path`; returns the response body."""
         url = f"http://{self.host}:{self.port}{path}"
         with urllib.request.urlopen(url, timeout=60) as answer:
             return bytes(answer.read())
@@ -76,7 +76,7 @@ class Server:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def delays(self) -> dict[float, float]:
-        """Cumulated counts of the event loop's delay, by bound."""
+        """Cumulative counts of event loop delays by bucket bound in seconds."""
         text = self.get("/metrics").decode()
         buckets = re.findall(r'ramify_event_loop_delay_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
         return {float(bound): float(count) for bound, count in buckets}
@@ -90,7 +90,7 @@ class Server:
         return held | {name: int(float(value)) for name, value in live}
 
     def stop(self) -> int:
-        """End it; returns its exit code."""
+        """Send SIGTERM and wait; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 

@@ -32,7 +32,7 @@ MORE = ("interrupts", "repairs", "condemned", "errors")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one cell."""
+    """Counts, duration and failure of one cell."""
 
     cell: str
     counts: Counter[str]
@@ -42,14 +42,14 @@ class Outcome:
 
 @cache
 def model_of(folder: str, kv_dtype: str) -> Any:
-    """One per process: what is answered alone is the same in all cells."""
+    """The small model, built once per process so that cells share its reference answers."""
     from tests.cpu.engine_life import SmallModel
 
     return SmallModel(Path(folder), kv_dtype)
 
 
 def soak(name: str, requests: int, first_seed: int, folder: str) -> Outcome:
-    """Live one life after the other until so many requests are served, or one was wrong."""
+    """Run lives of cell `name` until `requests` requests are served or a life fails."""
     import logging
 
     import torch

@@ -30,7 +30,7 @@ VLLM_UNUSED = tuple(
 
 @dataclass(slots=True)
 class BlockRequest:
-    """A prompt and an output as the peer keeps them, and what it returned for them."""
+    """A request in the peer's own type, its output, and the hit and blocks the peer returned."""
 
     native: Any
     output: list[int]

@@ -130,7 +130,7 @@ def edited(code: list[int], rng: random.Random, vocab: int) -> list[int]:
 
 
 def _task(text: Text, rng: random.Random, vocab: int, code: list[int]) -> Task:
-    """The task that both modes of a pair run."""
+    """The task that every mode runs in one repetition."""
     if text.name == "edit":
         return Task([], [[edited(code, rng, vocab)]], NEW)
     prompt = [rng.randrange(3, vocab) for _ in range(PROMPT)]

@@ -104,7 +104,7 @@ def test_the_built_in_demo_answers_every_question() -> None:
 def test_a_quiz_that_cannot_be_asked_is_an_error(
     checkpoint: Path, tmp_path: Path, content: dict[str, object], words: list[str]
 ) -> None:
-    """A quiz with a question or document that cannot be used exits with code 2 and says why."""
+    """An unusable quiz ends the command with code 2 and an error that says why."""
     path = tmp_path / "quiz.json"
     path.write_text(json.dumps(content))
 

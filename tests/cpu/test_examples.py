@@ -61,7 +61,8 @@ def test_the_image_policy_runs_without_the_engine_and_saves_what_it_says() -> No
     tokens, computed, frames = table["the same scene, told otherwise"]
     assert (computed, frames) == (tokens - 2 * frame, 0)
     tokens, computed, frames = table["two robots, the same scene"]
-    assert computed < tokens - 4 * frame  # one robot repeats an earlier instruction
+    # One robot repeats the instruction of the first call.
+    assert computed < tokens - 4 * frame
     assert frames == 0
     tokens, computed, frames = table["another second frame"]
     assert (computed, frames) == (tokens - frame, 1)

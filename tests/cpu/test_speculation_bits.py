@@ -61,7 +61,7 @@ class Prophet:
 def test_guesses_leave_no_trace(
     family: str, variant: str, page_size: int, model_of: Callable[[str, str], Model]
 ) -> None:
-    """Batched drafts of up to 20 tokens, partly rejected, leave the bits of logits and K/V equal."""
+    """Batched drafts of up to 20 tokens, partly rejected, change no bit of logits or K/V."""
     model = model_of(family, variant)
     sizes = Sizes(page_size=page_size, num_pages=800 // page_size, max_batch_tokens=64)
     plain = Engine(model, sizes).generate(PROMPTS, [NUM_NEW] * len(PROMPTS))
@@ -88,7 +88,7 @@ def test_guesses_leave_no_trace(
 def test_the_tree_and_the_text_leave_no_trace(
     family: str, variant: str, num_pages: int, model_of: Callable[[str, str], Model]
 ) -> None:
-    """Drafts from the radix tree and the text keep bits equal for repeated prompts and preemption."""
+    """Drafts from the tree and the text change no bit, for repeated or preempted requests."""
     model = model_of(family, variant)
     sizes = Sizes(page_size=4, num_pages=num_pages, max_batch_tokens=40, speculative="auto")
     engine = Engine(model, replace(sizes, max_num_seqs=4))

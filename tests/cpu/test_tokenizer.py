@@ -61,7 +61,7 @@ def test_encoding_is_that_of_transformers(path: Path, special: bool) -> None:
 
 
 def test_the_tokenizer_knows_its_ids(path: Path) -> None:
-    """Vocabulary size and special ids agree with transformers; `token_text` gives one token's text."""
+    """Vocabulary size and special ids agree with transformers; `token_text` decodes one id."""
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
 
     assert ours.vocab_size == len(theirs)

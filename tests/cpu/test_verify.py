@@ -39,7 +39,7 @@ def test_every_way_of_computing_gives_the_same_bits(checkpoint: Path, kv_dtype: 
 
 
 def test_a_backend_that_depends_on_the_cache_is_found(checkpoint: Path) -> None:
-    """The check names the layer and plane that differ; layer 0's K/V, before attention, never does."""
+    """The check names the layer and plane that differ; layer 0's K/V does not use attention."""
     llm = LLM(checkpoint, kv_cache_tokens=2048)
     llm.engine.runner.backend = CutAtNodeBoundary(llm.engine.attention_spec, CPU)
 

@@ -47,7 +47,7 @@ def test_memory_that_stays_short_delays_and_does_not_stop(
 
 
 def test_steps_grow_again_as_fast_as_before_once_all_was_well_for_long() -> None:
-    """Doubling the step size takes 16 good steps, 32 after another failure, later 16 again."""
+    """The step limit doubles after 16 good steps, 32 after a second failure, later 16 again."""
     bench = Bench(max_batch_tokens=8)
     scheduler = bench.core.scheduler
 
@@ -169,7 +169,7 @@ def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
 
 
 class _Damaged:
-    """Executor that fails requests which read a page in `pages`; `zero_pages` mends pages."""
+    """Executor that fails requests that read a page in `pages`, until `zero_pages` erases it."""
 
     def __init__(self, inner: FakeExecutor) -> None:
         self.inner, self.pages = inner, set[int]()
@@ -214,7 +214,7 @@ def test_damage_may_strike_a_request_more_than_once(times: int) -> None:
 
 
 def test_a_branch_keeps_its_turn_through_a_repair() -> None:
-    """After a repair, a waiting branch still runs before requests that arrived later."""
+    """After a repair, a waiting branch still ends although newer requests keep arriving."""
     bench = Bench(4096, 4, max_num_seqs=1, max_batch_tokens=64)
     for i in range(40):
         bench.add([1 + i, 1] * 200, max_tokens=1, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_a_long_prompt_ends_however_many_tenants_there_are(num_tenants: int) -> 
 
 
 def test_a_guess_that_leads_to_a_dead_end_is_the_last_row_that_is_drawn() -> None:
-    """Masks end at the draft token after which the grammar allows no token."""
+    """Masks end at the draft token after which grammar and `allowed_token_ids` leave no token."""
 
     class Narrow:
         def advance(self, output_ids: Sequence[int]) -> bool:

@@ -33,7 +33,7 @@ def specials(ids: array[int]) -> list[int]:
     ],
 )
 def test_a_message_cannot_begin_another(text: str) -> None:
-    """Only the template's special tokens are encoded as such; user text decodes unchanged."""
+    """Only the template's special tokens get special ids; user text decodes as text."""
     messages = [{"role": "user", "content": text}]
     plain = TOKENIZER.encode_chat([{"role": "user", "content": "plain"}])
 
@@ -53,7 +53,7 @@ def test_a_message_cannot_begin_another(text: str) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_texts_without_special_tokens_are_what_they_were(seed: int) -> None:
-    """A growing chat has the ids of a fresh `encode_chat`, and of its rendered text."""
+    """A growing chat has the ids of `encode_chat`; without special tokens, of its rendered text."""
     rng = random.Random(seed)
     words = ("the ", "é", "\n\n", "<|", "|>", "end", "🙂", "<", "a" * 9, " ")
     maker = PromptRenderer(TOKENIZER)
