@@ -45,7 +45,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of the same size, `shared` tokens of which lie in the same pages."""
+    """A batch of equally long requests that share the pages of their first `shared` tokens."""
 
     name: str
     num_seqs: int
@@ -74,7 +74,7 @@ WORKS = (
 
 
 class Case:
-    """Pages, tables and queries of one piece of work, and everybody's way of doing it."""
+    """K/V pages, block tables and queries of one `Work`, and the implementations to time on it."""
 
     def __init__(self, work: Work, dtype: torch.dtype) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -118,10 +118,10 @@ class Case:
     def _gathered(self) -> list[Tensor]:
         shape = (self.work.num_seqs, self.work.kv_len, KV_HEADS, DIM)
         return [
-            torch.index_select(self.planes[name].flatten(0, 1), 0, self._slots, out=kept)
+            torch.index_select(self.planes[name].flatten(0, 1), 0, self._slots, out=buffer)
             .view(shape)
             .transpose(1, 2)
-            for name, kept in zip("kv", self._kept, strict=True)
+            for name, buffer in zip("kv", self._kept, strict=True)
         ]
 
     def _folded(self) -> Tensor:
@@ -140,21 +140,21 @@ class Case:
     def causal_sdpa(self) -> Tensor:
         keys, values = self._gathered()
         q = self.q.view(self.work.num_seqs, self.work.q_len, HEADS, DIM).transpose(1, 2)
-        found = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-        return found.transpose(1, 2)
+        output = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        return output.transpose(1, 2)
 
     def ways(self) -> dict[str, tuple[Run, bool]]:
         """Name → (what to run, exact)."""
-        found = {
+        ways = {
             "Ramify cpu": (self.ramify("cpu", True), True),
             "Ramify blocked (torch alone)": (self.ramify("blocked", True), True),
         }
         if self.work.q_len == 1:
-            found["folded sdpa"] = (self.folded_sdpa, False)
-            found["folded matmul"] = (self.folded_matmul, False)
+            ways["folded sdpa"] = (self.folded_sdpa, False)
+            ways["folded matmul"] = (self.folded_matmul, False)
         else:
-            found["causal sdpa"] = (self.causal_sdpa, False)
-        return found
+            ways["causal sdpa"] = (self.causal_sdpa, False)
+        return ways
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -181,15 +181,15 @@ def machine_limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:
-    """Every way of doing it, in turns, between two looks at what the machine can do."""
+    """Time every implementation in turns; measures the machine's limits before and after."""
     case = Case(work, dtype)
     ways = case.ways()
     limits = [machine_limits(dtype)]
     expected = None
     for run, _ in ways.values():  # also warms up
-        found = run().float().reshape(-1, DIM)
-        assert expected is None or torch.allclose(found, expected, atol=3e-2)
-        expected = found
+        output = run().float().reshape(-1, DIM)
+        assert expected is None or torch.allclose(output, expected, atol=3e-2)
+        expected = output
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (run, _) in ways.items():
@@ -214,8 +214,8 @@ def table(found: list[dict[str, object]]) -> str:
         "| work | dtype | way | exact | ms, median (min–max) | × Ramify cpu | goal | limit / time |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
-    for one in found:
-        times: dict[str, list[float]] = one["times"]  # type: ignore[assignment]
+    for result in found:
+        times: dict[str, list[float]] = result["times"]  # type: ignore[assignment]
         ours = times["Ramify cpu"]
         peers = {
             name: statistics.median(own) for name, own in times.items() if "Ramify" not in name
@@ -223,11 +223,11 @@ def table(found: list[dict[str, object]]) -> str:
         best = min(peers, key=lambda name: peers[name])
         for name, own in times.items():
             ratios = [a / b for a, b in zip(own, ours, strict=True)]
-            goal = f"≥ {one['goal']}" if name == best else ""
-            exact = "yes" if one["exact"][name] else "no"  # type: ignore[index]
-            share = float(one["limit_s"]) / statistics.median(own)  # type: ignore[arg-type]
+            goal = f"≥ {result['goal']}" if name == best else ""
+            exact = "yes" if result["exact"][name] else "no"  # type: ignore[index]
+            share = float(result["limit_s"]) / statistics.median(own)  # type: ignore[arg-type]
             lines.append(
-                f"| {one['work']} | {one['dtype']} | {name} | {exact} | "
+                f"| {result['work']} | {result['dtype']} | {name} | {exact} | "
                 f"{_spread([1e3 * t for t in own])} | {_spread(ratios)} | {goal} | {share:.2f} |"
             )
     return "\n".join(lines)
@@ -255,14 +255,14 @@ def main() -> None:
         f"commit {commit}, {model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
     print(setting + "\n", flush=True)
-    found = []
+    results = []
     for work in WORKS[:-1] if args.quick else WORKS:
         for dtype in args.dtypes.split(","):
-            found.append(measure(work, DTYPES[dtype], 1 if args.quick else args.rounds))
+            results.append(measure(work, DTYPES[dtype], 1 if args.quick else args.rounds))
             print(f"  {work.name}, {dtype}: done", flush=True)
-    print("\n" + table(found))
+    print("\n" + table(results))
     if args.json:
-        args.json.write_text(json.dumps({"setting": setting, "found": found}, indent=1))
+        args.json.write_text(json.dumps({"setting": setting, "found": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ CHOSEN = tuple(name for name in ENTRIES if name != "ramify-off")
 
 
 def make_setup(folder: Path, model: str, dtype: str, threads: int, work: list[Workload]) -> Setup:
-    """What all engines are loaded with: pools as large as the largest workload needs."""
+    """The setup that every engine loads: pools as large as the largest workload needs."""
     return Setup(
         folder=folder,
         dtype=dtype,
         threads=threads,
-        max_len=max(one.request_tokens for one in work) + 64,
-        kv_tokens=max(one.kv_tokens for one in work) + 2048,
+        max_len=max(workload.request_tokens for workload in work) + 64,
+        kv_tokens=max(workload.kv_tokens for workload in work) + 2048,
         token_bytes=shape_of(model).kv_values * VALUE_BYTES[dtype],
     )
 
@@ -54,7 +54,7 @@ def make_setup(folder: Path, model: str, dtype: str, threads: int, work: list[Wo
 def compare(
     args: argparse.Namespace, entries: Sequence[Entry], model: str, dtype: str, peaks: Peaks
 ) -> dict[str, Any]:
-    """One model in one dtype, all engines; prints the tables."""
+    """Measure all engines on one model in one dtype; prints the tables, returns the results."""
     work = [WORKLOADS[name] for name in args.workloads]
     folder = write_model(args.scratch, model, dtype)
     setup = make_setup(folder, model, dtype, args.threads, work)
@@ -72,28 +72,28 @@ def compare(
     print(notes(group.versions, group.notes))
     for name, reason in group.absent.items():
         print(f"- {ENTRIES[name].title}: absent: {reason}")
-    found: dict[str, Any] = {"model": model, "dtype": dtype, "machine": asdict(machine)}
-    found |= {"versions": group.versions, "absent": group.absent, "rows": {}}
+    results: dict[str, Any] = {"model": model, "dtype": dtype, "machine": asdict(machine)}
+    results |= {"versions": group.versions, "absent": group.absent, "rows": {}}
     for name, cells in rows.items():
         if not cells:
             continue
         roofline = seconds(WORKLOADS[name].roofline, shape_of(model), machine)
         print("\n" + table(cells, roofline), flush=True)
         best = best_peer(cells)
-        found["rows"][name] = {
+        results["rows"][name] = {
             "roofline_s": roofline,
             "best_peer": best.entry.name if best else None,
             "cells": {cell.entry.name: _cell(cell, best) for cell in cells},
         }
-    return found
+    return results
 
 
 def _cell(cell: Cell, best: Cell | None) -> dict[str, Any]:
     return {
         "failed": cell.failed,
         "total_s": cell.totals,
-        "ttft_s": [one["ttft_s"] for one in cell.samples],
-        "between_s": [one["between_s"] for one in cell.samples],
+        "ttft_s": [sample["ttft_s"] for sample in cell.samples],
+        "between_s": [sample["between_s"] for sample in cell.samples],
         "hit_rate": cell.hit_rate(),
         "best_peer_over_this": ratios(best, cell) if best else [],
     }
@@ -131,10 +131,10 @@ def main() -> None:
     args = parser.parse_args()
     if "W2warm" in args.workloads and "W2cold" not in args.workloads:
         args.workloads.insert(args.workloads.index("W2warm"), "W2cold")
-    told = setting("bench-engine", args.threads)
-    for name, value in told.items():
+    settings = setting("bench-engine", args.threads)
+    for name, value in settings.items():
         print(f"{name}: {value}")
-    found: dict[str, Any] = {"setting": told, "tables": []}
+    results: dict[str, Any] = {"setting": settings, "tables": []}
     peaks = Peaks(args.threads)
     for model in args.models:
         for dtype in args.dtypes:
@@ -143,14 +143,14 @@ def main() -> None:
                     write_model(args.scratch, model, dtype), model, dtype, args.threads,
                     [WORKLOADS["W4"]],
                 )  # fmt: skip
-                found["tables"].append(overhead(args, setup, model))
+                results["tables"].append(overhead(args, setup, model))
             elif args.speculation:
-                found["tables"].append(speculation(args, model, dtype))
+                results["tables"].append(speculation(args, model, dtype))
             else:
                 entries = [ENTRIES[name] for name in args.engines]
-                found["tables"].append(compare(args, entries, model, dtype, peaks))
+                results["tables"].append(compare(args, entries, model, dtype, peaks))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2), "utf-8")
+        args.json.write_text(json.dumps(results, indent=2), "utf-8")
 
 
 if __name__ == "__main__":

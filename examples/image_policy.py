@@ -1,4 +1,4 @@
-"""An action policy that does not look twice at the same picture.
+"""An action policy over camera frames that reads the K/V of known frames from the cache.
 
 A small model in plain PyTorch (random weights: this is about the cache) sees frames of a camera,
 reads an instruction and names a few actions, one after the other. Two ways to run it:
@@ -38,7 +38,7 @@ PAGE_SIZE, NUM_PAGES = 4, 256
 
 @dataclass(frozen=True)
 class Observation:
-    """What the robot sees, oldest frame first, [3, FRAME, FRAME] each, and what it is told."""
+    """Camera frames, oldest first, each [3, FRAME, FRAME], and the instruction."""
 
     frames: tuple[Tensor, ...]
     instruction: str
@@ -48,7 +48,7 @@ class Observation:
         return [PLACEHOLDER] * (FRAME_TOKENS * len(self.frames)) + list(self.instruction.encode())
 
     def media(self) -> list[Media]:
-        """Where the frames stand, by content; the patch size shapes their K/V as well."""
+        """Digest and token range of each frame; the digest covers the patch size."""
         return [
             Media(Media.digest_of(frame.numpy().tobytes(), PATCH), at * FRAME_TOKENS, FRAME_TOKENS)
             for at, frame in enumerate(self.frames)
@@ -56,7 +56,7 @@ class Observation:
 
 
 class Layer(nn.Module):
-    """Attention and a small network, each behind a norm."""
+    """A decoder layer: RMSNorm, attention, RMSNorm, MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 class Policy(nn.Module):
-    """Patches and ids in, logits over action bins out. Knows nothing of pages."""
+    """A model from frame patches and token ids to logits over action bins, without a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Policy(nn.Module):
         self.frames_encoded = 0
 
     def embed(self, seen: Observation, tokens: Sequence[int], start: int, end: int) -> Tensor:
-        """[end - start, HIDDEN]; only the frames that have a token there are encoded."""
+        """Embeddings [end - start, HIDDEN]; encodes only the frames with a token in that range."""
         rows: Tensor = self.ids(torch.tensor(tokens[start:end]))
         for at, frame in enumerate(seen.frames):
             first = at * FRAME_TOKENS
@@ -93,13 +93,13 @@ class Policy(nn.Module):
         return rows
 
     def actions(self, hidden: Tensor) -> Tensor:
-        """Logits over bins, from the rows after the last layer."""
+        """Logits over action bins from the last layer's hidden states."""
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
     @torch.inference_mode()
     def act(self, seen: Observation) -> tuple[list[int], Tensor]:
-        """Actions of one observation and their logits, everything computed at every step."""
+        """Actions of one observation and their logits; every step computes all tokens anew."""
         tokens, logits = seen.tokens(), []
         for _ in range(ACTIONS):
             x = self.embed(seen, tokens, 0, len(tokens))[None]
@@ -112,7 +112,7 @@ class Policy(nn.Module):
 
 
 class CachedPolicy:
-    """The same policy over pages: it computes what the cache does not have."""
+    """The same policy over a paged prefix cache; it computes only the tokens that miss."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.tokens_computed = policy, 0
@@ -148,18 +148,22 @@ class CachedPolicy:
         try:
             for _ in range(ACTIONS):
                 logits.append(self._step(batch, sequences))
-                for one, row in zip(sequences, logits[-1], strict=True):
-                    one.tokens.append(FIRST_ACTION + int(row.argmax()))
+                for sequence, row in zip(sequences, logits[-1], strict=True):
+                    sequence.tokens.append(FIRST_ACTION + int(row.argmax()))
         finally:
             self.planner.release(sequences)  # what was computed stays warm
-        return [one.tokens[-ACTIONS:].tolist() for one in sequences], torch.stack(logits, 1)
+        return [sequence.tokens[-ACTIONS:].tolist() for sequence in sequences], torch.stack(
+            logits, 1
+        )
 
     def _step(self, batch: Sequence[Observation], sequences: list[RadixSequence]) -> Tensor:
         arrays = self.planner.plan(sequences)
         x = torch.cat(
             [
-                self.policy.embed(seen, one.tokens, one.num_computed, len(one.tokens))
-                for seen, one in zip(batch, sequences, strict=True)
+                self.policy.embed(
+                    seen, sequence.tokens, sequence.num_computed, len(sequence.tokens)
+                )
+                for seen, sequence in zip(batch, sequences, strict=True)
             ]
         )
         hidden = self._forward(x, arrays)
@@ -169,14 +173,14 @@ class CachedPolicy:
         return self.policy.actions(hidden[last])
 
     def _forward(self, x: Tensor, arrays: AttentionBatch) -> Tensor:
-        """Rows of all sequences, one after the other: [tokens, HIDDEN]."""
+        """Hidden states [tokens, HIDDEN] after the last layer, sequences concatenated."""
         positions = torch.tensor(arrays.positions)[None]
         slots = torch.tensor(arrays.slot_mapping)
         plan = self.backend.plan(arrays)
         for number, layer in enumerate(self.policy.layers):
             attention = layer.attention
             heads = attention.project(layer.attention_norm(x)[None], positions)
-            q, k, v = (each[0].transpose(0, 1) for each in heads)
+            q, k, v = (projected[0].transpose(0, 1) for projected in heads)
             self.pool.write_kv(number, slots, k=k, v=v)  # first write, then read back
             mixed = self.backend.run(plan, number, q.contiguous(), self.pool.planes(number))
             x = x + attention.o_proj(mixed.flatten(1))
@@ -185,12 +189,12 @@ class CachedPolicy:
 
 
 def frame(seed: int) -> Tensor:
-    """A picture of a camera: noise, but always the same noise."""
+    """A camera frame [3, FRAME, FRAME] of noise, the same for equal seeds."""
     return torch.rand(3, FRAME, FRAME, generator=torch.Generator().manual_seed(seed))
 
 
 def main() -> None:
-    """Four calls, each compared with the one-shot path."""
+    """Run four calls and compare each with the policy without a cache."""
     torch.manual_seed(0)
     policy = Policy().eval()
     cached = CachedPolicy(policy)
@@ -212,10 +216,10 @@ def main() -> None:
         actions, logits = cached.act(batch)
 
         print(f"{name:32} {tokens:6} {cached.tokens_computed:8} {policy.frames_encoded:14}")
-        for seen, found, rows in zip(batch, actions, logits, strict=True):
+        for seen, cached_actions, rows in zip(batch, actions, logits, strict=True):
             wanted, one_shot = policy.act(seen)
-            if found != wanted or not torch.allclose(rows, one_shot, atol=1e-4):
-                raise SystemExit(f"{name}: {found} from the cache, {wanted} without it")
+            if cached_actions != wanted or not torch.allclose(rows, one_shot, atol=1e-4):
+                raise SystemExit(f"{name}: {cached_actions} from the cache, {wanted} without it")
     cached.planner.cache.check()
     print("the same actions as without the cache, in every call")
 

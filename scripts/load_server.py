@@ -1,4 +1,4 @@
-"""Load on a real server: many streams of which some leave, then readers that take nothing.
+"""Load test of a real server: many streams, some of which disconnect, then stalled readers.
 
     python scripts/load_server.py --streams 500 --seconds 300 --stalled 256
 
@@ -40,7 +40,7 @@ SYSTEMS = [f"You answer questions about the town of {name}. " * 4 for name in ("
 
 @dataclass
 class Seen:
-    """What clients saw."""
+    """Counts, errors and token gaps that the clients measured."""
 
     num_done: int = 0
     num_left: int = 0
@@ -50,7 +50,7 @@ class Seen:
 
 
 class Server:
-    """A server process."""
+    """A `ramify serve` process on a free port."""
 
     def __init__(self, *options: str, model: str = "ramify-tiny") -> None:
         self._log = Path(tempfile.mkdtemp()) / "log"
@@ -58,31 +58,31 @@ class Server:
         with self._log.open("wb") as out:
             self.process = subprocess.Popen([*command, *options], stdout=out, stderr=out)  # noqa: S603
         deadline = time.monotonic() + START_S
-        while not (found := re.search(r"listening on http://(\S+):(\d+)", self._log.read_text())):
+        while not (match := re.search(r"listening on http://(\S+):(\d+)", self._log.read_text())):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"the server did not start:\n{self._log.read_text()}")
             time.sleep(0.1)
-        self.host, self.port = found[1], int(found[2])
+        self.host, self.port = match[1], int(match[2])
 
     def get(self, path: str) -> bytes:
-        """The body at a path."""
+        """GET `path`; returns the response body."""
         url = f"http://{self.host}:{self.port}{path}"
         with urllib.request.urlopen(url, timeout=60) as answer:
             return bytes(answer.read())
 
     def rss_bytes(self) -> int:
-        """Its resident memory."""
+        """Resident memory of the server process."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def delays(self) -> dict[float, float]:
-        """Cumulated counts of the event loop's delay, by bound."""
+        """Cumulative counts of event loop delays by bucket bound in seconds."""
         text = self.get("/metrics").decode()
-        found = re.findall(r'ramify_event_loop_delay_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
-        return {float(bound): float(count) for bound, count in found}
+        buckets = re.findall(r'ramify_event_loop_delay_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
+        return {float(bound): float(count) for bound, count in buckets}
 
     def left(self) -> dict[str, int]:
-        """What requests hold, when none should."""
+        """Leases, private pages and requests by name; all 0 when the server is idle."""
         stats = json.loads(self.get("/v1/cache"))
         metrics = self.get("/metrics").decode()
         live = re.findall(r"^ramify_requests_(running|waiting) (\S+)", metrics, re.MULTILINE)
@@ -90,18 +90,18 @@ class Server:
         return held | {name: int(float(value)) for name, value in live}
 
     def stop(self) -> int:
-        """End it; returns its exit code."""
+        """Send SIGTERM and wait; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
     def errors_in_log(self) -> list[str]:
-        """The first few."""
+        """The first five ERROR lines of the log."""
         return [line for line in self._log.read_text().splitlines() if " ERROR " in line][:5]
 
 
 def body_of(rng: random.Random, max_tokens: int) -> bytes:
     question = f"Who lives in house {rng.randrange(50)}, and why?"
-    told = {
+    payload = {
         "messages": [
             {"role": "system", "content": rng.choice(SYSTEMS)},
             {"role": "user", "content": question},
@@ -110,7 +110,7 @@ def body_of(rng: random.Random, max_tokens: int) -> bytes:
         "ignore_eos": True,
         "stream": True,
     }
-    return json.dumps(told).encode()
+    return json.dumps(payload).encode()
 
 
 def request_of(body: bytes) -> bytes:
@@ -119,7 +119,7 @@ def request_of(body: bytes) -> bytes:
 
 
 async def one_stream(server: Server, seen: Seen, rng: random.Random, max_tokens: int) -> None:
-    """One request; with LEAVES it is left after a random time, perhaps before its first token."""
+    """Stream one request; with probability LEAVES, disconnect after 0 to 3 seconds."""
     leave_s = rng.uniform(0, 3) if rng.random() < LEAVES else None
     reader, writer = await asyncio.open_connection(server.host, server.port)
     is_whole = False
@@ -160,7 +160,7 @@ async def read_stream(reader: asyncio.StreamReader, seen: Seen) -> bool:
 
 
 async def streams(server: Server, count: int, seconds: float, seed: int) -> Seen:
-    """So many at once, each followed by another, until the time is over; then all end."""
+    """Run `count` clients that send requests one after another for `seconds`."""
     seen, until = Seen(), time.monotonic() + seconds
 
     async def client(number: int) -> None:
@@ -216,10 +216,10 @@ def percentile(values: list[float], number: int) -> float:
 
 
 async def gaps_beside(server: Server, count: int, seconds: float, *, stalled: bool) -> list[float]:
-    """Times between tokens of FOREGROUND streams, beside requests that are read, or are not."""
+    """Seconds between tokens of FOREGROUND streams, beside requests whose clients read or stall."""
     rng = random.Random(3)
-    told = json.loads(body_of(rng, 1500)) | {"logprobs": True, "top_logprobs": 20}
-    request = request_of(json.dumps(told).encode())
+    payload = json.loads(body_of(rng, 1500)) | {"logprobs": True, "top_logprobs": 20}
+    request = request_of(json.dumps(payload).encode())
 
     async def background() -> None:
         connection = socket.socket()
@@ -247,8 +247,8 @@ async def gaps_beside(server: Server, count: int, seconds: float, *, stalled: bo
             writer.close()
 
     await asyncio.gather(*(client(number) for number in range(FOREGROUND)))
-    for one in others:
-        one.cancel()
+    for task in others:
+        task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await until_idle(server)
     if seen.errors:
@@ -257,7 +257,7 @@ async def gaps_beside(server: Server, count: int, seconds: float, *, stalled: bo
 
 
 async def until_idle(server: Server) -> dict[str, int]:
-    """What is left a while after all clients have gone."""
+    """Wait up to 30 s until no request holds anything; returns the remaining counts."""
     deadline = time.monotonic() + 30
     while True:
         left = await asyncio.to_thread(server.left)
@@ -269,8 +269,8 @@ async def until_idle(server: Server) -> dict[str, int]:
 async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     server = Server()
     try:
-        told = await load(server, args.streams, args.seconds) if args.streams else {}
-        told["left"] = await until_idle(server)
+        report = await load(server, args.streams, args.seconds) if args.streams else {}
+        report["left"] = await until_idle(server)
         if args.stalled:
             seats = args.stalled + FOREGROUND
             beside = Server("--max-num-seqs", str(seats), "--kv-cache-tokens", str(seats * 2048))
@@ -279,35 +279,35 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
                     gaps = await gaps_beside(
                         beside, args.stalled, args.stalled_seconds, stalled=stalled
                     )
-                    told[f"gap_p99_ms_beside_{name}"] = round(1000 * percentile(gaps, 99), 1)
+                    report[f"gap_p99_ms_beside_{name}"] = round(1000 * percentile(gaps, 99), 1)
             finally:
-                told["exit_code_beside"] = beside.stop()
-        told["log_errors"] = server.errors_in_log()
+                report["exit_code_beside"] = beside.stop()
+        report["log_errors"] = server.errors_in_log()
     finally:
         code = server.stop()
-    told |= {"exit_code": code, "load_average": os.getloadavg()}
-    return told, faults(told)
+    report |= {"exit_code": code, "load_average": os.getloadavg()}
+    return report, faults(report)
 
 
 def faults(told: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
-    found = []
+    """Messages for every measurement that is outside its limit."""
+    problems = []
     if told.get("errors") or told["log_errors"]:
-        found.append(f"errors: {told.get('errors')} {told['log_errors']}")
+        problems.append(f"errors: {told.get('errors')} {told['log_errors']}")
     if any(told["left"].values()):
-        found.append(f"left behind: {told['left']}")
+        problems.append(f"left behind: {told['left']}")
     if (told.get("loop_delay_within_50_ms") or 1.0) < 0.99:
-        found.append("the event loop was more than 50 ms late in over 1 % of the cases")
+        problems.append("the event loop was more than 50 ms late in over 1 % of the cases")
     is_long = told.get("seconds", 0) >= SLOPE_S
     if is_long and told["rss_slope_bytes_per_s"] > MAX_SLOPE:
-        found.append("memory grows")
+        problems.append("memory grows")
     if "gap_p99_ms_beside_stalled" in told:
         most = MAX_RAISE * told["gap_p99_ms_beside_read"]
         if told["gap_p99_ms_beside_stalled"] > most:
-            found.append("stalled readers slow the others down")
+            problems.append("stalled readers slow the others down")
     if told["exit_code"] != 0:
-        found.append(f"the exit code is {told['exit_code']}")
-    return found
+        problems.append(f"the exit code is {told['exit_code']}")
+    return problems
 
 
 def main() -> None:
@@ -318,9 +318,9 @@ def main() -> None:
     parser.add_argument("--stalled-seconds", type=float, default=30.0)
     parser.add_argument("--report-only", action="store_true", help="exit code 0 all the same")
     args = parser.parse_args()
-    told, wrong = asyncio.run(measure(args))
-    told["faults"] = wrong
-    print(json.dumps(told, indent=2))
+    report, wrong = asyncio.run(measure(args))
+    report["faults"] = wrong
+    print(json.dumps(report, indent=2))
     sys.exit(1 if wrong and not args.report_only else 0)
 
 

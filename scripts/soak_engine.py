@@ -32,7 +32,7 @@ MORE = ("interrupts", "repairs", "condemned", "errors")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one cell."""
+    """Counts, duration and failure of one cell."""
 
     cell: str
     counts: Counter[str]
@@ -42,14 +42,14 @@ class Outcome:
 
 @cache
 def model_of(folder: str, kv_dtype: str) -> Any:
-    """One per process: what is answered alone is the same in all cells."""
+    """The small model, built once per process so that cells share its reference answers."""
     from tests.cpu.engine_life import SmallModel
 
     return SmallModel(Path(folder), kv_dtype)
 
 
 def soak(name: str, requests: int, first_seed: int, folder: str) -> Outcome:
-    """Live one life after the other until so many requests are served, or one was wrong."""
+    """Run lives of cell `name` until `requests` requests are served or a life fails."""
     import logging
 
     import torch
@@ -82,13 +82,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first life; the next add 1")
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     args = parser.parse_args()
-    asked = args.cells.split(",")
-    if unknown := set(asked) - set(CELLS):
+    cells = args.cells.split(",")
+    if unknown := set(cells) - set(CELLS):
         parser.error(f"no such cells: {sorted(unknown)}; there are {list(CELLS)}")
     if args.requests < 1:
         parser.error(f"--requests {args.requests}, but at least 1 is needed")
 
-    each = -(-args.requests // len(asked))
+    requests_per_cell = -(-args.requests // len(cells))
     heads = (*COLUMNS, *MORE)
     print(
         f"{'cell':13}" + "".join(f"{head:>{max(9, len(head) + 1)}}" for head in heads), flush=True
@@ -96,17 +96,17 @@ def main() -> None:
     outcomes = []
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.jobs) as pool:
         write_tiny_checkpoint(folder, "llama", **TINY)
-        running = [pool.submit(soak, cell, each, args.seed, folder) for cell in asked]
+        running = [pool.submit(soak, cell, requests_per_cell, args.seed, folder) for cell in cells]
         for done in as_completed(running):
-            one = done.result()
-            outcomes.append(one)
-            row = "".join(f"{one.counts[head]:>{max(9, len(head) + 1)},}" for head in heads)
-            print(f"{one.cell:13}{row} {one.seconds:6.0f} s", flush=True)
-            if one.failure:
-                print(f"{one.cell} FAILED: {one.failure}", flush=True)
-    total = sum(one.counts["requests"] for one in outcomes)
-    failed = [one.cell for one in outcomes if one.failure]
-    print(f"{total:,} requests, {len(failed)} of {len(asked)} cells failed {failed or ''}".rstrip())
+            outcome = done.result()
+            outcomes.append(outcome)
+            row = "".join(f"{outcome.counts[head]:>{max(9, len(head) + 1)},}" for head in heads)
+            print(f"{outcome.cell:13}{row} {outcome.seconds:6.0f} s", flush=True)
+            if outcome.failure:
+                print(f"{outcome.cell} FAILED: {outcome.failure}", flush=True)
+    total = sum(outcome.counts["requests"] for outcome in outcomes)
+    failed = [outcome.cell for outcome in outcomes if outcome.failure]
+    print(f"{total:,} requests, {len(failed)} of {len(cells)} cells failed {failed or ''}".rstrip())
     sys.exit(bool(failed))
 
 

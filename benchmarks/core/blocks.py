@@ -30,7 +30,7 @@ VLLM_UNUSED = tuple(
 
 @dataclass(slots=True)
 class BlockRequest:
-    """A prompt and an output as the peer keeps them, and what it returned for them."""
+    """A request in the peer's own type, its output, and the hit and blocks the peer returned."""
 
     native: Any
     output: list[int]
@@ -179,11 +179,11 @@ class AtomCore:
 
     def read_pages(self, request: BlockRequest) -> list[int]:
         sequence, size = request.native, self._page_size
-        found, hashed = [], -1
+        pages, hashed = [], -1
         for at in range(request.hit):  # `allocate` has not run yet: look up what it will claim
             hashed = self._cache.compute_hash(sequence[at * size : (at + 1) * size], hashed)
-            found.append(self._cache.kv.lookup(hashed))
-        return found
+            pages.append(self._cache.kv.lookup(hashed))
+        return pages
 
     def path_pages(self, request: BlockRequest) -> list[int]:
         return request.block_ids[: (request.num_prompt + len(request.output)) // self._page_size]

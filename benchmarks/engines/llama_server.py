@@ -30,8 +30,9 @@ class LlamaServer:
             raise AbsentError(f"{self._binary} was not built")
         self._setup = setup
         self._file = write_gguf(setup)
-        told = self._binary.parents[1] / "version"  # the server knows no more than "unknown"
-        self.version = told.read_text("utf-8").strip() if told.exists() else "of unknown version"
+        # The server itself reports its version only as "unknown".
+        path = self._binary.parents[1] / "version"
+        self.version = path.read_text("utf-8").strip() if path.exists() else "of unknown version"
         self.note = ""
         self._slots = (0, 0)
         self._port = 0
@@ -39,7 +40,7 @@ class LlamaServer:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
 
     def prepare(self, num_requests: int, request_tokens: int) -> None:
-        """A server with as many slots as requests, or as memory allows."""
+        """Start a server with a slot per request, or as many as memory allows."""
         most = max(1, KV_BYTES // (self._setup.token_bytes * (request_tokens + 8)))
         slots = min(num_requests, most)
         context = slots * (request_tokens + 8)

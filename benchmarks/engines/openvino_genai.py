@@ -65,12 +65,12 @@ class OpenVino:
         while self._pipe.has_non_finished_requests():
             self._pipe.step()
             now = time.perf_counter() - start
-            for place, handle in enumerate(handles):
+            for row, handle in enumerate(handles):
                 while handle.can_read():
-                    for one in handle.read().values():
-                        tokens[place] += one.generated_ids
-                        first[place] = first[place] or now
-                        last[place] = now
+                    for output in handle.read().values():
+                        tokens[row] += output.generated_ids
+                        first[row] = first[row] or now
+                        last[row] = now
         return Answer(tokens, first, last)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What this machine can do, measured beside the engines: FLOP/s of matmuls, bytes/s from memory."""
+"""Measured peaks of this machine: FLOP/s of matmuls, bytes/s read from memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_S = 0.15
 
 
 class Peaks:
-    """The best of all samples so far: a slow phase of the machine lowers no peak."""
+    """Best FLOP/s by dtype and best bandwidth of all samples; a slow sample lowers neither."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -25,7 +25,7 @@ class Peaks:
 
     @torch.inference_mode()
     def sample(self, dtype: str) -> None:
-        """Measure again, for half a second or so. bfloat16 may be computed in float32."""
+        """Measure both peaks again, in about 0.5 s. bfloat16 may be computed in float32."""
         for kind in {dtype, "float32"}:
             x = torch.randn(ROWS, WIDTH).to(getattr(torch, kind))
             weight = torch.randn(WIDTH, WIDTH).to(getattr(torch, kind))
@@ -44,12 +44,12 @@ class Peaks:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    found: list[float] = []
-    while sum(found) < LEAST_S or len(found) < 2:
+    times: list[float] = []
+    while sum(times) < LEAST_S or len(times) < 2:
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:

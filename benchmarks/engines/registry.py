@@ -1,4 +1,4 @@
-"""Every engine of the tables, in their order."""
+"""Every engine of the benchmark tables, in table order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ OURS = "ramify"  # what all ratios refer to
 REFERENCE = "transformers"  # whose tokens are compared with
 
 ENTRIES = {
-    one.name: one
-    for one in (
+    entry.name: entry
+    for entry in (
         Entry(OURS, "**Ramify**", "ours"),
         Entry("ramify-off", "Ramify, cache off", "ours", options={"prefix_cache": False}),
         Entry("openvino", "OpenVINO GenAI", "openvino_genai", "openvino"),
@@ -28,15 +28,15 @@ WATCHED = Entry("ramify-watched", "Ramify, measured inside", "ours", options={"s
 
 
 def planted(factor: float) -> Entry:
-    """Ramify, with every step so many times as long; the factor is in the name."""
+    """Ramify with every step slowed down by `factor`, which is part of the entry's name."""
     return Entry(f"{OURS}*{factor}", "Ramify, slowed down", "ours", options={"plant": factor})
 
 
 def find(name: str) -> Entry:
-    """The entry of a name, in the process of its worker."""
+    """Return the entry called `name`; worker processes look theirs up by it."""
     if name.startswith(f"{OURS}*"):
         return planted(float(name.partition("*")[2]))
     return ALL[name]
 
 
-ALL = {one.name: one for one in (*ENTRIES.values(), *SPECULATION.values(), WATCHED)}
+ALL = {entry.name: entry for entry in (*ENTRIES.values(), *SPECULATION.values(), WATCHED)}

@@ -36,32 +36,32 @@ TEXTS = (
 
 
 def speculation(args: argparse.Namespace, model: str, dtype: str) -> dict[str, Any]:
-    """All texts; every mode has a process per checkpoint and takes turns with the others."""
+    """Measure every text; each mode has its own process per checkpoint, and modes alternate."""
     print(
         f"\n### Speculation, {TITLES[model]}, {dtype}: one request, {PROMPT} prompt tokens, {NEW} new\n"
     )
     print("| text | mode | decode tokens/s | × off: median (interval) | same tokens |")
     print("|---|---|---:|---:|---|", flush=True)
-    found: dict[str, Any] = {"model": model, "dtype": dtype, "texts": {}}
+    results: dict[str, Any] = {"model": model, "dtype": dtype, "texts": {}}
     for text in TEXTS:
         folder = write_model(args.scratch, model, dtype, follows=text.follows)
         setup = Setup(
             folder, dtype, args.threads, MAX_LEN, 16 * MAX_LEN,
             shape_of(model).kv_values * VALUE_BYTES[dtype],
         )  # fmt: skip
-        found["texts"][text.name] = _measure(args, text, setup, MODELS[model]["vocab_size"])
-    return found
+        results["texts"][text.name] = _measure(args, text, setup, MODELS[model]["vocab_size"])
+    return results
 
 
 def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> dict[str, Any]:
     workers: dict[str, Worker] = {}
     samples: dict[str, list[dict[str, Any]]] = {}
-    given = asdict(setup) | {"folder": str(setup.folder)}
+    setup_fields = asdict(setup) | {"folder": str(setup.folder)}
     try:
         for mode, entry in SPECULATION.items():
             worker = Worker(entry, args.peers, setup.threads)
             workers[mode] = worker
-            answer = worker.ask(LOAD_LIMIT_S, setup=given)
+            answer = worker.ask(LOAD_LIMIT_S, setup=setup_fields)
             if "absent" in answer:
                 print(f"| {text.title} | {mode} | {answer['absent']} | | |", flush=True)
                 return {"absent": answer["absent"]}
@@ -83,55 +83,54 @@ def _measure(args: argparse.Namespace, text: Text, setup: Setup, vocab: int) -> 
     for mode, mine in ((mode, samples[mode]) for mode in SPECULATION):
         ratios = [b["between_s"] / a["between_s"] for a, b in zip(mine, off, strict=True)]
         interval = median_interval(ratios)
-        rate = 1 / median_interval([one["between_s"] for one in mine]).mid
+        rate = 1 / median_interval([timing["between_s"] for timing in mine]).mid
         same = sum(a["tokens"] == b["tokens"] for a, b in zip(mine, off, strict=True))
         print(
             f"| {text.title} | {mode} | {rate:,.1f} | {interval.mid:.2f} ({interval.low:.2f}–"
             f"{interval.high:.2f}, {interval.level:.0%}) | {same}/{len(off)} |",
             flush=True,
         )
-    return {mode: [one["between_s"] for one in mine] for mode, mine in samples.items()}
+    return {mode: [timing["between_s"] for timing in mine] for mode, mine in samples.items()}
 
 
 def _code(worker: Worker, limit_s: float, vocab: int) -> list[int]:
-    """What the model of `follows` says after one token, until it would repeat itself.
+    """The longest greedy answer without a repeated token, over 16 random first tokens.
 
-    Of several beginnings the one that goes on longest: each of its tokens is there once, so that an
-    edit leaves nothing else to copy from.
+    Each token occurs once, so a drafter has only one position to copy from.
     """
     rng = random.Random("code")
     starts = [rng.randrange(3, vocab) for _ in range(16)]
-    task = Task([], [[[one] for one in starts]], PROMPT)
+    task = Task([], [[[start] for start in starts]], PROMPT)
     answers: list[list[int]] = worker.ask(limit_s, task=asdict(task))["tokens"]
     talks = [[start, *answer] for start, answer in zip(starts, answers, strict=True)]
     return max(map(until_repeated, talks), key=len)[: PROMPT - 1]
 
 
 def until_repeated(tokens: list[int]) -> list[int]:
-    """The beginning in which no token occurs twice."""
+    """The longest prefix in which no token occurs twice."""
     seen: set[int] = set()
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         if token in seen:
-            return tokens[:place]
+            return tokens[:position]
         seen.add(token)
     return tokens
 
 
 def edited(code: list[int], rng: random.Random, vocab: int) -> list[int]:
-    """A prompt that asks for the code again: before it random tokens, in it one change in so many.
+    """A prompt of random tokens, then `code` with one token in EDIT_EVERY replaced.
 
-    It ends with the code's first token; what follows is the code as it was before the changes.
+    The prompt ends with the code's first token, so that the model continues the unedited code.
     """
     before = [rng.randrange(3, vocab) for _ in range(PROMPT - 1 - len(code))]
     changed = [
-        rng.randrange(3, vocab) if place % EDIT_EVERY == EDIT_EVERY - 1 else token
-        for place, token in enumerate(code)
+        rng.randrange(3, vocab) if position % EDIT_EVERY == EDIT_EVERY - 1 else token
+        for position, token in enumerate(code)
     ]
     return [*before, *changed, code[0]]
 
 
 def _task(text: Text, rng: random.Random, vocab: int, code: list[int]) -> Task:
-    """Prompts of one pair."""
+    """The task that every mode runs in one repetition."""
     if text.name == "edit":
         return Task([], [[edited(code, rng, vocab)]], NEW)
     prompt = [rng.randrange(3, vocab) for _ in range(PROMPT)]
@@ -139,5 +138,5 @@ def _task(text: Text, rng: random.Random, vocab: int, code: list[int]) -> Task:
 
 
 def _again(prompt: list[int]) -> Task:
-    """The question and its whole answer were there before the clock started."""
+    """A task whose prompt and whole answer are cached before the clock starts."""
     return Task([prompt], [[prompt]], NEW, before_new=NEW)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real commands in processes of their own."""
+"""The `ramify` commands, each run in its own process as a user would."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_help_is_quick_and_lists_the_commands() -> None:
     """`--help` loads no torch and names every command."""
     start = time.perf_counter()
 
-    found = ramify("--help")
+    process = ramify("--help")
 
-    assert found.returncode == 0
-    assert all(name in found.stdout for name in ("demo", "generate", "info"))
+    assert process.returncode == 0
+    assert all(name in process.stdout for name in ("demo", "generate", "info"))
     loaded = subprocess.run(
         [sys.executable, "-c", "import sys, ramify.cli; print('torch' in sys.modules)"],
         capture_output=True,
@@ -59,33 +59,36 @@ def test_help_is_quick_and_lists_the_commands() -> None:
 
 
 def test_demo_gives_the_same_answers_and_counts_every_token(checkpoint: Path, quiz: Path) -> None:
-    """Off computes everything, cold the document once, warm next to nothing; answers agree."""
-    found = ramify("demo", "--model", checkpoint, "--document", quiz, "--json")
+    """Cache off computes all tokens, cold the document once, warm at most a page per question.
 
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    off, cold, warm = told["rounds"]
+    The answers of all three rounds are equal, and each round accounts for every token.
+    """
+    process = ramify("demo", "--model", checkpoint, "--document", quiz, "--json")
+
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    off, cold, warm = report["rounds"]
     total = off["computed_tokens"]
-    assert told["same_answers"] is True
-    for one in (off, cold, warm):
-        assert one["computed_tokens"] + one["read_tokens"] + one["shared_tokens"] == total
+    assert report["same_answers"] is True
+    for counts in (off, cold, warm):
+        assert counts["computed_tokens"] + counts["read_tokens"] + counts["shared_tokens"] == total
     assert cold["computed_tokens"] < total / 3
     assert cold["read_tokens"] + cold["shared_tokens"] > 0
     assert warm["computed_tokens"] <= 5 * 16
-    assert len(told["questions"]) == 5
+    assert len(report["questions"]) == 5
     assert {"question", "expected", "cache off", "cold", "warm", "right"} <= set(
-        told["questions"][0]
+        report["questions"][0]
     )
 
 
 def test_the_built_in_demo_answers_every_question() -> None:
-    """32 questions about the built-in document: all right, all as without a cache."""
-    found = ramify("demo", "--json")
+    """All 32 answers about the built-in document are right and equal those with the cache off."""
+    process = ramify("demo", "--json")
 
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    off, cold, warm = told["rounds"]
-    assert (told["right"], told["known"], told["same_answers"]) == (32, 32, True)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    off, cold, warm = report["rounds"]
+    assert (report["right"], report["known"], report["same_answers"]) == (32, 32, True)
     assert cold["computed_tokens"] < off["computed_tokens"] / 16
     assert warm["computed_tokens"] <= 32 * 16
 
@@ -101,66 +104,66 @@ def test_the_built_in_demo_answers_every_question() -> None:
 def test_a_quiz_that_cannot_be_asked_is_an_error(
     checkpoint: Path, tmp_path: Path, content: dict[str, object], words: list[str]
 ) -> None:
-    """No question is left out silently."""
+    """An unusable quiz ends the command with code 2 and an error that says why."""
     path = tmp_path / "quiz.json"
     path.write_text(json.dumps(content))
 
-    found = ramify("demo", "--model", checkpoint, "--document", path)
+    process = ramify("demo", "--model", checkpoint, "--document", path)
 
-    assert found.returncode == 2, found.stdout
-    assert "Traceback" not in found.stderr
-    assert all(word in found.stderr for word in words), found.stderr
+    assert process.returncode == 2, process.stdout
+    assert "Traceback" not in process.stderr
+    assert all(word in process.stderr for word in words), process.stderr
 
 
 def test_demo_asks_about_any_text_and_prints_tables(checkpoint: Path, tmp_path: Path) -> None:
-    """A plain text gets questions made from its own words."""
+    """A plain text file works as a document: the demo makes questions from its words."""
     document = tmp_path / "text.txt"
     document.write_text("Seven sailors crossed the northern strait under a yellow moon. " * 5)
 
-    found = ramify("demo", "--model", checkpoint, "--document", document, "--num-questions", "3")
+    process = ramify("demo", "--model", checkpoint, "--document", document, "--num-questions", "3")
 
-    assert found.returncode == 0, found.stderr
-    assert "cache off" in found.stdout and "warm" in found.stdout
-    assert "the same tokens for all 3 questions" in found.stdout
+    assert process.returncode == 0, process.stderr
+    assert "cache off" in process.stdout and "warm" in process.stdout
+    assert "the same tokens for all 3 questions" in process.stdout
 
 
 def test_generate_prints_text_and_where_the_prompt_came_from(checkpoint: Path) -> None:
-    """Text goes to stdout, the account of it to stderr."""
-    found = ramify("generate", checkpoint, "--prompt", "hello", "--max-tokens", "4")
+    """`generate` reports on stderr how many prompt tokens were read, shared and computed."""
+    process = ramify("generate", checkpoint, "--prompt", "hello", "--max-tokens", "4")
 
-    assert found.returncode == 0, found.stderr
-    assert "prompt 5 tokens: 0 read, 0 shared, 5 computed; output 4 tokens" in found.stderr
+    assert process.returncode == 0, process.stderr
+    assert "prompt 5 tokens: 0 read, 0 shared, 5 computed; output 4 tokens" in process.stderr
 
 
 def test_generate_reads_files_and_stdin_and_answers_in_json(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Prompts come from options, files and standard input, in that order; a bar if asked."""
+    """Prompts from an option, a file and stdin all get an output; --progress shows a bar."""
     file = tmp_path / "prompt.txt"
     file.write_text("from a file")
 
-    found = ramify(
+    process = ramify(
         *("generate", checkpoint, "--prompt", "one", "--prompt-file", file, "--prompt-file", "-"),
         *("--max-tokens", "2", "--logprobs", "1", "--progress", "--json"),
         stdin="from stdin",
     )
 
-    told = json.loads(found.stdout)
-    assert [len(one["token_ids"]) for one in told] == [2, 2, 2]
-    assert all(len(one["logprobs"]) == 2 for one in told)
-    assert told[0]["cache"]["computed_tokens"] == told[0]["prompt_tokens"]
-    assert "3/3" in found.stderr
+    outputs = json.loads(process.stdout)
+    assert [len(output["token_ids"]) for output in outputs] == [2, 2, 2]
+    assert all(len(output["logprobs"]) == 2 for output in outputs)
+    assert outputs[0]["cache"]["computed_tokens"] == outputs[0]["prompt_tokens"]
+    assert "3/3" in process.stderr
 
 
 def test_generate_speaks_through_the_chat_template(checkpoint: Path) -> None:
-    """--system and --prompt become messages."""
-    found = ramify(
+    """--system and --prompt become two messages that the chat template renders."""
+    process = ramify(
         *("generate", checkpoint, "--system", "be brief", "--prompt", "hi"),
         *("--max-tokens", "2", "--json"),
     )
 
-    told = json.loads(found.stdout)
-    assert told[0]["prompt_tokens"] == 1 + len("be brief") + len("hi") + 5 - _merged(
+    outputs = json.loads(process.stdout)
+    assert outputs[0]["prompt_tokens"] == 1 + len("be brief") + len("hi") + 5 - _merged(
         "be brief", "hi"
     )
 
@@ -173,16 +176,16 @@ def _merged(*texts: str) -> int:
 
 
 def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
-    """Everything a bug report needs."""
-    found = ramify("info", checkpoint, "--json")
+    """`info --json` reports attention backends, exactness and memory."""
+    process = ramify("info", checkpoint, "--json")
 
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    assert told["attention backends"]["cpu"].startswith("chosen: the first of cpu")
-    assert "exact" in told["attention backends"]["sdpa"]
-    assert told["exactness"]["exact"] is True
-    assert any(name.startswith("attention ") for name in told["exactness"])
-    assert {"weights", "K/V per token", "K/V pool"} <= set(told["memory"])
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    assert report["attention backends"]["cpu"].startswith("chosen: the first of cpu")
+    assert "exact" in report["attention backends"]["sdpa"]
+    assert report["exactness"]["exact"] is True
+    assert any(name.startswith("attention ") for name in report["exactness"])
+    assert {"weights", "K/V per token", "K/V pool"} <= set(report["memory"])
 
 
 @pytest.mark.parametrize(
@@ -207,18 +210,18 @@ def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
 def test_bad_input_is_one_line_and_exit_code_2(
     checkpoint: Path, args: list[str], words: list[str]
 ) -> None:
-    """The error names value and limit; there is no traceback."""
-    found = ramify(*(arg.replace("{ck}", str(checkpoint)) for arg in args))
+    """Bad input prints one error that names the value and the limit, without a traceback."""
+    process = ramify(*(arg.replace("{ck}", str(checkpoint)) for arg in args))
 
-    assert found.returncode == 2, found.stdout
-    assert found.stderr.count("error:") == 1
-    assert "Traceback" not in found.stderr
-    assert all(word in found.stderr for word in words), found.stderr
+    assert process.returncode == 2, process.stdout
+    assert process.stderr.count("error:") == 1
+    assert "Traceback" not in process.stderr
+    assert all(word in process.stderr for word in words), process.stderr
 
 
 def test_an_unknown_option_is_refused(checkpoint: Path) -> None:
-    """Typos do not pass silently."""
-    found = ramify("generate", checkpoint, "--promt", "x")
+    """A misspelt option exits with code 2 and is named in the error."""
+    process = ramify("generate", checkpoint, "--promt", "x")
 
-    assert found.returncode == 2
-    assert "--promt" in found.stderr
+    assert process.returncode == 2
+    assert "--promt" in process.stderr

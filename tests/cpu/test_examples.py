@@ -1,4 +1,4 @@
-"""The programs in examples/ run, and what they print is so."""
+"""The programs in examples/ run, and the numbers they print are right."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from ramify.errors import OutOfPagesError
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE_POLICY = ROOT / "examples" / "image_policy.py"
 
-# Runs a program and sees that it had no need of the engine.
+# Runs a program and asserts that it did not import `ramify.engine`.
 ALONE = """
 import runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
@@ -38,7 +38,7 @@ def example() -> ModuleType:
 
 
 def test_the_image_policy_runs_without_the_engine_and_saves_what_it_says() -> None:
-    """Cold: everything; the same scene again: neither its tokens nor its frames."""
+    """The table shows all tokens computed for a new scene, and no cached frame computed again."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     run = subprocess.run(
@@ -61,14 +61,15 @@ def test_the_image_policy_runs_without_the_engine_and_saves_what_it_says() -> No
     tokens, computed, frames = table["the same scene, told otherwise"]
     assert (computed, frames) == (tokens - 2 * frame, 0)
     tokens, computed, frames = table["two robots, the same scene"]
-    assert computed < tokens - 4 * frame  # one of them said the same as before
+    # One robot repeats the instruction of the first call.
+    assert computed < tokens - 4 * frame
     assert frames == 0
     tokens, computed, frames = table["another second frame"]
     assert (computed, frames) == (tokens - frame, 1)
 
 
 def test_a_policy_that_does_not_name_its_frames_would_be_caught(example: Any) -> None:
-    """All frames have the same ids: without `media`, another scene's K/V would be read."""
+    """Frames share token ids, so an observation without `media` reads another scene's K/V."""
 
     @dataclass(frozen=True)
     class Blind(example.Observation):  # type: ignore[misc]
@@ -82,13 +83,13 @@ def test_a_policy_that_does_not_name_its_frames_would_be_caught(example: Any) ->
         cached.act([kind((example.frame(1),), "push")])
         other = kind((example.frame(3),), "push")
 
-        found = cached.act([other])[1][0]
+        logits = cached.act([other])[1][0]
 
-        assert torch.allclose(found, policy.act(other)[1], atol=1e-4) == agrees
+        assert torch.allclose(logits, policy.act(other)[1], atol=1e-4) == agrees
 
 
 def test_a_batch_that_does_not_fit_leaves_the_policy_whole(example: Any) -> None:
-    """Too many robots at once: told, and the same policy goes on with fewer."""
+    """A batch that does not fit raises OutOfPagesError, and a smaller batch then succeeds."""
     torch.manual_seed(0)
     policy = example.Policy().eval()
     cached = example.CachedPolicy(policy)

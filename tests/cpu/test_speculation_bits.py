@@ -1,8 +1,8 @@
-"""Verified guesses leave no trace: every logit and all K/V have the bits of a run without them.
+"""Logits and K/V after speculative decoding have the bits of a run without speculation.
 
-A guess is verified in the rows of one step that the next steps would have computed one by one.
-Rows of logits that tokens are drawn from, and the K/V that is left in the cache, are compared as
-integers with those of the same text alone, computed at once and without a cache.
+One step verifies all draft tokens of a request. The logits that tokens are drawn from, and the K/V
+left in the cache, are compared as integers with those of the same text computed alone, in one
+step and without a cache.
 """
 
 import random
@@ -36,7 +36,7 @@ NUM_NEW = 40
 
 
 class Prophet:
-    """Knows the answers, and is wrong from some random place on."""
+    """Drafter that proposes the known answer up to a random position, then random tokens."""
 
     def __init__(self, answers: dict[Prompt, Prompt]) -> None:
         self.answers, self.rng = answers, random.Random(5)
@@ -61,7 +61,7 @@ class Prophet:
 def test_guesses_leave_no_trace(
     family: str, variant: str, page_size: int, model_of: Callable[[str, str], Model]
 ) -> None:
-    """Guesses of up to 20 tokens that cross pages, with tails that are rejected, in one batch."""
+    """Batched drafts of up to 20 tokens, partly rejected, change no bit of logits or K/V."""
     model = model_of(family, variant)
     sizes = Sizes(page_size=page_size, num_pages=800 // page_size, max_batch_tokens=64)
     plain = Engine(model, sizes).generate(PROMPTS, [NUM_NEW] * len(PROMPTS))
@@ -88,7 +88,7 @@ def test_guesses_leave_no_trace(
 def test_the_tree_and_the_text_leave_no_trace(
     family: str, variant: str, num_pages: int, model_of: Callable[[str, str], Model]
 ) -> None:
-    """Questions that are asked again, and again from the middle of their answers; also preempted."""
+    """Drafts from the tree and the text change no bit, for repeated or preempted requests."""
     model = model_of(family, variant)
     sizes = Sizes(page_size=4, num_pages=num_pages, max_batch_tokens=40, speculative="auto")
     engine = Engine(model, replace(sizes, max_num_seqs=4))
@@ -98,9 +98,9 @@ def test_the_tree_and_the_text_leave_no_trace(
         prompt + output.token_ids[:11] for prompt, (output, _) in zip(prompts, answers, strict=True)
     ]
 
-    for asked, num_new in ((prompts, NUM_NEW), (longer, NUM_NEW - 11), (prompts, NUM_NEW + 9)):
+    for batch, num_new in ((prompts, NUM_NEW), (longer, NUM_NEW - 11), (prompts, NUM_NEW + 9)):
         for prompt, (output, logits) in zip(
-            asked, engine.generate(asked, [num_new] * 3), strict=True
+            batch, engine.generate(batch, [num_new] * 3), strict=True
         ):
             kv = engine.cached_kv(prompt + output.token_ids)
             assert list(differences(model, prompt, output.token_ids, logits, kv)) == []
@@ -117,7 +117,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_an_llm_answers_the_same_with_guesses(checkpoint: Path, temperature: float) -> None:
-    """Greedy or drawn, with log probabilities and several answers: the whole output."""
+    """Completions with logprobs and n=2 are equal with speculation on and off."""
     params = SamplingParams(
         temperature=temperature, seed=3, n=2, max_tokens=40, logprobs=2, ignore_eos=True
     )
@@ -129,13 +129,15 @@ def test_an_llm_answers_the_same_with_guesses(checkpoint: Path, temperature: flo
         assert_idle(llm)
 
     for plain, guessed in zip(outputs["off"], outputs["auto"], strict=True):
-        assert [one.completions for one in plain] == [one.completions for one in guessed]
-    accepted = sum(one.metrics.num_accepted for one in outputs["auto"][1])
+        assert [output.completions for output in plain] == [
+            output.completions for output in guessed
+        ]
+    accepted = sum(output.metrics.num_accepted for output in outputs["auto"][1])
     assert accepted > 40
 
 
 def test_rejection_answers_greedily_what_equality_does(checkpoint: Path) -> None:
-    """At temperature 0 there is nothing to reject by chance."""
+    """At temperature 0, rejection sampling gives the text that equality sampling gives."""
     prompts, params = [list(tokens(2, 9)) * 4], SamplingParams(max_tokens=40, ignore_eos=True)
     llms = [
         LLM(checkpoint, kv_cache_tokens=4096, exact=False, speculative="auto"),
@@ -154,9 +156,9 @@ def test_rejection_answers_greedily_what_equality_does(checkpoint: Path) -> None
 
 
 def test_rejection_is_repeatable_with_the_same_guesses(checkpoint: Path) -> None:
-    """Seeds decide what is left to chance."""
+    """Rejection sampling with the same seed and the same drafts draws the same tokens."""
     params = SamplingParams(temperature=0.5, seed=4, max_tokens=40, ignore_eos=True)
-    found = []
+    runs = []
     for _ in range(2):
         llm = LLM(
             checkpoint,
@@ -167,6 +169,6 @@ def test_rejection_is_repeatable_with_the_same_guesses(checkpoint: Path) -> None
         )
         outputs = [llm.generate([list(tokens(2, 9)) * 4], params)[0] for _ in range(2)]
         assert outputs[1].metrics.num_drafted > 0
-        found.append([one.token_ids for one in outputs])
+        runs.append([output.token_ids for output in outputs])
 
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]

@@ -1,4 +1,4 @@
-"""Text, token ids and chat templates against the reference; text as it grows."""
+"""Tokenizer and chat templates compared with transformers, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def with_template(path: Path, template: Any) -> Tokenizer:
 
 @pytest.mark.parametrize("special", [True, False])
 def test_encoding_is_that_of_transformers(path: Path, special: bool) -> None:
-    """The same ids, with and without what surrounds a text."""
+    """Encoding and decoding agree with transformers, with and without special tokens."""
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
 
     for text in TEXTS:
-        found = ours.encode(text, add_special_tokens=special)
-        assert isinstance(found, array)
-        assert found.typecode == "i"
-        assert found.tolist() == theirs(text, add_special_tokens=special)["input_ids"]
+        ids = ours.encode(text, add_special_tokens=special)
+        assert isinstance(ids, array)
+        assert ids.typecode == "i"
+        assert ids.tolist() == theirs(text, add_special_tokens=special)["input_ids"]
         for skip in (True, False):
-            expected = theirs.decode(found.tolist(), skip_special_tokens=skip)
-            assert ours.decode(found, skip_special_tokens=skip) == expected
+            expected = theirs.decode(ids.tolist(), skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == expected
 
 
 def test_the_tokenizer_knows_its_ids(path: Path) -> None:
-    """Sizes, special ids and the text of single tokens."""
+    """Vocabulary size and special ids agree with transformers; `token_text` decodes one id."""
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
 
     assert ours.vocab_size == len(theirs)
@@ -93,19 +93,19 @@ def test_the_tokenizer_knows_its_ids(path: Path) -> None:
     ],
 )
 def test_chat_templates_render_as_in_transformers(path: Path, template: str) -> None:
-    """White space, JSON, special tokens, loop controls, the generation tag and variables."""
+    """Templates render as in transformers: white space, JSON, loop controls, tags and variables."""
     ours, theirs = with_template(path, template), AutoTokenizer.from_pretrained(path)
 
     for prompted in (True, False):
-        found = ours.apply_chat_template(TALK, add_generation_prompt=prompted, extra="<&>")
+        rendered = ours.apply_chat_template(TALK, add_generation_prompt=prompted, extra="<&>")
         expected = theirs.apply_chat_template(
             TALK, tokenize=False, add_generation_prompt=prompted, extra="<&>"
         )
-        assert found == expected
+        assert rendered == expected
 
 
 def test_a_chat_has_one_beginning(path: Path) -> None:
-    """The template writes the bos token; encoding adds no second one."""
+    """`encode_chat` adds no second bos token to the one the template writes."""
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
 
     ids = ours.encode_chat(TALK[:2])
@@ -134,7 +134,7 @@ def test_named_templates_and_files(path: Path) -> None:
 
 
 def test_the_time_is_available_to_templates(path: Path) -> None:
-    """Llama 3 templates date their system prompt."""
+    """Templates can call `strftime_now`, as those of Llama 3 do."""
     ours = with_template(path, "{{ strftime_now('%Y') | length }}")
 
     assert ours.apply_chat_template(TALK) == "4"
@@ -156,7 +156,7 @@ def test_the_time_is_available_to_templates(path: Path) -> None:
 def test_a_refused_conversation_is_the_request_s_fault(
     path: Path, template: str | None, messages: list[Any], told: str
 ) -> None:
-    """Whatever a template does with messages, the caller gets one kind of error."""
+    """Every failure of a template to render messages raises ChatTemplateError."""
     ours = with_template(path, template)
 
     with pytest.raises(ChatTemplateError, match=told) as caught:
@@ -166,7 +166,7 @@ def test_a_refused_conversation_is_the_request_s_fault(
 
 
 def test_directories_without_a_tokenizer_say_so(tmp_path: Path) -> None:
-    """The way out is in the message: token ids."""
+    """Loading without tokenizer.json raises CheckpointError, which suggests token ids."""
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
 
     with pytest.raises(CheckpointError, match=r"tokenizer.json is missing.*token ids"):
@@ -175,7 +175,7 @@ def test_directories_without_a_tokenizer_say_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_unreadable_tokenizer_files_are_told(path: Path, name: str) -> None:
-    """Half a download is named."""
+    """A truncated tokenizer file raises CheckpointError with the file's name."""
     file = path / name
     file.write_text(file.read_text()[:100])
 
@@ -190,7 +190,7 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_add_up_to_the_text(path: Path, text: str) -> None:
-    """No piece ends inside a character, though a token may."""
+    """The pieces join to the text, and no piece ends inside a character."""
     tokenizer = Tokenizer.load(path)
 
     pieces = pieces_of(tokenizer, tokenizer.encode(text).tolist())
@@ -201,7 +201,7 @@ def test_pieces_add_up_to_the_text(path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_pieces_of_random_tokens_add_up_too(path: Path, seed: int) -> None:
-    """Broken bytes, special tokens and ids without a text included."""
+    """Pieces of random ids, including broken bytes and special tokens, join to the decoded text."""
     tokenizer, rng = Tokenizer.load(path), random.Random(seed)
     ids = [rng.randrange(300) for _ in range(80)]
 
@@ -211,21 +211,21 @@ def test_pieces_of_random_tokens_add_up_too(path: Path, seed: int) -> None:
 
 
 def test_an_incomplete_character_appears_at_the_end(path: Path) -> None:
-    """`finish` tells what was held back; then the detokenizer is as new."""
+    """`finish` returns the held-back bytes as U+FFFD and resets the detokenizer."""
     tokenizer = Tokenizer.load(path)
     ids = tokenizer.encode("a🙂", add_special_tokens=False).tolist()
     detokenizer = Detokenizer(tokenizer)
 
-    told = [detokenizer.step(token) for token in ids[:-1]]
+    pieces = [detokenizer.step(token) for token in ids[:-1]]
 
-    assert told == ["a", "", "", ""]
+    assert pieces == ["a", "", "", ""]
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
     assert "".join(detokenizer.step(token) for token in ids) == "a🙂"
 
 
 def test_endless_broken_bytes_do_not_pile_up(path: Path) -> None:
-    """A model that emits nothing but continuation bytes is told after a bounded delay."""
+    """Invalid continuation bytes are emitted as U+FFFD in pieces of fewer than 100 characters."""
     tokenizer = Tokenizer.load(path)
     broken = tokenizer.encode("é", add_special_tokens=False)[1]
 
@@ -236,7 +236,7 @@ def test_endless_broken_bytes_do_not_pile_up(path: Path) -> None:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Words that carry their leading space, and bytes for the rest, as in Llama 2."""
+    """Tokenizer as in Llama 2: words carry their leading space, byte tokens cover the rest."""
     vocabulary = {"<s>": 0, "\u2581Hello": 1, "\u2581world": 2, "\u2581": 3, "!": 4}
     vocabulary |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
     core = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -254,7 +254,7 @@ def sentencepiece_like() -> Tokenizer:
 
 
 def test_leading_spaces_survive_piece_by_piece() -> None:
-    """Such decoders drop the first space of a text, but not the first of each piece."""
+    """A decoder that strips a text's first space keeps the leading space of later pieces."""
     tokenizer = sentencepiece_like()
     smile = [5 + byte for byte in "🙂".encode()]
     ids = [0, 1, 2, 0, 2, 3, 4, *smile, 4, 3, 3, 1]
@@ -267,7 +267,7 @@ def test_leading_spaces_survive_piece_by_piece() -> None:
 
 
 def test_a_tokenizer_without_a_template_says_so() -> None:
-    """`has_chat_template` answers before anyone tries."""
+    """Without a template `has_chat_template` is false and `encode_chat` raises."""
     tokenizer = sentencepiece_like()
 
     assert not tokenizer.has_chat_template
@@ -276,7 +276,7 @@ def test_a_tokenizer_without_a_template_says_so() -> None:
 
 
 def test_what_is_none_is_not_in_a_message(path: Path) -> None:
-    """As in transformers: clients send `tool_calls: null` and `content: null`."""
+    """Templates do not see message fields that are None, as in transformers."""
     template = (
         "{% for m in messages %}{{ m.content }}|{% if m.tool_calls is defined %}"
         "{% for call in m.tool_calls %}{{ call }}{% endfor %}{% endif %};{% endfor %}"
@@ -288,13 +288,13 @@ def test_what_is_none_is_not_in_a_message(path: Path) -> None:
     ]
     ours, theirs = with_template(path, template), AutoTokenizer.from_pretrained(path)
 
-    found = ours.apply_chat_template(talk)
+    rendered = ours.apply_chat_template(talk)
 
-    assert found == theirs.apply_chat_template(talk, tokenize=False) == "hi|;|look;ok|;"
+    assert rendered == theirs.apply_chat_template(talk, tokenize=False) == "hi|;|look;ok|;"
 
 
 def test_a_template_may_ask_whether_content_is_none(path: Path) -> None:
-    """DeepSeek's do, for calls of tools."""
+    """A template can test `m['content'] is none`, as DeepSeek's do for tool calls."""
     template = (
         "{% for m in messages %}{% if m['content'] is none %}call{% else %}"
         "{{ 'said ' + m['content'] }}{% endif %};{% endfor %}"

@@ -1,4 +1,4 @@
-"""`ramify verify`: silent about what is exact, and loud about what is not."""
+"""`ramify verify` reports no difference for exact backends, and each one of inexact backends."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def prompts_for(llm: LLM, num: int = 4) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 def test_every_way_of_computing_gives_the_same_bits(checkpoint: Path, kv_dtype: str) -> None:
-    """Whatever K/V is stored in; and each way did what it is there for."""
+    """All scenarios give equal bits for each K/V dtype, and each exercises its own feature."""
     llm = LLM(checkpoint, kv_dtype=kv_dtype, kv_cache_tokens=2048)
 
     ways = {way.name: way for way in ExactnessCheck(llm, prompts_for(llm), 4).scenarios()}
@@ -39,32 +39,35 @@ def test_every_way_of_computing_gives_the_same_bits(checkpoint: Path, kv_dtype: 
 
 
 def test_a_backend_that_depends_on_the_cache_is_found(checkpoint: Path) -> None:
-    """With the layer and the position: K/V of layer 0 is never wrong, it precedes attention."""
+    """The check names the layer and plane that differ; layer 0's K/V does not use attention."""
     llm = LLM(checkpoint, kv_cache_tokens=2048)
     llm.engine.runner.backend = CutAtNodeBoundary(llm.engine.attention_spec, CPU)
 
-    found = [
-        one
+    differences = [
+        difference
         for way in ExactnessCheck(llm, prompts_for(llm), 4).scenarios()
-        for one in way.differences
+        for difference in way.differences
     ]
 
-    assert found
-    assert all(one.layer is None or one.layer > 0 for one in found)
-    assert any(f"layer {one.layer}, plane {one.plane}" in str(one) for one in found)
+    assert differences
+    assert all(difference.layer is None or difference.layer > 0 for difference in differences)
+    assert any(
+        f"layer {difference.layer}, plane {difference.plane}" in str(difference)
+        for difference in differences
+    )
 
 
 def test_the_command_tells_and_its_exit_code_says(checkpoint: Path, tmp_path: Path) -> None:
-    """0 when nothing differs, 1 when something does, 2 for a mistake of the caller."""
+    """The exit code is 0 if nothing differs, 1 if something does, 2 for an empty prompt file."""
     run = CliRunner().invoke
-    told = run(app, ["verify", str(checkpoint), "--sample", "2", "--json"])
-    assert told.exit_code == 0
-    assert {way["name"] for way in json.loads(told.stdout)} >= {"warm", "chunked", "batched"}
+    result = run(app, ["verify", str(checkpoint), "--sample", "2", "--json"])
+    assert result.exit_code == 0
+    assert {way["name"] for way in json.loads(result.stdout)} >= {"warm", "chunked", "batched"}
 
     inexact = ["--no-exact", "--attention-backend", "sdpa", "--sample", "4"]
-    told = run(app, ["verify", str(checkpoint), *inexact])
-    assert told.exit_code == 1
-    assert "first difference: " in told.stdout
+    result = run(app, ["verify", str(checkpoint), *inexact])
+    assert result.exit_code == 1
+    assert "first difference: " in result.stdout
 
     empty = tmp_path / "none.txt"
     empty.write_text("\n\n")

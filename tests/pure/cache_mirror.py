@@ -1,4 +1,4 @@
-"""A second copy of a cache's content, made from events and snapshots alone."""
+"""A copy of a cache's content, built only from its events and snapshots."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from ramify.cache.key import namespace_hash
 
 
 class Mirror:
-    """What somebody knows of a cache who is told nothing but events."""
+    """A cache's pages, parents and namespaces as its events and a snapshot describe them."""
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         self.pages: dict[bytes, int] = {}  # page hash → page
@@ -66,12 +66,12 @@ class Mirror:
 
 
 def content(cache: PrefixCache) -> dict[bytes, int]:
-    """Every page that is shared and ready, by the hash that `CacheKey` gives it."""
-    tree, found = cache._tree, dict[bytes, int]()
+    """Page by page hash, for every page in the tree that is shared and ready."""
+    tree, pages_by_hash = cache._tree, dict[bytes, int]()
     for number in tree.nodes():
         node = tree.node(number)
         if node.pages and not node.is_pending:
             atoms = b"".join(tree.edge(above) for above in tree.path(number))
             names = CacheKey(atoms, node.namespace).page_hashes(cache.page_size)
-            found.update(zip(names[node.start :], node.pages, strict=False))
-    return found
+            pages_by_hash.update(zip(names[node.start :], node.pages, strict=False))
+    return pages_by_hash

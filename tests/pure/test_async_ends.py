@@ -1,4 +1,4 @@
-"""How an `AsyncLLM` ends: drained, closed, by a bug, with its program; and who hears of it."""
+"""The ways an `AsyncLLM` ends: drain, close, an engine bug, program exit; who gets an error."""
 
 import asyncio
 import os
@@ -39,53 +39,53 @@ def asked(max_tokens: int, **others: object) -> SamplingParams:
 
 
 def test_draining_finishes_what_is_there() -> None:
-    """New requests are refused with a hint; then the engine is closed."""
-    made = AsyncBench(closed=True)
+    """`drain` refuses new requests with a retry hint, finishes live requests, then closes."""
+    bench = AsyncBench(closed=True)
 
     async def main() -> None:
-        llm = made.llm
+        llm = bench.llm
         task = asyncio.create_task(llm.generate(PROMPT, asked(5)))
-        await made.gate.arrive()
+        await bench.gate.arrive()
         drained = asyncio.create_task(llm.drain())
         await asyncio.sleep(0)
         with pytest.raises(DrainingError) as refused:
             await llm.generate(PROMPT)
         assert refused.value.retry_after_s > 0
         assert str(llm.health().state) == "draining"
-        made.gate.open()
+        bench.gate.open()
         assert await drained
         assert list((await task).token_ids) == expected(PROMPT, 5, ends=())
         with pytest.raises(EngineStoppedError, match="was closed"):
             await llm.generate(PROMPT)
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_draining_ends_in_time() -> None:
-    """Who has not finished is told so, with what there is."""
-    made = AsyncBench(closed=True)
+    """When the drain timeout expires, an unfinished request ends with finish reason ABORT."""
+    bench = AsyncBench(closed=True)
 
     async def main() -> None:
-        llm = made.llm
+        llm = bench.llm
         task = asyncio.create_task(llm.generate(PROMPT, asked(500)))
-        await made.gate.arrive()
+        await bench.gate.arrive()
         drained = asyncio.create_task(llm.drain(0.0))
-        asyncio.get_running_loop().call_later(0.01, made.gate.open)  # when time has run out
+        asyncio.get_running_loop().call_later(0.01, bench.gate.open)  # when time has run out
         assert not await drained
         assert (await task).finish_reason is FinishReason.ABORT
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 @pytest.mark.parametrize("used", [False, True])
 def test_after_close_everything_is_an_error(used: bool) -> None:
-    """Streams that were open end with `abort`; closing twice is fine; also before any use."""
-    made = AsyncBench()
+    """`aclose` ends open streams with ABORT, later calls raise, and a second close does nothing."""
+    bench = AsyncBench()
 
     async def main() -> None:
-        llm = made.llm
+        llm = bench.llm
         stream = llm.stream(PROMPT, asked(1500))
         if used:
             await anext(stream)
@@ -101,19 +101,19 @@ def test_after_close_everything_is_an_error(used: bool) -> None:
         assert await llm.drain()
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
-    """Nobody hangs, and health says so."""
-    made = AsyncBench(fail_at={3}, error=SystemExit("broken"))
+    """An engine bug fails every pending request with EngineStoppedError, and health reports it."""
+    bench = AsyncBench(fail_at={3}, error=SystemExit("broken"))
 
     async def main() -> None:
-        llm = made.llm
+        llm = bench.llm
         tasks = [asyncio.create_task(llm.generate(PROMPT[k:], asked(50))) for k in range(4)]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, EngineStoppedError) for one in found)
-        assert "SystemExit: broken" in str(found[0])
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, EngineStoppedError) for result in results)
+        assert "SystemExit: broken" in str(results[0])
         await asyncio.to_thread(llm._engine_thread.join)
         health = llm.health()
         assert not health.is_alive
@@ -126,8 +126,8 @@ def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
 
 
 def test_whatever_a_call_raises_is_its_callers_alone() -> None:
-    """What is no Exception too: its caller hears of it, and the engine goes on."""
-    made = AsyncBench()
+    """`run` re-raises its callable's BaseException to its caller only; the engine goes on."""
+    bench = AsyncBench()
 
     class Stopped(BaseException):
         pass
@@ -136,30 +136,30 @@ def test_whatever_a_call_raises_is_its_callers_alone() -> None:
         raise Stopped
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             with pytest.raises(Stopped):
                 await llm.run(stop)
             output = await llm.generate(PROMPT, asked(5))
             assert list(output.token_ids) == expected(PROMPT, 5, ends=())
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_health_tells_how_old_a_step_is() -> None:
-    """Without waiting for the engine, which is in one."""
-    made = AsyncBench(closed=True)
+    """`health` reports the age of the running step without waiting for that step."""
+    bench = AsyncBench(closed=True)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             assert llm.health().step_age_s is None
             task = asyncio.create_task(llm.generate(PROMPT, asked(2)))
-            await made.gate.arrive()
+            await bench.gate.arrive()
             health = llm.health()
             assert health.is_alive
             assert health.is_busy
             assert health.step_age_s is not None
-            made.gate.open()
+            bench.gate.open()
             await task
             stats = await llm.stats()
             assert (stats.num_running, stats.num_waiting, stats.num_steps) == (0, 0, 2)
@@ -169,27 +169,27 @@ def test_health_tells_how_old_a_step_is() -> None:
 
 
 def test_an_event_loop_that_is_gone_holds_nothing() -> None:
-    """Its requests end at the next thing there is to tell it."""
-    made = AsyncBench()
+    """The engine ends the requests of a closed event loop when it next notifies that loop."""
+    bench = AsyncBench()
     streams = []
 
     async def begin() -> None:
-        stream = made.llm.stream(PROMPT, asked(1500))
+        stream = bench.llm.stream(PROMPT, asked(1500))
         streams.append(stream)
         await anext(stream)
 
     asyncio.run(begin())
 
     async def main() -> None:
-        await until_idle(made.llm)
-        await made.llm.aclose()
+        await until_idle(bench.llm)
+        await bench.llm.aclose()
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_a_program_that_closes_nothing_ends_all_the_same() -> None:
-    """With a stream open and the thread at work: without a word, and with exit code 0."""
+    """A program that leaves a stream open exits with code 0 and writes nothing to stderr."""
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root / "src"), str(root)])
 

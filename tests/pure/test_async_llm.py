@@ -28,11 +28,11 @@ def asked(max_tokens: int, **others: object) -> SamplingParams:
 
 
 def test_the_increments_are_the_answer() -> None:
-    """Tokens and text of all increments together; the last one has everything."""
-    made = AsyncBench()
+    """The increments' tokens and text add up to the output, which only the last increment has."""
+    bench = AsyncBench()
 
     async def main() -> list[StepOutput]:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             return [event async for event in llm.stream(PROMPT, asked(12))]
 
     events = run(main())
@@ -45,15 +45,15 @@ def test_the_increments_are_the_answer() -> None:
     assert list(output.token_ids) == tokens
     assert "".join(event.text for event in events) == output.text
     assert events[-1].finish_reason is output.finish_reason is FinishReason.LENGTH
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_several_answers_are_told_by_index() -> None:
-    """The increment with the output is the last one, whichever answer ends last."""
-    made = AsyncBench()
+    """With n=3, each answer's tokens are those of the increments with its index."""
+    bench = AsyncBench()
 
     async def main() -> list[StepOutput]:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             stream = llm.stream(PROMPT, asked(9, n=3, temperature=1.0, seed=4))
             first = await anext(stream)
             await until_idle(llm)
@@ -64,16 +64,18 @@ def test_several_answers_are_told_by_index() -> None:
     output = events[-1].output
     assert output is not None
     for index, completion in enumerate(output.completions):
-        told = [t for event in events if event.index == index for t in event.new_token_ids]
-        assert told == list(completion.token_ids)
+        tokens_of_index = [
+            t for event in events if event.index == index for t in event.new_token_ids
+        ]
+        assert tokens_of_index == list(completion.token_ids)
 
 
 def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
-    """What it has not taken is merged; the engine did not wait for it."""
-    made = AsyncBench()
+    """The engine does not wait for a slow reader: it merges the unread increments."""
+    bench = AsyncBench()
 
     async def main() -> list[StepOutput]:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             stream = llm.stream(PROMPT, asked(200, logprobs=1))
             first = await anext(stream)
             await until_idle(llm)
@@ -88,31 +90,31 @@ def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
 
 
 def test_increments_that_are_merged_keep_what_only_one_of_them_has() -> None:
-    """The report on the prompt comes with the first, the output with the last."""
-    made = AsyncBench()
+    """A merge keeps the cache report of the first increment and the output of the last."""
+    bench = AsyncBench()
     llm_events = []
-    made.bench.add(PROMPT, max_tokens=4, ignore_eos=True)
-    while made.bench.core.has_unfinished:
-        llm_events += made.bench.step()
+    bench.bench.add(PROMPT, max_tokens=4, ignore_eos=True)
+    while bench.bench.core.has_unfinished:
+        llm_events += bench.bench.step()
 
-    one = merge_outputs(llm_events)
+    merged = merge_outputs(llm_events)
 
-    assert one.cache == llm_events[0].cache
-    assert one.cache is not None
-    assert one.output is llm_events[-1].output
-    assert list(one.new_token_ids) == expected(PROMPT, 4, ends=())
+    assert merged.cache == llm_events[0].cache
+    assert merged.cache is not None
+    assert merged.output is llm_events[-1].output
+    assert list(merged.new_token_ids) == expected(PROMPT, 4, ends=())
 
 
 def test_what_is_not_to_be_shared_is_not() -> None:
-    """`max_shared` reaches the engine."""
-    made = AsyncBench()
+    """The K/V of a request with max_shared=0 is not shared with later requests."""
+    bench = AsyncBench()
 
     async def main() -> list[int]:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             first = await llm.stream(PROMPT, asked(2), max_shared=0).whole()
             second = await llm.stream(PROMPT, asked(2)).whole()
             third = await llm.stream(PROMPT, asked(2)).whole()
-            return [one.cache.read_tokens for one in (first, second, third)]
+            return [output.cache.read_tokens for output in (first, second, third)]
 
     assert run(main()) == [0, 0, 4]
 
@@ -122,11 +124,11 @@ def test_what_is_not_to_be_shared_is_not() -> None:
     [*((way, n) for way in ("break", "aclose") for n in (0, 1, 2, 5)), ("cancel", 1)],
 )
 def test_whoever_leaves_ends_the_request_at_once(way: str, num_read: int) -> None:
-    """After some increments, while a step is computed: it is gone before the step after it."""
-    made = AsyncBench(closed=True)
+    """A reader that breaks, closes or is cancelled ends its request within one step."""
+    bench = AsyncBench(closed=True)
 
     async def read(queued: asyncio.Event) -> None:
-        stream = made.llm.stream(PROMPT, asked(50))
+        stream = bench.llm.stream(PROMPT, asked(50))
         await stream.accepted()
         queued.set()
         left = num_read
@@ -138,59 +140,59 @@ def test_whoever_leaves_ends_the_request_at_once(way: str, num_read: int) -> Non
             await stream.aclose()
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             queued = asyncio.Event()
             task = asyncio.create_task(read(queued))
             await queued.wait()
             for _ in range(max(1, num_read)):
-                await made.gate.arrive()
+                await bench.gate.arrive()
                 if way == "cancel":
                     continue
-                made.gate.allowed.release()
+                bench.gate.allowed.release()
             if way == "cancel":
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
             else:
                 await task
-            steps = made.bench.device.num_steps
-            made.gate.allowed.release()
+            steps = bench.bench.device.num_steps
+            bench.gate.allowed.release()
             assert await no_request(llm)
-            assert made.bench.device.num_steps <= steps + 1
-            made.gate.open()
+            assert bench.bench.device.num_steps <= steps + 1
+            bench.gate.open()
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_a_request_cancelled_before_it_was_queued_never_is() -> None:
-    """Its command is still in the queue, behind a step."""
-    made = AsyncBench(closed=True)
+    """A request cancelled while a step runs, before the engine read its command, gets no id."""
+    bench = AsyncBench(closed=True)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             other = asyncio.create_task(llm.generate(PROMPT, asked(1)))
-            await made.gate.arrive()
+            await bench.gate.arrive()
             late = asyncio.create_task(llm.generate(PROMPT[::-1], asked(50)))
             await asyncio.sleep(0)
             late.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await late
-            made.gate.open()
+            bench.gate.open()
             assert list((await other).token_ids) == expected(PROMPT, 1)
             # one id was given out
             assert await llm.run(lambda core: next(core.lifecycle._ids)) == 1
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_a_stream_that_nobody_keeps_ends() -> None:
-    """No `aclose` is needed: the last reference is enough."""
-    made = AsyncBench()
+    """Dropping the last reference to a stream ends its request without `aclose`."""
+    bench = AsyncBench()
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             stream = llm.stream(PROMPT, asked(1500))
             await anext(stream)
             del stream
@@ -198,15 +200,15 @@ def test_a_stream_that_nobody_keeps_ends() -> None:
             assert await no_request(llm)
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_what_cannot_be_served_is_told_and_nothing_else_is_hurt() -> None:
-    """Before the first increment; a server asks `accepted` for it."""
-    made = AsyncBench(max_model_len=64)
+    """Invalid requests raise before their first increment, and later requests still run."""
+    bench = AsyncBench(max_model_len=64)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             with pytest.raises(PromptTooLongError):
                 await llm.stream(PROMPT * 20).accepted()
             with pytest.raises(InvalidParamsError, match="no tokenizer"):
@@ -222,15 +224,15 @@ def test_what_cannot_be_served_is_told_and_nothing_else_is_hurt() -> None:
             )
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
-    """As from `LLM.generate`: its `error` says what happened."""
-    made = AsyncBench(fail_at={2, 3})
+    """A request whose steps fail returns its tokens so far, and `error` says what happened."""
+    bench = AsyncBench(fail_at={2, 3})
 
     async def main() -> RequestOutput:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             return await llm.generate(PROMPT, asked(9))
 
     output = run(main())
@@ -241,39 +243,39 @@ def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
 
 
 def test_too_many_waiting_requests_are_refused_with_a_hint() -> None:
-    """Those that wait already are served."""
-    made = AsyncBench(max_num_seqs=1, options={"max_waiting": 2}, closed=True)
+    """A request over `max_waiting` raises OverloadedError; requests already queued are served."""
+    bench = AsyncBench(max_num_seqs=1, options={"max_waiting": 2}, closed=True)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             first = asyncio.create_task(llm.generate(PROMPT, asked(2)))
-            await made.gate.arrive()
+            await bench.gate.arrive()
             more = [llm.stream(PROMPT[k:], asked(2)) for k in range(1, 4)]
-            tasks = [asyncio.create_task(one.accepted()) for one in more]
+            tasks = [asyncio.create_task(stream.accepted()) for stream in more]
             await asyncio.sleep(0)
-            made.gate.open()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(found[2], OverloadedError)
-            assert found[2].retry_after_s > 0
-            assert "max_waiting is 2" in str(found[2])
-            assert [len((await one.whole()).token_ids) for one in more[:2]] == [2, 2]
+            bench.gate.open()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(results[2], OverloadedError)
+            assert results[2].retry_after_s > 0
+            assert "max_waiting is 2" in str(results[2])
+            assert [len((await stream.whole()).token_ids) for stream in more[:2]] == [2, 2]
             await first
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_several_event_loops_share_an_engine() -> None:
-    """Each gets what is its own."""
-    made = AsyncBench()
-    found: dict[int, list[int]] = {}
+    """Four event loops use the same engine, and each gets the answers to its own prompts."""
+    bench = AsyncBench()
+    tokens_by_number: dict[int, list[int]] = {}
 
     def serve(number: int) -> None:
         async def main() -> None:
             outputs = await asyncio.gather(
-                *(made.llm.generate([number, *PROMPT, k], asked(20)) for k in range(4))
+                *(bench.llm.generate([number, *PROMPT, k], asked(20)) for k in range(4))
             )
-            found[number] = [token for one in outputs for token in one.token_ids]
+            tokens_by_number[number] = [token for output in outputs for token in output.token_ids]
 
         asyncio.run(main())
 
@@ -282,20 +284,20 @@ def test_several_event_loops_share_an_engine() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    asyncio.run(made.llm.aclose())
+    asyncio.run(bench.llm.aclose())
 
     for number in range(4):
         wanted = [expected([number, *PROMPT, k], 20, ends=()) for k in range(4)]
-        assert found[number] == [token for one in wanted for token in one]
-    made.assert_nothing_left()
+        assert tokens_by_number[number] == [token for tokens in wanted for token in tokens]
+    bench.assert_nothing_left()
 
 
 def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
-    """The engine goes on: it does not wait for pins that may never end."""
-    made = AsyncBench(pool_tokens=48, page_size=4)
+    """A request that cannot fit beside the pins fails with OutOfPagesError; others still run."""
+    bench = AsyncBench(pool_tokens=48, page_size=4)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             await llm.generate(list(range(1, 24)), asked(2))
 
             def pin(core: EngineCore) -> None:
@@ -310,12 +312,12 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
             assert len((await llm.generate([5, 6], asked(2))).token_ids) == 2
 
     run(main())
-    made.assert_nothing_left()
+    bench.assert_nothing_left()
 
 
 def test_two_hundred_streams_with_random_leavers_and_slow_readers() -> None:
-    """Every stream ends; what was read is right; no page, request or task is left."""
-    made = AsyncBench(pool_tokens=2048, max_num_seqs=32, max_batch_tokens=128)
+    """Every stream ends with the expected tokens, and no page, request or task is left."""
+    bench = AsyncBench(pool_tokens=2048, max_num_seqs=32, max_batch_tokens=128)
     rng = random.Random(5)
     ended: list[str] = []
 
@@ -323,16 +325,16 @@ def test_two_hundred_streams_with_random_leavers_and_slow_readers() -> None:
         prompt = [*PROMPT * rng.randrange(1, 4), number % 50, number // 50]
         kind = rng.choice(["whole", "slow", "leave", "cancel"])
         length = rng.randrange(1, 40)
-        told: list[int] = []
-        stream = made.llm.stream(prompt, asked(length), tenant=rng.choice(["", "a"]))
+        tokens: list[int] = []
+        stream = bench.llm.stream(prompt, asked(length), tenant=rng.choice(["", "a"]))
         limit = rng.randrange(length + 1) if kind in ("leave", "cancel") else length + 1
         try:
             async for event in stream:
-                told += event.new_token_ids
+                tokens += event.new_token_ids
                 if kind == "slow":
                     for _ in range(rng.randrange(50)):
                         await asyncio.sleep(0)
-                if len(told) >= limit:
+                if len(tokens) >= limit:
                     if kind == "leave":
                         break
                     task = asyncio.current_task()
@@ -340,20 +342,20 @@ def test_two_hundred_streams_with_random_leavers_and_slow_readers() -> None:
                     task.cancel()
         finally:
             wanted = expected(prompt, length, ends=())
-            assert told == wanted[: len(told)]
+            assert tokens == wanted[: len(tokens)]
             if kind in ("whole", "slow"):
-                assert told == wanted
+                assert tokens == wanted
             ended.append(kind)
 
     async def main() -> None:
-        async with made.llm as llm:
+        async with bench.llm as llm:
             tasks = [asyncio.create_task(read(number)) for number in range(200)]
             for task in rng.sample(tasks, 20):
                 task.cancel()
             done = await asyncio.gather(*tasks, return_exceptions=True)
-            assert not [one for one in done if isinstance(one, Exception)]
+            assert not [result for result in done if isinstance(result, Exception)]
             assert await no_request(llm)
 
     run(main())
     assert len(ended) > 170
-    made.assert_nothing_left()
+    bench.assert_nothing_left()

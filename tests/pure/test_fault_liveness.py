@@ -1,4 +1,4 @@
-"""Whatever keeps failing, everybody ends: no request for ever, none at the cost of others."""
+"""Every request ends however often steps fail, and a faulty request fails alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ GUESSED = np.array([0b00000110], np.uint8)
 def test_memory_that_stays_short_delays_and_does_not_stop(
     options: dict[str, Any], logprobs: int | None
 ) -> None:
-    """Steps of 4 tokens pass, larger ones never; what a failed one had kept may be lost with it."""
+    """A prompt of 200 tokens is answered although every step of more than 4 tokens fails."""
     bench = Bench(**{"pool_tokens": 4096, "page_size": 4, "max_batch_tokens": 8, **options})
     bench.core.executor = Cramped(bench.device, 4, times=10**9)
     prompt = [3] * 200
@@ -47,12 +47,12 @@ def test_memory_that_stays_short_delays_and_does_not_stop(
 
 
 def test_steps_grow_again_as_fast_as_before_once_all_was_well_for_long() -> None:
-    """16 good steps for each doubling, then 32, and 16 again after so many at full size."""
+    """The step limit doubles after 16 good steps, 32 after a second failure, later 16 again."""
     bench = Bench(max_batch_tokens=8)
     scheduler = bench.core.scheduler
 
     def grown(max_tokens: int) -> int:
-        """Good steps until a step may be of full size; the request has some more after that."""
+        """Fail one step, then count the good steps until the step limit is 8 tokens again."""
         bench.run()
         bench.core.executor = Cramped(bench.device, 4, times=1)
         bench.add([len(bench.outputs)] * 9, max_tokens=max_tokens, ignore_eos=True)
@@ -71,7 +71,7 @@ def test_steps_grow_again_as_fast_as_before_once_all_was_well_for_long() -> None
 
 
 class Poisoned(Raising):
-    """Raises for every step that a certain request is in."""
+    """Executor that raises for every step that contains request `bad`."""
 
     bad = -1
 
@@ -83,7 +83,7 @@ class Poisoned(Raising):
 
 @pytest.mark.parametrize("erasures", [0, 1])
 def test_who_poisons_steps_fails_alone_even_when_they_cannot_be_put_back(erasures: int) -> None:
-    """The engine is repaired then, and all of them wait: they must not be tried together."""
+    """Only the request that fails steps fails, also if a failed step cannot be rolled back."""
     bench = Bench()
     device = Poisoned(bench.device, RuntimeError("gone"), erasures=erasures)
     bench.core.executor = device
@@ -102,7 +102,7 @@ class _BrokenMatcher:
 
 
 def test_who_breaks_the_making_of_steps_fails_alone() -> None:
-    """What raises there is no forward pass: all is repaired, nobody else is blamed twice."""
+    """A request whose grammar matcher raises fails, and every other request is answered."""
     bench = Bench()
     bench.core.lifecycle.grammar_compiler = lambda spec: _BrokenMatcher()
     prompts = served(bench, steps=0)
@@ -112,22 +112,22 @@ def test_who_breaks_the_making_of_steps_fails_alone() -> None:
 
 
 class _Raising:
-    """A drafter that raises while a certain request runs."""
+    """Drafter that raises while request `bad` runs."""
 
     bad = -1
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        for one in running:
-            if one.id == self.bad:
+        for request in running:
+            if request.id == self.bad:
                 raise RuntimeError("no guess")
-            if accepts_drafts(one):
-                yield one, ()
+            if accepts_drafts(request):
+                yield request, ()
 
     def verified(self, request: Request, num_accepted: int) -> None: ...
 
 
 def test_a_drafter_that_raises_costs_guesses_alone() -> None:
-    """No cache is emptied for it, and the request ends."""
+    """All requests are answered although the drafter raises, and the engine is not rebuilt."""
     drafter = _Raising()
     bench = Bench(drafter=drafter, max_batch_tokens=16)
     prompts = served(bench, steps=0)
@@ -139,7 +139,7 @@ def test_a_drafter_that_raises_costs_guesses_alone() -> None:
 def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step goes well after each repair, so that the last one was never just now."""
+    """A request that makes the scheduler raise fails, though a step succeeds after each repair."""
     bench = Bench(max_batch_tokens=16)
     prompts = served(bench, steps=0)
     bad = bench.add([9] * 200, max_tokens=3, ignore_eos=True)
@@ -150,7 +150,7 @@ def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
         schedule = scheduler.schedule
 
         def broken() -> Any:
-            if any(one.id == bad for one in scheduler.running):
+            if any(request.id == bad for request in scheduler.running):
                 raise RuntimeError("cannot schedule this")
             return schedule()
 
@@ -169,7 +169,7 @@ def test_scheduling_that_raises_again_and_again_ends_with_whom_it_is_about(
 
 
 class _Damaged:
-    """Numbers are not finite for whoever reads certain pages, until those are erased."""
+    """Executor that fails requests that read a page in `pages`, until `zero_pages` erases it."""
 
     def __init__(self, inner: FakeExecutor) -> None:
         self.inner, self.pages = inner, set[int]()
@@ -193,7 +193,7 @@ class _Damaged:
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_damage_may_strike_a_request_more_than_once(times: int) -> None:
-    """Each time it goes on without what it has read, what it wrote since the last time included."""
+    """A request that reads damaged K/V repeatedly computes it anew and gives the right answer."""
     bench = Bench(4096, 4)
     device = _Damaged(bench.device)
     bench.core.executor = device
@@ -214,13 +214,13 @@ def test_damage_may_strike_a_request_more_than_once(times: int) -> None:
 
 
 def test_a_branch_keeps_its_turn_through_a_repair() -> None:
-    """Its leader has ended, and came long ago; the clock goes on as before."""
+    """After a repair, a waiting branch still ends although newer requests keep arriving."""
     bench = Bench(4096, 4, max_num_seqs=1, max_batch_tokens=64)
     for i in range(40):
         bench.add([1 + i, 1] * 200, max_tokens=1, ignore_eos=True)
     bench.run()
     key = bench.add([5, 6, 7], n=2, max_tokens=6, ignore_eos=True)
-    while not any(one.is_finished for one in bench.core.live):
+    while not any(request.is_finished for request in bench.core.live):
         bench.step()
     miscount_what_is_evictable(bench)
     assert not bench.core.recovery.audit()
@@ -232,7 +232,7 @@ def test_a_branch_keeps_its_turn_through_a_repair() -> None:
 
 @pytest.mark.parametrize("num_tenants", [10, 150])
 def test_a_long_prompt_ends_however_many_tenants_there_are(num_tenants: int) -> None:
-    """Those who are forgotten do not come back with less than they were served."""
+    """A long prompt of a late tenant ends although 10 or 150 other tenants keep sending."""
     bench = Bench(4096, 4, max_num_seqs=4, max_batch_tokens=64)
     count = 0
 
@@ -256,7 +256,7 @@ def test_a_long_prompt_ends_however_many_tenants_there_are(num_tenants: int) -> 
 
 
 def test_a_guess_that_leads_to_a_dead_end_is_the_last_row_that_is_drawn() -> None:
-    """Behind it no token is possible: `advance` says so, as it does without guesses."""
+    """Masks end at the draft token after which grammar and `allowed_token_ids` leave no token."""
 
     class Narrow:
         def advance(self, output_ids: Sequence[int]) -> bool:

@@ -41,7 +41,7 @@ def python_files(*folders: str) -> Iterator[Path]:
 
 
 def text_files() -> Iterator[Path]:
-    """Every file of the project that a reader opens, and what builds and checks it."""
+    """Every Python file, every page of docs/, and the README, build and CI files."""
     yield from python_files(*CODE)
     yield from sorted((ROOT / "docs").rglob("*.md"))
     for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"):
@@ -49,7 +49,7 @@ def text_files() -> Iterator[Path]:
 
 
 def relative(path: Path) -> str:
-    """The path as the repository writes it."""
+    """The path relative to the repository root, with forward slashes."""
     return path.relative_to(ROOT).as_posix()
 
 
@@ -84,7 +84,7 @@ def test_no_file_is_longer_than_one_idea() -> None:
 
 
 def test_import_graph_is_acyclic() -> None:
-    """No file of Ramify imports itself through others; imports for type checkers count as well."""
+    """The imports between Ramify's modules have no cycle, even under TYPE_CHECKING."""
     modules = {
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
             ".__init__"
@@ -117,10 +117,10 @@ def test_names_say_what_they_own() -> None:
 
 
 def test_no_path_of_one_machine_is_in_the_project() -> None:
-    """Whatever is written here is true on every machine."""
+    """No text file contains a path that exists on only one machine."""
     machine_paths = ("/" + "work/", "/" + "tmp/w")
 
-    found = [
+    matches = [
         f"{relative(path)}: {machine_path}"
         for path in text_files()
         if path.exists()
@@ -128,12 +128,12 @@ def test_no_path_of_one_machine_is_in_the_project() -> None:
         if machine_path in path.read_text(encoding="utf-8")
     ]
 
-    assert not found
+    assert not matches
 
 
 @pytest.mark.parametrize("module", DECISIONS)
 def test_decisions_load_no_tensors(module: str) -> None:
-    """Importing a module left of the line loads neither torch nor transformers, even indirectly."""
+    """Importing a module of DECISIONS loads no torch, transformers or safetensors."""
     code = (
         f"import sys, {module}\n"
         "print(*sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
@@ -148,7 +148,7 @@ def test_decisions_load_no_tensors(module: str) -> None:
 
 
 def test_the_core_needs_the_standard_library_only() -> None:
-    """ramify.cache imports the standard library, itself and the layers below: nothing to install."""
+    """ramify.cache imports only the standard library and the modules of CORE_MAY_IMPORT."""
     foreign = {
         f"{relative(path)}: {name}"
         for path in sorted((SOURCE / "cache").rglob("*.py"))
@@ -161,7 +161,7 @@ def test_the_core_needs_the_standard_library_only() -> None:
 
 
 def test_pure_tests_are_pure() -> None:
-    """No test in tests/pure imports a library that the decisions do without."""
+    """No file in tests/pure imports torch, transformers, safetensors or tokenizers."""
     heavy = {"torch", "transformers", "safetensors", "tokenizers"}
 
     impure = {

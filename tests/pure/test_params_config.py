@@ -1,4 +1,4 @@
-"""Options and sampling parameters: what is asked is checked before anything is built."""
+"""Engine options, sampling parameters and output formats are validated when constructed."""
 
 import json
 import pickle
@@ -43,19 +43,19 @@ def resolved(
 
 
 def test_an_option_finds_its_section() -> None:
-    """Options are flat for the caller and grouped inside; what is not asked has its default."""
-    asked = EngineConfig.of(page_size=3, exact=False, max_batch_tokens=1, dtype="bfloat16")
+    """`EngineConfig.of` puts each flat option into its section; the others keep their defaults."""
+    config = EngineConfig.of(page_size=3, exact=False, max_batch_tokens=1, dtype="bfloat16")
 
-    assert asked.cache.page_size == 3
-    assert asked.attention.exact is False
-    assert asked.scheduler.max_batch_tokens == 1
-    assert asked.model.dtype == "bfloat16"
-    assert asked.scheduler.max_num_seqs == EngineConfig().scheduler.max_num_seqs
+    assert config.cache.page_size == 3
+    assert config.attention.exact is False
+    assert config.scheduler.max_batch_tokens == 1
+    assert config.model.dtype == "bfloat16"
+    assert config.scheduler.max_num_seqs == EngineConfig().scheduler.max_num_seqs
 
 
 @pytest.mark.parametrize("name", ["page_sise", "", "model_section", "cache", "device"])
 def test_an_unknown_option_is_an_error_that_lists_the_known_ones(name: str) -> None:
-    """A typo never passes silently."""
+    """An unknown option raises UnknownOptionError, which names it and lists the known options."""
     with pytest.raises(UnknownOptionError) as caught:
         EngineConfig.of(**{name: 1})
 
@@ -103,13 +103,13 @@ def test_counts_are_positive_integers(name: str, value: object) -> None:
     ],
 )
 def test_other_options_have_stated_values(name: str, value: object) -> None:
-    """Whatever is not among them is refused by name."""
+    """A value that an option does not allow raises ConfigError with the option's name."""
     with pytest.raises(ConfigError, match=f"{name}="):
         EngineConfig.of(**{name: value})
 
 
 def test_a_registered_policy_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`policy` takes every name of the cache's table, also one that a user has added."""
+    """`policy` accepts every name in POLICIES, including a policy that a user registered."""
     monkeypatch.setitem(POLICIES, "mine", POLICIES["lru"])
 
     assert EngineConfig.of(policy="mine").cache.policy == "mine"
@@ -119,7 +119,7 @@ def test_a_registered_policy_is_an_option(monkeypatch: pytest.MonkeyPatch) -> No
     ("tokens", "page_size", "pages"), [(100, 16, 6), (16, 16, 1), (31, 16, 1), (7, 1, 7), (8, 3, 2)]
 )
 def test_kv_cache_tokens_round_down_to_pages(tokens: int, page_size: int, pages: int) -> None:
-    """The pool never holds more than was asked."""
+    """The pool holds kv_cache_tokens rounded down to whole pages."""
     config = resolved(kv_cache_tokens=tokens, page_size=page_size)
 
     assert config.num_pages == pages
@@ -128,13 +128,13 @@ def test_kv_cache_tokens_round_down_to_pages(tokens: int, page_size: int, pages:
 
 
 def test_memory_is_bytes_and_tokens_win() -> None:
-    """kv_cache_memory counts when kv_cache_tokens is not given."""
+    """kv_cache_memory is in bytes and is ignored if kv_cache_tokens is given."""
     assert resolved(kv_cache_memory=100 * 16 * 5 + 99).num_pages == 5
     assert resolved(kv_cache_memory=10**6, kv_cache_tokens=32).num_pages == 2
 
 
 def test_by_default_the_pool_fits_the_machine_and_the_need() -> None:
-    """A share of the free memory, but not more than all requests at their longest."""
+    """The default pool is MEMORY_SHARE of free memory, at most max_num_seqs full contexts."""
     small, large = resolved(free_memory=10**6), resolved(free_memory=10**12)
 
     assert small.kv_cache_bytes <= 10**6 * config_module.MEMORY_SHARE
@@ -151,13 +151,13 @@ def test_by_default_the_pool_fits_the_machine_and_the_need() -> None:
     ],
 )
 def test_a_pool_without_a_page_is_refused(options: dict[str, int]) -> None:
-    """The error names tokens, page size and the ways out."""
+    """A pool smaller than a page raises PoolTooSmallError, which says what to raise."""
     with pytest.raises(PoolTooSmallError, match=r"not a single page; raise kv_cache_tokens"):
         resolved(**options)
 
 
 def test_the_context_is_the_models_unless_a_shorter_one_is_asked() -> None:
-    """Longer than the model's positions is refused."""
+    """`max_model_len` defaults to the model's positions; a larger value raises ConfigError."""
     assert resolved().max_model_len == 1024
     assert resolved(max_model_len=1000).max_model_len == 1000
     assert resolved(max_model_len=1000).max_pages_per_seq == 63
@@ -191,7 +191,7 @@ def test_the_context_is_the_models_unless_a_shorter_one_is_asked() -> None:
     ],
 )
 def test_a_value_outside_its_range_is_refused(name: str, values: list[object]) -> None:
-    """The error names parameter, value and range, and is one of a request."""
+    """InvalidParamsError names parameter and value, and is a RequestError and a ValueError."""
     for value in values:
         with pytest.raises(InvalidParamsError) as caught:
             SamplingParams(**{name: value})  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def test_a_value_outside_its_range_is_refused(name: str, values: list[object]) -
 
 
 def test_the_edges_of_the_ranges_are_allowed() -> None:
-    """Each of these is possible."""
+    """Both ends of every parameter's range are accepted."""
     SamplingParams(temperature=0, top_p=1, top_k=1, seed=0, max_tokens=None, logprobs=0)
     SamplingParams(temperature=1e9, top_p=1e-9, seed=2**63 - 1, max_tokens=1, logprobs=1024)
     SamplingParams(min_p=1, presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.01)
@@ -213,13 +213,13 @@ def test_the_edges_of_the_ranges_are_allowed() -> None:
 
 @pytest.mark.parametrize("value", [-100.5, 101, float("nan"), "1", None, True])
 def test_a_bias_outside_its_range_is_refused_by_its_token(value: object) -> None:
-    """The limits are those of the OpenAI API."""
+    """A bias outside [-100, 100], as in the OpenAI API, raises an error that names its token."""
     with pytest.raises(InvalidParamsError, match=r"^logit_bias\[7\]=.* in \[-100, 100\]"):
         SamplingParams(logit_bias={3: 1.0, 7: value})  # type: ignore[dict-item]
 
 
 def test_parameters_about_tokens_are_values() -> None:
-    """Sorted and copied: equal whatever container they came in, and usable as keys."""
+    """Token parameters are sorted copies, so that equal ones compare and hash equal."""
     bias, allowed = {9: 1, 3: -2}, [8, 3, 8]
     params = SamplingParams(logit_bias=bias, allowed_token_ids=allowed)
     bias[5] = 5
@@ -246,7 +246,7 @@ def test_parameters_about_tokens_are_values() -> None:
     ],
 )
 def test_a_format_that_cannot_be_one_is_refused(name: str, values: list[object]) -> None:
-    """Before any parser of it is asked; the error is short, however long the value was."""
+    """An invalid format raises InvalidParamsError of fewer than 500 characters."""
     for value in values:
         with pytest.raises(InvalidParamsError, match=f"^{name}=") as caught:
             StructuredOutput(**{name: value})  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_a_format_that_cannot_be_one_is_refused(name: str, values: list[object])
 
 
 def test_exactly_one_format_is_asked() -> None:
-    """None and two are refused with their names."""
+    """A StructuredOutput with no format, or with two, raises an error that lists them."""
     with pytest.raises(InvalidParamsError, match=r"structured='nothing' .* exactly one of"):
         StructuredOutput()
     with pytest.raises(InvalidParamsError, match="structured='regex, json_object'"):
@@ -262,7 +262,7 @@ def test_exactly_one_format_is_asked() -> None:
 
 
 def test_a_schema_has_a_greatest_depth() -> None:
-    """Checked without recursion, also for one that contains itself."""
+    """A schema more than 64 levels deep, or one that contains itself, raises an error."""
     schema: dict[str, object] = {"type": "integer"}
     for _ in range(31):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -280,16 +280,16 @@ def test_a_schema_has_a_greatest_depth() -> None:
 
 
 def test_formats_are_values() -> None:
-    """A schema and its text are the same format; compiled ones are found by it."""
-    asked = StructuredOutput(json_schema={"type": "object", "title": "ü"})
+    """A schema and its JSON text make equal, hashable, picklable formats."""
+    schema = StructuredOutput(json_schema={"type": "object", "title": "ü"})
 
-    assert asked == StructuredOutput(json_schema='{ "type":"object", "title": "\\u00fc"}')
-    assert len({asked, replace(asked), pickle.loads(pickle.dumps(asked))}) == 1
+    assert schema == StructuredOutput(json_schema='{ "type":"object", "title": "\\u00fc"}')
+    assert len({schema, replace(schema), pickle.loads(pickle.dumps(schema))}) == 1
     assert StructuredOutput(choice=["a", "b", "a"]).choice == ("a", "b")
 
 
 def test_stops_become_tuples() -> None:
-    """A single text is a list of one; lists are copied, so that nobody changes them later."""
+    """`stop` and `stop_token_ids` become tuples, and later changes to the lists have no effect."""
     texts, ids = ["x", "y"], [3]
     params = SamplingParams(stop=texts, stop_token_ids=ids)
     texts.append("z")
@@ -305,7 +305,7 @@ def test_stops_become_tuples() -> None:
 
 
 def test_an_output_is_its_first_completion() -> None:
-    """text, token_ids, logprobs and finish_reason are those of the first; usage counts."""
+    """`text`, `token_ids`, `logprobs` and `finish_reason` are those of the first completion."""
     known = (TokenLogprob(5, -0.5, {5: -0.5}),)
     output = RequestOutput(
         request_id=1,

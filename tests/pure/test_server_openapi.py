@@ -1,4 +1,4 @@
-"""The OpenAPI document says what there is, and nothing else."""
+"""The OpenAPI document lists exactly the server's routes and defines every schema it uses."""
 
 from starlette.routing import Route
 
@@ -6,43 +6,49 @@ from tests.pure.server_bench import ServerBench, run
 
 
 def test_the_document_has_every_route() -> None:
-    """And each route that it has exists, with that method."""
+    """The document's paths and methods are exactly those of the application's routes."""
     bench = ServerBench()
     routes = {
-        (one.path.replace(":path", ""), method.lower())
-        for one in bench.app.routes
-        if isinstance(one, Route)
-        for method in (one.methods or set()) - {"HEAD"}
+        (route.path.replace(":path", ""), method.lower())
+        for route in bench.app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
     }
 
     async def main() -> set[tuple[str, str]]:
         async with bench.running():
-            told = (await bench.call("GET", "/openapi.json")).json
-        assert told["openapi"] == "3.1.0"
-        assert "#/components/schemas/ChatMessage" in str(told["components"]["schemas"])
-        return {(path, method) for path, one in told["paths"].items() for method in one}
+            document = (await bench.call("GET", "/openapi.json")).json
+        assert document["openapi"] == "3.1.0"
+        assert "#/components/schemas/ChatMessage" in str(document["components"]["schemas"])
+        return {
+            (path, method)
+            for path, operations in document["paths"].items()
+            for method in operations
+        }
 
     assert run(main()) == routes
 
 
 def test_every_reference_in_the_document_leads_somewhere() -> None:
-    """Types of the same name in two APIs are two schemas."""
+    """Every `$ref` in the document names a schema that the document defines."""
     bench = ServerBench()
 
     async def main() -> None:
         async with bench.running():
-            told = (await bench.call("GET", "/openapi.json")).json
-        found: list[str] = []
-        waiting = [told]
+            document = (await bench.call("GET", "/openapi.json")).json
+        references: list[str] = []
+        waiting = [document]
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, dict):
-                found += [one["$ref"]] if "$ref" in one else []
-                waiting += one.values()
-            elif isinstance(one, list):
-                waiting += one
-        schemas = told["components"]["schemas"]
-        assert found
-        assert {one.removeprefix("#/components/schemas/") for one in found} <= schemas.keys()
+            value = waiting.pop()
+            if isinstance(value, dict):
+                references += [value["$ref"]] if "$ref" in value else []
+                waiting += value.values()
+            elif isinstance(value, list):
+                waiting += value
+        schemas = document["components"]["schemas"]
+        assert references
+        assert {
+            reference.removeprefix("#/components/schemas/") for reference in references
+        } <= schemas.keys()
 
     run(main())

@@ -1,4 +1,4 @@
-"""Special tokens that users write are text: a message cannot end itself and begin another."""
+"""Special tokens in user text are encoded as text, so a message cannot start another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|bos|>", "<|p
 
 
 def specials(ids: array[int]) -> list[int]:
-    return [one for one in ids if one in TOKENIZER.special_token_ids]
+    return [token for token in ids if token in TOKENIZER.special_token_ids]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def specials(ids: array[int]) -> list[int]:
     ],
 )
 def test_a_message_cannot_begin_another(text: str) -> None:
-    """The template's special tokens are all there are; the text is read as it was written."""
+    """Only the template's special tokens get special ids; user text decodes as text."""
     messages = [{"role": "user", "content": text}]
     plain = TOKENIZER.encode_chat([{"role": "user", "content": "plain"}])
 
@@ -53,7 +53,7 @@ def test_a_message_cannot_begin_another(text: str) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_texts_without_special_tokens_are_what_they_were(seed: int) -> None:
-    """The ids are those of the rendered text; growing chats with and without are the same as anew."""
+    """A growing chat has the ids of `encode_chat`; without special tokens, of its rendered text."""
     rng = random.Random(seed)
     words = ("the ", "é", "\n\n", "<|", "|>", "end", "🙂", "<", "a" * 9, " ")
     maker = PromptRenderer(TOKENIZER)
@@ -65,6 +65,8 @@ def test_texts_without_special_tokens_are_what_they_were(seed: int) -> None:
 
         ids = maker.chat(messages, []).ids
 
-        if not any(one in str(message["content"]) for one in SPECIAL for message in messages):
+        if not any(
+            special in str(message["content"]) for special in SPECIAL for message in messages
+        ):
             assert ids == TOKENIZER.encode(rendered, add_special_tokens=False)
         assert ids == TOKENIZER.encode_chat(messages)

@@ -1,4 +1,4 @@
-"""A step that does not come back is reported once, with what it was doing."""
+"""The watchdog reports a step that exceeds its time limit, once, with its requests and stack."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ class Clock:
 
 
 def test_a_stuck_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With the requests, the time and the stack of its thread; the next step begins anew."""
+    """One report per stuck step, with its requests, duration and thread stack."""
     clock = Clock()
     watchdog = Watchdog(10.0, clock=clock)
     watchdog.begin(lambda: "step 3 with 2 requests")
@@ -45,7 +45,7 @@ def test_a_stuck_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> None:
-    """While `execute` does not return, others see `is_stuck`; afterwards all goes on."""
+    """Another thread sees that `execute` hangs; the request finishes once it returns."""
     bench = Bench()
     clock, entered, leave = Clock(), threading.Event(), threading.Event()
     bench.core.watchdog = Watchdog(5.0, clock=clock)
@@ -77,10 +77,10 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
 
 
 def test_the_thread_begins_with_the_first_step_and_ends_with_its_watchdog() -> None:
-    """Nobody pays for a thread who has switched it off, or has dropped the engine."""
+    """The first `begin` starts a thread unless the timeout is 0; it ends with its watchdog."""
 
     def names() -> int:
-        return sum(one.name == "ramify-watchdog" for one in threading.enumerate())
+        return sum(thread.name == "ramify-watchdog" for thread in threading.enumerate())
 
     before = names()
     never, watchdog = Watchdog(0), Watchdog(3600.0)
@@ -91,7 +91,11 @@ def test_the_thread_begins_with_the_first_step_and_ends_with_its_watchdog() -> N
     watchdog.begin(lambda: "")
     watchdog.begin(lambda: "")
     assert names() == before + 1
-    [thread] = [one for one in threading.enumerate() if one.name == "ramify-watchdog"][before:]
+    [thread] = [
+        live_thread
+        for live_thread in threading.enumerate()
+        if live_thread.name == "ramify-watchdog"
+    ][before:]
     del watchdog
     thread.join(60)
 
