@@ -104,7 +104,9 @@ class Benchmark:
             limit=QUICK_REQUESTS[name] if args.quick else None,
             trace=self._trace if name == "trace" else None,
         )
-        base = next((one for one in cells if one.entry.name == OURS and one.samples), None)
+        base = next(
+            (timing for timing in cells if timing.entry.name == OURS and timing.samples), None
+        )
         for cell in cells:
             if cell.failed and cell.entry.name.startswith(OURS):
                 self.wrong.append(f"{cell.entry.name} on {name}: {cell.failed}")
@@ -113,7 +115,7 @@ class Benchmark:
             if differs := disagreement(cell, base):
                 self.wrong.append(f"{cell.entry.name} on {name}: {differs}")
         gone = {cell.entry.name for cell in cells if cell.failed}
-        self.workers = [one for one in self.workers if one.entry.name not in gone]
+        self.workers = [worker for worker in self.workers if worker.entry.name not in gone]
         rows = cells + [Cell(entry, f"absent: {why}") for entry, why in self.absent.values()]
         order = list(ENTRIES)
         rows.sort(key=lambda cell: order.index(cell.entry.name))
@@ -173,25 +175,25 @@ def _saved(cell: Cell) -> dict[str, Any]:
 
 def report_policies(args: argparse.Namespace) -> dict[str, Any]:
     """Hit rates of all policies, for every trace that was named."""
-    found: dict[str, Any] = {"setting": setting({"ramify": ramify.__version__})}
-    for name, value in found["setting"].items():
+    report: dict[str, Any] = {"setting": setting({"ramify": ramify.__version__})}
+    for name, value in report["setting"].items():
         print(f"{name}: {value}")
     print("pages of 512 tokens, whole pages only, order of arrival, outputs not published")
     for given in args.trace or [None]:
         path = find_trace(given)
         rates, infinite = hit_rates(path, default_policies(), 1_000 if args.quick else None)
         print(f"\n{policy_table(path.stem, rates, infinite)}", flush=True)
-        found[path.stem] = {one.policy: one.rates for one in rates} | {"infinite": infinite}
-    return found
+        report[path.stem] = {row.policy: row.rates for row in rates} | {"infinite": infinite}
+    return report
 
 
 def parse() -> argparse.Namespace:
     def names(known: dict[str, Any]) -> Any:
         def split(text: str) -> list[str]:
-            asked = [one for one in text.split(",") if one]
-            if unknown := set(asked) - set(known):
+            chosen = [name for name in text.split(",") if name]
+            if unknown := set(chosen) - set(known):
                 raise argparse.ArgumentTypeError(f"{sorted(unknown)}; known are {list(known)}")
-            return asked
+            return chosen
 
         return split
 
@@ -244,7 +246,7 @@ def main() -> None:
             print(f"workload  {name:18} {workload.title}")
         return
     if args.policies:
-        found = report_policies(args)
+        results = report_policies(args)
         wrong = []
     else:
         benchmark = Benchmark(args, args.trace[0] if args.trace else None)
@@ -255,9 +257,9 @@ def main() -> None:
         if not args.no_scaling:
             benchmark.scaling()
         benchmark.end()
-        found, wrong = benchmark.found, benchmark.wrong
+        results, wrong = benchmark.found, benchmark.wrong
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if wrong:
         sys.exit("\nWRONG:\n" + "\n".join(f"- {line}" for line in wrong))
 

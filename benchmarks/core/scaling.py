@@ -286,10 +286,10 @@ def explanations(make: Make, options: Row, ours: bool) -> list[Row]:
         "never seen": [tokens_of(28, at, 960) for at in range(PROBES)],
     }
     rows = []
-    for name, asked in prompts.items():
+    for name, chosen in prompts.items():
         match_ns: list[int] = []
         explain_ns: list[int] = []
-        for prompt in asked:
+        for prompt in chosen:
             key = core.prepare(prompt, prompt[:1]).prompt
             t0 = clock()
             core.cache.match(key)

@@ -82,7 +82,7 @@ def llama(python: Path) -> None:
             opened.extractall(place, filter="data")
         (source,) = Path(place).glob("*/llama.cpp")
         cmake, build = str(python.parent / "cmake"), str(Path(place) / "made")
-        flags = [f"-DLLAMA_{one}=OFF" for one in ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL")]
+        flags = [f"-DLLAMA_{option}=OFF" for option in ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL")]
         run(
             "configuring llama.cpp",
             [cmake, "-S", str(source), "-B", build, "-DCMAKE_BUILD_TYPE=Release",
@@ -117,9 +117,9 @@ def run(what: str, command: Sequence[str]) -> None:
         FailedError: with the last line that it wrote.
     """
     print(f"  {what}", flush=True)
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        lines = [line for line in (found.stderr or found.stdout).splitlines() if line.strip()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
         raise FailedError(f"{what} failed: {(lines or ['no message'])[-1].strip()[:200]}")
 
 

@@ -58,7 +58,7 @@ def judge(cell: str, now: Samples, base: Samples) -> list[Verdict]:
 
 def hidden(verdicts: Sequence[Verdict]) -> float:
     """The largest slowdown that a baseline which was overtaken hides, as a factor; 1 when none."""
-    return max((1.0 / one.ratio.mid for one in verdicts if one.faster), default=1.0)
+    return max((1.0 / verdict.ratio.mid for verdict in verdicts if verdict.faster), default=1.0)
 
 
 def mismatches(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -113,9 +113,9 @@ class _Graph:
 
     def _rotated(self, x: Any, cos: Any, sin: Any) -> Any:
         o, half = self.o, self.head_dim // 2
-        last, one = self._ints([-1]), self._ints([1])
-        low = o.slice(x, self._ints([0]), self._ints([half]), one, last)
-        high = o.slice(x, self._ints([half]), self._ints([2 * half]), one, last)
+        last, step = self._ints([-1]), self._ints([1])
+        low = o.slice(x, self._ints([0]), self._ints([half]), step, last)
+        high = o.slice(x, self._ints([half]), self._ints([2 * half]), step, last)
         turned = o.concat([o.multiply(high, self._number(-1.0)), low], -1)
         return o.add(o.multiply(x, cos), o.multiply(turned, sin))
 
@@ -170,9 +170,9 @@ class _Graph:
             f"past_key_values.{layer}.keypresent.{layer}.key", self._rotated(k, cos, sin)
         )
         values = self._kept(f"past_key_values.{layer}.valuepresent.{layer}.value", v)
-        found = o.scaled_dot_product_attention(q, keys, values, bias)
+        output = o.scaled_dot_product_attention(q, keys, values, bias)
         joined = o.reshape(
-            o.transpose(found, self._ints([0, 2, 1, 3])),
+            o.transpose(output, self._ints([0, 2, 1, 3])),
             self._ints([0, 0, self.heads * self.head_dim]),
             True,
         )

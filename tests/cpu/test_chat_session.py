@@ -40,10 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer_of(folder: Path, template: str = TINY_CHAT_TEMPLATE) -> Tokenizer:
     import tokenizers
 
-    found = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder)
     return Tokenizer(
         tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
-        special_tokens=found.special_tokens,
+        special_tokens=tokenizer.special_tokens,
         chat_templates={"default": template},
     )
 
@@ -180,8 +180,8 @@ def test_forks_and_rollbacks_of_a_conversation(folder: Path) -> None:
     say([*tokenizer.encode("two", False), END])
 
     assert twin.generate().text == "two"
-    assert [one["content"] for one in session.messages] == ["kind", "x", "one"]
-    assert [one["content"] for one in twin.messages] == ["kind", "x", "two"]
+    assert [message["content"] for message in session.messages] == ["kind", "x", "one"]
+    assert [message["content"] for message in twin.messages] == ["kind", "x", "two"]
     with pytest.raises(InvalidParamsError, match="messages"):
         twin.append([1, 2])
     with pytest.raises(InvalidParamsError, match="3 messages"):
@@ -210,13 +210,13 @@ def test_what_was_said_is_told_up_to_the_last_answer_that_still_stands(folder: P
     second = session.generate()
     assert session.token_ids == (*second.prompt_token_ids, *second.token_ids)
     [fork] = session.fork(1)
-    for one in (fork, session):
-        cast("dict[str, str]", one.messages[0])["content"] = "EDITED"
+    for conversation in (fork, session):
+        cast("dict[str, str]", conversation.messages[0])["content"] = "EDITED"
     session.rollback(middle)
     assert session.token_ids == known
     session.rollback(start)
     assert session.token_ids == ()
-    assert [one["content"] for one in fork.messages] == ["x", "one", "y", "two"]
+    assert [message["content"] for message in fork.messages] == ["x", "one", "y", "two"]
     assert fork.token_ids == (*second.prompt_token_ids, *second.token_ids)
 
 

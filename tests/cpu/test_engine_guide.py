@@ -30,6 +30,6 @@ def test_the_table_has_every_call_of_the_cache() -> None:
     """All that is public, and nothing that is gone."""
     part = PAGE.partition("## The cache")[2].partition("## Serving")[0]
     rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
-    told = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    documented = {name for row in rows for name in re.findall(r"`(\w+)", row)}
 
-    assert told == {name for name in vars(CacheView) if name[0] != "_"}
+    assert documented == {name for name in vars(CacheView) if name[0] != "_"}

@@ -41,9 +41,9 @@ def test_any_growing_text_has_the_tokens_of_one_from_scratch(
     encoder, text = IncrementalEncoder(tokenizer, max_tokens=limit), ""
     for turn in turns:
         text += "".join(turn)
-        found = encoder.encode(text)
+        encoding = encoder.encode(text)
         ids, ends = tokenizer.encode_with_offsets(text)
-        assert (found.ids, found.end_offsets) == (ids, ends)
+        assert (encoding.ids, encoding.end_offsets) == (ids, ends)
 
 
 def test_only_the_new_part_of_a_chat_is_tokenised(tokenizer: Tokenizer) -> None:

@@ -65,8 +65,8 @@ def oracle(checkpoint: Path) -> Callable[[Sequence[int]], torch.Tensor]:
 
     @torch.inference_mode()
     def logprobs(ids: Sequence[int]) -> torch.Tensor:
-        found: torch.Tensor = model(torch.tensor([list(ids)])).logits[0].double().log_softmax(-1)
-        return found
+        scores: torch.Tensor = model(torch.tensor([list(ids)])).logits[0].double().log_softmax(-1)
+        return scores
 
     return logprobs
 
@@ -131,8 +131,8 @@ def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, .
             assert_report_adds_up(output)
             assert output.token_ids == answer
             assert output.cache.recomputed_tokens == 0
-        found = [output.cache.read_tokens + output.cache.shared_tokens for output in outputs]
-        assert all(tokens >= whole for tokens in found[0 if warm else 1 :])
+        num_cached = [output.cache.read_tokens + output.cache.shared_tokens for output in outputs]
+        assert all(tokens >= whole for tokens in num_cached[0 if warm else 1 :])
         prompt_steps = llm.core.num_computed_tokens - before - sum(len(a) - 1 for a in answers)
         assert prompt_steps == sum(output.cache.computed_tokens for output in outputs)
         if not warm:
@@ -216,14 +216,14 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     """One conversation or several; the template alone writes the special tokens."""
     talk = [{"role": "user", "content": "hello"}]
 
-    one = llm.chat(talk, SHORT)
+    single = llm.chat(talk, SHORT)
     two = llm.chat([talk, [*talk, {"role": "assistant", "content": "x"}, *talk]], SHORT)
 
     assert llm.tokenizer is not None
-    assert llm.tokenizer.decode(one[0].prompt_token_ids, skip_special_tokens=False) == (
+    assert llm.tokenizer.decode(single[0].prompt_token_ids, skip_special_tokens=False) == (
         "<|bos|><|user|>hello<|end|><|assistant|>"
     )
-    assert [output.token_ids for output in one] == [two[0].token_ids]
+    assert [output.token_ids for output in single] == [two[0].token_ids]
     assert len(two) == 2
     with pytest.raises(ChatTemplateError, match="unknown role nobody"):
         llm.chat([{"role": "nobody", "content": "x"}], SHORT)
@@ -273,12 +273,12 @@ def test_max_tokens_may_be_one_or_none(make: Callable[..., LLM]) -> None:
     """None goes on to the end of the context; the last place of the context is used."""
     llm = make(max_model_len=40)
 
-    one = llm.generate([[5] * 10, [5] * 39], SamplingParams(max_tokens=1, ignore_eos=True))
+    shortest = llm.generate([[5] * 10, [5] * 39], SamplingParams(max_tokens=1, ignore_eos=True))
     none = llm.generate([5] * 10, SamplingParams(max_tokens=None, ignore_eos=True))[0]
 
-    assert [len(output.token_ids) for output in one] == [1, 1]
+    assert [len(output.token_ids) for output in shortest] == [1, 1]
     assert len(none.token_ids) == 30
-    assert none.token_ids[0] == one[0].token_ids[0]
+    assert none.token_ids[0] == shortest[0].token_ids[0]
     assert none.finish_reason is FinishReason.LENGTH
 
 
@@ -308,15 +308,15 @@ def test_logprobs_are_those_of_transformers(
     output = llm.generate(QUESTIONS[2], params)[0]
 
     assert output.logprobs is not None
-    assert [one.token_id for one in output.logprobs] == list(output.token_ids)
+    assert [score.token_id for score in output.logprobs] == list(output.token_ids)
     rows = oracle([*output.prompt_token_ids, *output.token_ids])[len(output.prompt_token_ids) - 1 :]
-    for found, row in zip(output.logprobs, rows[:-1], strict=True):
-        assert len(found.top) == min(count, 300)
-        assert close(found, row)
-        if found.top:
-            assert next(iter(found.top)) == found.token_id, "greedy takes the likeliest"
+    for score, row in zip(output.logprobs, rows[:-1], strict=True):
+        assert len(score.top) == min(count, 300)
+        assert close(score, row)
+        if score.top:
+            assert next(iter(score.top)) == score.token_id, "greedy takes the likeliest"
         if count >= 300:
-            assert math.isclose(sum(map(math.exp, found.top.values())), 1.0, abs_tol=1e-9)
+            assert math.isclose(sum(map(math.exp, score.top.values())), 1.0, abs_tol=1e-9)
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -335,11 +335,11 @@ def test_prompt_logprobs_are_those_of_transformers(
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     assert output.prompt_logprobs[0] is None
     rows = oracle(output.prompt_token_ids)
-    for place, (found, row) in enumerate(zip(output.prompt_logprobs[1:], rows[:-1], strict=True)):
-        assert found is not None
-        assert found.token_id == output.prompt_token_ids[place + 1]
-        assert len(found.top) == 3
-        assert close(found, row)
+    for place, (score, row) in enumerate(zip(output.prompt_logprobs[1:], rows[:-1], strict=True)):
+        assert score is not None
+        assert score.token_id == output.prompt_token_ids[place + 1]
+        assert len(score.top) == 3
+        assert close(score, row)
     assert output.cache.computed_tokens == len(output.prompt_token_ids)
     assert output.cache.reason == "prompt_logprobs need the logits of every prompt token"
     assert mate.cache.reason is None
@@ -424,11 +424,11 @@ def test_generate_beside_step_mixes_nothing_up(llm: LLM, answers: list[tuple[int
     outputs = llm.generate(QUESTIONS[1:], SHORT)
 
     assert [output.token_ids for output in outputs] == answers[1:]
-    told: list[int] = []
+    streamed: list[int] = []
     while llm.has_unfinished():
         for _, tokens, _ in llm.step():
-            told += tokens
-    assert tuple(told) == answers[0] == llm.take_output(key).token_ids
+            streamed += tokens
+    assert tuple(streamed) == answers[0] == llm.take_output(key).token_ids
 
 
 def test_on_finished_sees_every_output_and_may_abort(llm: LLM) -> None:

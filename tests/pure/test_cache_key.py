@@ -178,19 +178,19 @@ def test_common_pages_counts_equal_pages_from_the_start(
 def chained(tokens: list[int], namespace: bytes, page_size: int) -> list[bytes]:
     """The rule of `page_hashes` once more, as another program would write it."""
     hashed = hashlib.blake2b(namespace, digest_size=16, person=b"ramify-ns").digest()
-    found = []
+    hashes = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         page = struct.pack(f"<{page_size}i", *tokens[start : start + page_size])
         hashed = hashlib.blake2b(hashed + page, digest_size=16).digest()
-        found.append(hashed)
-    return found
+        hashes.append(hashed)
+    return hashes
 
 
 def test_page_hashes_never_change() -> None:
     """Other processes, machines and versions know pages by these names."""
     hashes = CacheKey(range(10), "model").page_hashes(4)
 
-    assert [one.hex() for one in hashes] == HASHES
+    assert [page_hash.hex() for page_hash in hashes] == HASHES
 
 
 @given(
@@ -237,8 +237,8 @@ def test_equal_pages_have_different_hashes_in_different_places() -> None:
     hashes = CacheKey([0] * 40).page_hashes(4)
 
     assert len(set(hashes)) == 10
-    assert all(len(one) == 16 for one in hashes)
-    assert all(one != after for one, after in pairwise(hashes))
+    assert all(len(page_hash) == 16 for page_hash in hashes)
+    assert all(page_hash != after for page_hash, after in pairwise(hashes))
 
 
 @pytest.mark.parametrize("namespace", [0, 3, None, 10**9, ["a"]])

@@ -81,16 +81,16 @@ def test_a_leader_computes_in_chunks() -> None:
     """Announce, publish, announce, publish: each chunk is found as soon as it is published."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdefgh")
-    found = []
+    num_hit = []
 
     for end in (2, 6, 8):
         before = len(lease.pages)
         lease = cache.announce(lease, key("abcdefgh"[:end]), private)
         private = private[len(lease.pages) - before :]
-        found.append(cache.match(key("abcdefghi")).num_tokens)
+        num_hit.append(cache.match(key("abcdefghi")).num_tokens)
         lease = cache.publish(lease, lease.key)
 
-    assert found == [0, 2, 6]
+    assert num_hit == [0, 2, 6]
     assert cache.match(key("abcdefghi")).num_tokens == 8
     assert cache.stats().num_nodes == 3
 
@@ -410,9 +410,9 @@ def test_former_names_of_a_lease_still_work(old: str, new: str) -> None:
     lease = cache.acquire(key("abcd"))
 
     with pytest.warns(DeprecationWarning, match=new) as warned:
-        told = getattr(lease, old)
+        value = getattr(lease, old)
 
-    assert told is getattr(lease, new)
+    assert value is getattr(lease, new)
     assert warned[0].filename == __file__
 
 

@@ -265,9 +265,9 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     def question(self, prompt: Prompt, who: int, page: int) -> None:
         """A query finds what the model finds and changes nothing; misuse is refused."""
         before, namespace, tokens = self.snapshot(), prompt[0], self.prompt(prompt[1], prompt[2])
-        found = self.cache.match(CacheKey(list(tokens), namespace))
-        assert found.num_pages == len(self.find(namespace, tokens, pending=False))
-        assert found.num_tokens == found.num_pages * self.size
+        match = self.cache.match(CacheKey(list(tokens), namespace))
+        assert match.num_pages == len(self.find(namespace, tokens, pending=False))
+        assert match.num_tokens == match.num_pages * self.size
         assert self.snapshot() == before
         self.misuse_lease([self.foreign, *self.dead[-3:]][who % (1 + len(self.dead[-3:]))])
         request = self.pick(who)

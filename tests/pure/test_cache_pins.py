@@ -236,13 +236,13 @@ def test_a_pin_ends_once() -> None:
     """By the pin or its id; a second time, or with an id that is none, it is refused."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
-    one, other = cache.pin(key("abcd"), "me"), cache.pin(key("abcd"), "me")
-    assert one.id != other.id
+    first, other = cache.pin(key("abcd"), "me"), cache.pin(key("abcd"), "me")
+    assert first.id != other.id
 
-    cache.unpin(one)
+    cache.unpin(first)
     cache.unpin(other.id)
 
-    for pin in (one, other.id, 99):
+    for pin in (first, other.id, 99):
         with pytest.raises(PinError, match="no such pin"):
             cache.unpin(pin)
     assert drained(cache)
@@ -255,17 +255,17 @@ def test_refusals_are_remembered_within_bounds() -> None:
     with pytest.raises(PinError):
         cache.pin(key("abcdef"), "me")
     cache.clear()
-    told = [cache.explain(key("abcdef")).pin_refused]
+    refusals = [cache.explain(key("abcdef")).pin_refused]
 
     for number in range(300):
         serve(cache, "abcdef", str(number))
         with pytest.raises(PinError):
             cache.pin(key("abcdef", str(number)), "me")
         cache.clear()
-    told.append(cache.explain(key("abcdef")).pin_refused)
+    refusals.append(cache.explain(key("abcdef")).pin_refused)
 
-    assert "would be pinned" in told[0]
-    assert told[1] == ""
+    assert "would be pinned" in refusals[0]
+    assert refusals[1] == ""
 
 
 def test_a_pin_of_another_cache_ends_none_here() -> None:

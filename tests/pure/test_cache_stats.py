@@ -120,13 +120,13 @@ def test_the_ideal_rate_is_that_of_an_infinite_cache(
         pass
 
     stored, ideal = set[tuple[bytes, bytes]](), 0
-    for asked in traffic.asked:
+    for prompt in traffic.asked:
         names = [
-            (asked.namespace, asked.atoms[: 4 * end])
-            for end in range(page_size, len(asked) + 1, page_size)
+            (prompt.namespace, prompt.atoms[: 4 * end])
+            for end in range(page_size, len(prompt) + 1, page_size)
         ]
         for at, name in enumerate(names):
-            if name not in stored or (at + 1) * page_size >= len(asked):
+            if name not in stored or (at + 1) * page_size >= len(prompt):
                 break
             ideal += page_size
         stored.update(names)
@@ -159,7 +159,7 @@ def test_every_page_is_counted_once(seed: int, index: str) -> None:
         assert stats.evictable_pages <= stats.cached_pages - stats.pinned_pages
         assert stats.num_leases == len(traffic.live)
         assert stats.lookups == len(traffic.asked)
-        assert stats.lookup_tokens == sum(len(asked) for asked in traffic.asked)
+        assert stats.lookup_tokens == sum(len(prompt) for prompt in traffic.asked)
         assert stats.evicted_pages == sum(stats.evictions.values())
         assert stats.residency.total == stats.idle.total == stats.evicted_pages
         assert stats.reuse_gap.total <= stats.lookups

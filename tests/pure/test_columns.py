@@ -34,7 +34,7 @@ def test_no_column_is_traversed_however_long_it_has_become(index: str) -> None:
 
 def num_trees() -> int:
     gc.collect()
-    return sum(type(one) is RadixTree for one in gc.get_objects())
+    return sum(type(obj) is RadixTree for obj in gc.get_objects())
 
 
 def test_a_cache_that_nobody_has_any_more_is_collected() -> None:

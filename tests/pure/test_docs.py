@@ -49,11 +49,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 def section(heading: str) -> str:
     """A part of the reference, from its heading to the next one of any level."""
-    found = re.search(
+    match = re.search(
         rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", REFERENCE, re.DOTALL | re.MULTILINE
     )
-    assert found, f"the reference has no section {heading!r}"
-    return found[1]
+    assert match, f"the reference has no section {heading!r}"
+    return match[1]
 
 
 def named(text: str) -> set[str]:
@@ -71,10 +71,10 @@ def public_names(kind: type) -> set[str]:
 
 def signature(name: str, call: Any) -> str:
     """A call as the reference writes it: names and defaults, no types."""
-    found = inspect.signature(call)
-    shown = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    full = inspect.signature(call)
+    shown = [each.replace(annotation=each.empty) for each in full.parameters.values()]
     without_self = [each for each in shown if each.name != "self"]
-    text = str(found.replace(parameters=without_self, return_annotation=found.empty))
+    text = str(full.replace(parameters=without_self, return_annotation=full.empty))
     return name + re.sub(r"<built-in function (\w+)>", r"time.\1", text)
 
 
@@ -96,10 +96,10 @@ CALL_SECTIONS = (
 
 def call_rows() -> dict[str, list[str]]:
     """All calls of PrefixCache: call → result, raises, cost."""
-    found: dict[str, list[str]] = {}
+    calls: dict[str, list[str]] = {}
     for heading in CALL_SECTIONS:  # "Pages" heads a class as well: the first one is meant
-        found |= rows(heading)
-    return found
+        calls |= rows(heading)
+    return calls
 
 
 CALLS = {name: member for name, member in vars(PrefixCache).items() if not name.startswith("_")}
@@ -200,8 +200,8 @@ def test_the_reference_has_every_call_with_its_errors_and_its_cost(name: str) ->
     result, raises, cost = row
     assert result and cost
     docstring = inspect.getdoc(member) or ""
-    told = re.findall(r"^\s+(\w+Error):", docstring.partition("Raises:")[2], re.MULTILINE)
-    assert set(told) <= named(raises)
+    errors = re.findall(r"^\s+(\w+Error):", docstring.partition("Raises:")[2], re.MULTILINE)
+    assert set(errors) <= named(raises)
 
 
 def test_the_reference_has_no_call_that_is_gone() -> None:
@@ -271,8 +271,8 @@ def test_nodes_have_the_bytes_that_the_reference_says(index: str, num_pages: int
     """The allocator counts what the formulas say; small dicts and other Pythons differ a little."""
     page_size, num_nodes = 16, 2_000
     cache = PrefixCache(num_nodes * num_pages, page_size, index=index, log_every=0)
-    told = re.search(rf"`{index}` and `auto`.*\*\*(\d+) to (\d+) \+ 4·S", section("Cost"))
-    assert told
+    bounds = re.search(rf"`{index}` and `auto`.*\*\*(\d+) to (\d+) \+ 4·S", section("Cost"))
+    assert bounds
     gc.collect()
     tracemalloc.start()
 
@@ -294,6 +294,6 @@ def test_nodes_have_the_bytes_that_the_reference_says(index: str, num_pages: int
     atoms = 4 * page_size * (1 + num_pages if index == "radix" else 1)
     # No page ids: they were in the list of free pages before.
     fixed = grown / num_nodes - atoms
-    assert 0.9 * int(told[1]) <= fixed <= 1.15 * int(told[2])
+    assert 0.9 * int(bounds[1]) <= fixed <= 1.15 * int(bounds[2])
     more = re.search(r"up to (\d+) more once it was used again", section("Cost"))
     assert more and used_again / num_nodes <= 1.05 * int(more[1])

@@ -63,7 +63,7 @@ def test_answers_are_those_of_an_engine_without_cache(
         prefix_cache=prefix_cache,
         fail_at=fail_at,
     )
-    todo = sorted(enumerate(jobs), key=lambda one: one[1][0])
+    todo = sorted(enumerate(jobs), key=lambda pair: pair[1][0])
     wanted: dict[int, tuple[list[int], int]] = {}
     aborts: dict[int, int] = {}
     step = 0
@@ -96,7 +96,7 @@ def test_answers_are_those_of_an_engine_without_cache(
         scores = output.prompt_logprobs
         if scores is not None and output.token_ids:
             assert scores[0] is None
-            assert [one.token_id for one in scores[1:] if one is not None] == prompt[1:]
+            assert [score.token_id for score in scores[1:] if score is not None] == prompt[1:]
     bench.assert_nothing_leaked()
 
 
@@ -139,10 +139,10 @@ def test_64_identical_cold_prompts_compute_their_prompt_once(budget: int, page_s
     outputs = bench.run()
 
     assert bench.device.num_computed_tokens <= 1000 + 64 * page_size
-    assert sum(one.cache.computed_tokens for one in outputs.values()) <= 1000 + 64 * page_size
-    assert all(one.cache.prompt_tokens == 1000 for one in outputs.values())
-    assert len({one.token_ids for one in outputs.values()}) == 1
-    assert [one.cache.recomputed_tokens for one in outputs.values()] == [0] * 64
+    assert sum(output.cache.computed_tokens for output in outputs.values()) <= 1000 + 64 * page_size
+    assert all(output.cache.prompt_tokens == 1000 for output in outputs.values())
+    assert len({output.token_ids for output in outputs.values()}) == 1
+    assert [output.cache.recomputed_tokens for output in outputs.values()] == [0] * 64
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -171,7 +171,7 @@ def test_a_leader_that_fails_costs_what_it_computed_in_that_step() -> None:
     outputs = bench.run()
 
     assert bench.device.num_computed_tokens <= 1000 + 8 * 16
-    assert {one.finish_reason for one in outputs.values()} <= {
+    assert {output.finish_reason for output in outputs.values()} <= {
         FinishReason.LENGTH,
         FinishReason.STOP,
     }
@@ -248,8 +248,8 @@ def test_a_budget_below_the_number_of_requests_is_shared_in_turn(budget: int) ->
             break
         for event in bench.step():
             last[event.request_id] = step
-        for one in bench.core.scheduler.running:
-            assert step - last[one.id] <= 8 + 1
+        for request in bench.core.scheduler.running:
+            assert step - last[request.id] <= 8 + 1
     bench.run()
 
 
@@ -275,16 +275,16 @@ def test_preemption_repeats_work_and_changes_no_answer() -> None:
 
     outputs = bench.run()
 
-    preempted = [one for one in outputs.values() if one.metrics.preemptions]
+    preempted = [output for output in outputs.values() if output.metrics.preemptions]
     assert preempted
     assert bench.core.scheduler.num_preemptions == sum(
-        one.metrics.preemptions for one in outputs.values()
+        output.metrics.preemptions for output in outputs.values()
     )
     for key, prompt in zip(keys, prompts, strict=True):
         assert list(outputs[key].token_ids) == expected(prompt, 15, ends=())
     assert outputs[0].metrics.preemptions == 0, "the oldest request is never a victim"
     ideal = sum(len(prompt) + 14 for prompt in prompts)
-    repeated = sum(one.cache.recomputed_tokens for one in outputs.values())
+    repeated = sum(output.cache.recomputed_tokens for output in outputs.values())
     assert bench.device.num_computed_tokens == ideal + repeated
     assert repeated > 0
 

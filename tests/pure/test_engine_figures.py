@@ -48,20 +48,20 @@ def cell(name: str, *totals: float, failed: str = "") -> Cell:
 )
 def test_rooflines_are_those_computed_elsewhere(workload: str, known_s: float) -> None:
     """Of model S in float32 on a machine with known limits, by another program."""
-    found = seconds(WORKLOADS[workload].roofline, shape_of("S"), KNOWN)
+    bound_s = seconds(WORKLOADS[workload].roofline, shape_of("S"), KNOWN)
 
-    assert found == pytest.approx(known_s, abs=0.03)
+    assert bound_s == pytest.approx(known_s, abs=0.03)
 
 
 def test_a_shared_prefix_is_computed_and_read_once() -> None:
     """64 requests on one prefix have nearly the roofline of one; with their own they have not."""
     shape = shape_of("S")
 
-    one = seconds([Turn(0, 2048, 2064, 1, 1)], shape, KNOWN)
+    single = seconds([Turn(0, 2048, 2064, 1, 1)], shape, KNOWN)
     shared = seconds([Turn(0, 2048, 2064, 64, 1)], shape, KNOWN)
     alone = seconds([Turn(0, 0, 2064, 64, 1)], shape, KNOWN)
 
-    assert one < shared < 2 * one
+    assert single < shared < 2 * single
     assert alone > 40 * shared / 2
 
 
@@ -99,10 +99,14 @@ def test_prompts_have_the_lengths_that_the_roofline_is_of(name: str) -> None:
 
     length = 0
     assert len(task.turns) == len(workload.roofline)
-    for asked, turn in zip(task.turns, workload.roofline, strict=True):
-        length += len(asked[0])
-        assert {len(one) for one in asked} == {len(asked[0])}
-        assert (len(asked), length, task.num_new) == (turn.num_requests, turn.prompt, turn.num_new)
+    for prompts, turn in zip(task.turns, workload.roofline, strict=True):
+        length += len(prompts[0])
+        assert {len(prompt) for prompt in prompts} == {len(prompts[0])}
+        assert (len(prompts), length, task.num_new) == (
+            turn.num_requests,
+            turn.prompt,
+            turn.num_new,
+        )
         length += task.num_new
     assert length == workload.request_tokens or name == "W3"
 
@@ -146,7 +150,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
     rng = random.Random(1)
     trials = [median_interval([rng.expovariate(1.0) for _ in range(12)]) for _ in range(2000)]
 
-    held = sum(one.low <= 0.6931 <= one.high for one in trials)
+    held = sum(interval.low <= 0.6931 <= interval.high for interval in trials)
 
     assert held / len(trials) > 0.95
 
@@ -225,9 +229,9 @@ def test_other_metadata_is_named() -> None:
     """A baseline of another machine or version says in what it differs."""
     stored = {"model": "S", "versions": {"torch": "2.12.0"}}
 
-    found = mismatches(stored, {"model": "S", "versions": {"torch": "2.13.0"}, "threads": 2})
+    differences = mismatches(stored, {"model": "S", "versions": {"torch": "2.13.0"}, "threads": 2})
 
-    assert found == [
+    assert differences == [
         "versions: the baseline has {'torch': '2.12.0'}, here it is {'torch': '2.13.0'}",
         "threads: the baseline has None, here it is 2",
     ]
@@ -246,9 +250,9 @@ def test_a_planted_slowdown_is_one() -> None:
         clock.now += 0.010
         return value
 
-    found = slowed(step, 1.10, tick)(7)
+    result = slowed(step, 1.10, tick)(7)
 
-    assert found == 7
+    assert result == 7
     assert clock.now == pytest.approx(0.011, abs=0.0005)
 
 

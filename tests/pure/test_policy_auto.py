@@ -17,14 +17,14 @@ Trace = list[CacheKey]
 
 def replay(cache: PrefixCache, trace: Trace) -> PrefixCache:
     """Requests one after the other, each computed in full."""
-    for asked in trace:
-        lease = cache.acquire(asked)
+    for prompt in trace:
+        lease = cache.acquire(prompt)
         try:
-            private = list(cache.reserve(len(asked) - len(lease.pages)))
+            private = list(cache.reserve(len(prompt) - len(lease.pages)))
         except OutOfPagesError:
             cache.cancel(lease)
             continue
-        cache.release(cache.publish(lease, asked, private))
+        cache.release(cache.publish(lease, prompt, private))
     return cache
 
 
@@ -48,11 +48,11 @@ def chats(random: Random, count: int) -> Trace:
     live = [[at] for at in range(20)]
     trace = []
     for turn in range(count):
-        one = random.choice(live)
-        one.extend([1000 + turn] * random.randint(1, 4))
-        trace.append(CacheKey(list(one)))
-        if len(one) > 24:
-            one[:] = [2000 + turn]
+        chat = random.choice(live)
+        chat.extend([1000 + turn] * random.randint(1, 4))
+        trace.append(CacheKey(list(chat)))
+        if len(chat) > 24:
+            chat[:] = [2000 + turn]
     return trace
 
 
@@ -68,14 +68,14 @@ def test_auto_adapts_to_another_phase() -> None:
     """After a loop come prompts of which some are popular, and the loop does not come again."""
     before, after = loop(30, 5, 60), zipf(Random(3), 3000, 5, first=500)
 
-    told = {}
+    rates = {}
     for policy in ("lru", "auto"):
         cache = replay(PrefixCache(100, 1, policy=policy, log_every=0), before)
         middle = cache.stats().hit_tokens
         replay(cache, after)
-        told[policy] = (cache.stats().hit_tokens - middle) / (5 * len(after))
+        rates[policy] = (cache.stats().hit_tokens - middle) / (5 * len(after))
 
-    assert told["auto"] > told["lru"] - 0.01
+    assert rates["auto"] > rates["lru"] - 0.01
 
 
 @pytest.mark.parametrize("num_pages", [40, 100, 250])

@@ -139,8 +139,8 @@ def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> No
             assert await changed == 0
             outputs = [await before.whole(), await later]
             assert outputs[1].cache.read_tokens == 0
-            for one in outputs:
-                assert list(one.token_ids) == expected(PROMPT, 20, ends=())
+            for output in outputs:
+                assert list(output.token_ids) == expected(PROMPT, 20, ends=())
 
     run(main(made.llm))
     made.assert_nothing_left()
@@ -160,13 +160,13 @@ def test_whoever_waits_for_other_weights_waits_in_the_queue() -> None:
             later = [asyncio.create_task(llm.generate(PROMPT, params)) for _ in range(4)]
             await asyncio.sleep(0)
             made.gate.open()
-            found = await asyncio.gather(*later, return_exceptions=True)
+            results = await asyncio.gather(*later, return_exceptions=True)
             await changed
             await before.whole()
-            assert [type(one) for one in found[2:]] == [OverloadedError] * 2
-            for one in found[:2]:
-                assert isinstance(one, RequestOutput)
-                assert list(one.token_ids) == expected(PROMPT, 3, ends=())
+            assert [type(result) for result in results[2:]] == [OverloadedError] * 2
+            for result in results[:2]:
+                assert isinstance(result, RequestOutput)
+                assert list(result.token_ids) == expected(PROMPT, 3, ends=())
 
     run(main(made.llm))
     made.assert_nothing_left()

@@ -182,10 +182,10 @@ def test_logprobs_are_natural_and_sorted(values: list[float], num_top: int) -> N
     scores = log_softmax(logits)
     ranked = sorted(range(len(values)), key=lambda at: (-scores[at], at))
 
-    found = token_logprob(logits, len(values) - 1, num_top)
+    actual = token_logprob(logits, len(values) - 1, num_top)
 
     assert math.isclose(float(np.exp(scores).sum()), 1.0, rel_tol=1e-12)
-    assert type(found.logprob) is float
-    assert found.logprob == scores[-1]
-    assert list(found.top) == ranked[:num_top]
-    assert all(found.top[at] == scores[at] for at in found.top)
+    assert type(actual.logprob) is float
+    assert actual.logprob == scores[-1]
+    assert list(actual.top) == ranked[:num_top]
+    assert all(actual.top[at] == scores[at] for at in actual.top)

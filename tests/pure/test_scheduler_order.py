@@ -24,7 +24,7 @@ from tests.pure.engine_bench import Bench, expected
 
 def begun(bench: Bench, keys: Sequence[int]) -> list[int]:
     """Those of some live requests that are not waiting, in the order of their ids."""
-    waiting = {one.id for one in bench.core.scheduler.waiting}
+    waiting = {request.id for request in bench.core.scheduler.waiting}
     return [key for key in keys if key not in waiting]
 
 
@@ -146,12 +146,14 @@ def test_prompts_are_not_cut_into_slivers() -> None:
         bench.add([1 + at] * 900, max_tokens=1)
     chunks: list[tuple[int, int]] = []
     while bench.core.has_unfinished:
-        before = {one.id: one.sequence.num_computed for one in bench.core.scheduler.running}
+        before = {
+            request.id: request.sequence.num_computed for request in bench.core.scheduler.running
+        }
         bench.step()
-        for one in bench.core.scheduler.running:
-            if one.sequence.num_uncomputed > 1:
-                start = before.get(one.id, 0)
-                chunks.append((start, one.sequence.num_computed - start))
+        for request in bench.core.scheduler.running:
+            if request.sequence.num_uncomputed > 1:
+                start = before.get(request.id, 0)
+                chunks.append((start, request.sequence.num_computed - start))
 
     assert chunks
     assert min(length for _, length in chunks if length) >= 64
@@ -164,7 +166,7 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     for at in range(300):
         tenant, params = f"tenant {at}", SamplingParams(max_tokens=2)
         prompts = [[1 + at % 40] * 20 + [part] for part in range(4)]
-        keys = [bench.core.add_request(one, params, tenant=tenant) for one in prompts]
+        keys = [bench.core.add_request(prompt, params, tenant=tenant) for prompt in prompts]
         if at % 3 == 0:
             bench.core.abort(keys[3])
         for _ in range(6):
@@ -180,7 +182,9 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert not core.planner._awaiting_leader
     assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
     assert len(queue._tenants) <= 2 * SPARE_TENANTS
-    assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_TENANTS
+    assert (
+        sum(len(tenant_queue.heap) for tenant_queue in queue._tenants.values()) <= 2 * SPARE_TENANTS
+    )
 
 
 def test_nothing_is_kept_of_tenants_that_came_once() -> None:
@@ -208,7 +212,9 @@ def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None
         bench.core.abort(gone)
 
     queue = bench.core.scheduler.waiting
-    assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_ENTRIES
+    assert (
+        sum(len(tenant_queue.heap) for tenant_queue in queue._tenants.values()) <= 2 * SPARE_ENTRIES
+    )
     assert len(queue._tenant_heap) <= SPARE_ENTRIES + 2
     assert len(queue._tenants) <= SPARE_ENTRIES + 2 * SPARE_TENANTS
     ended = [event.request_id for _ in range(210) for event in bench.step() if event.output]
@@ -227,19 +233,19 @@ def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -
     requests = list(bench.core.scheduler.waiting)
     assert drained(bench.core.scheduler.waiting) == [3, 1, 0, 2]
 
-    for one, came in zip(requests, (0, PRIORITY_TOKENS + 1000, 0, 0), strict=True):
-        one.virtual_arrival = came - PRIORITY_TOKENS * one.priority
-        queue.add(one, len(one.prompt_ids))
+    for request, came in zip(requests, (0, PRIORITY_TOKENS + 1000, 0, 0), strict=True):
+        request.virtual_arrival = came - PRIORITY_TOKENS * request.priority
+        queue.add(request, len(request.prompt_ids))
 
     assert drained(queue) == [3, 0, 1, 2]
 
 
 def drained(queue: WaitingQueue) -> list[int]:
-    found = []
-    while (one := queue.peek()) is not None:
-        queue.admit(one)
-        found.append(one.id)
-    return found
+    ids = []
+    while (request := queue.peek()) is not None:
+        queue.admit(request)
+        ids.append(request.id)
+    return ids
 
 
 def test_the_lowest_priority_is_preempted_and_the_first_never() -> None:
@@ -268,9 +274,9 @@ def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
 
     outputs = bench.run()
 
-    told = [outputs[key].metrics.preemptions for key in (first, little, much)]
-    assert told[0] == told[2] == 0
-    assert told[1] > 0
+    preemptions = [outputs[key].metrics.preemptions for key in (first, little, much)]
+    assert preemptions[0] == preemptions[2] == 0
+    assert preemptions[1] > 0
 
 
 # -- tenants ---------------------------------------------------------------------------------
@@ -287,15 +293,15 @@ def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_oth
     for _ in range(6):
         bench.step()
     before = len(begun(bench, many))
-    one = bench.add([2] * 90, tenant="one", max_tokens=2)
+    single = bench.add([2] * 90, tenant="one", max_tokens=2)
 
-    while not begun(bench, [one]):
+    while not begun(bench, [single]):
         bench.step()
 
     assert len(begun(bench, many)) <= before + 1
     for _ in range(90 // 30 + 3):
         bench.step()
-    assert one in bench.outputs
+    assert single in bench.outputs
     for key in many:
         if key not in bench.outputs:
             bench.abort(key)
@@ -346,18 +352,20 @@ def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
     for tenant, cost, job in jobs:
         if job == "add":
             key = bench.add([1], tenant=tenant)
-            one = bench.core.lifecycle.requests[key]
-            queue.add(one, cost)
-            live[key] = one
-        elif (found := queue.peek()) is not None:
-            assert live.pop(found.id) is found
-            lowest = min(queue.key(one)[0] for one in (found, *live.values()))
-            assert queue.key(found)[0] == lowest
-            assert queue.key(found) == min(
-                queue.key(one) for one in (found, *live.values()) if one.tenant == found.tenant
+            request = bench.core.lifecycle.requests[key]
+            queue.add(request, cost)
+            live[key] = request
+        elif (first := queue.peek()) is not None:
+            assert live.pop(first.id) is first
+            lowest = min(queue.key(request)[0] for request in (first, *live.values()))
+            assert queue.key(first)[0] == lowest
+            assert queue.key(first) == min(
+                queue.key(request)
+                for request in (first, *live.values())
+                if request.tenant == first.tenant
             )
-            queue.admit(found)
-            queue.charge(found, cost)
+            queue.admit(first)
+            queue.charge(first, cost)
     assert len(queue) == len(live)
 
     rest = drained(queue)
@@ -381,8 +389,8 @@ def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
     with pytest.raises(PromptTooLongError):
         bench.core.add_request([9] * 64, SamplingParams())
 
-    told = caught.value
-    assert (told.num_waiting, told.limit, told.retry_after_s) == (3, 3, 15.0)
+    error = caught.value
+    assert (error.num_waiting, error.limit, error.retry_after_s) == (3, 3, 15.0)
     assert len(bench.run()) == 3
     bench.add([9], max_tokens=1)
     bench.run()
@@ -412,7 +420,7 @@ def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> No
 
     assert with_prompt == (20 if not hold else 4)
     waits = [output.metrics.ttft_s for output in bench.outputs.values()]
-    assert max(one for one in waits if one is not None) <= 1 + hold
+    assert max(wait_s for wait_s in waits if wait_s is not None) <= 1 + hold
 
 
 class CountingMatches:
@@ -458,6 +466,6 @@ def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:
 
     outputs = bench.run()
 
-    preempted = [outputs[one].metrics.preemptions for one in ids]
+    preempted = [outputs[key].metrics.preemptions for key in ids]
     assert preempted[1] <= 1
     assert sum(preempted) > preempted[1]
