@@ -47,7 +47,7 @@ CHEAP_PEERS = ("phyai", "sglang-rust", "sglang-radix")  # in the scaling rows
 
 
 class Benchmark:
-    """The workers, and everything that was measured, for the tables and for --json."""
+    """Owns the workers and collects all measurements for the tables and for --json."""
 
     def __init__(self, args: argparse.Namespace, trace: Path | None) -> None:
         self._args, self._trace = args, trace
@@ -57,7 +57,7 @@ class Benchmark:
         self.found: dict[str, Any] = {"workloads": {}, "scaling": {}}
 
     def start(self) -> None:
-        """Load all cores, at the same time; say which are absent."""
+        """Start all cores in parallel; print which are absent and why."""
         started = [Worker(ENTRIES[name], self._args.peers_dir) for name in self._args.peers]
         versions: dict[str, str] = {}
         audited: dict[str, int] = {}
@@ -88,7 +88,7 @@ class Benchmark:
             print(f"\nNot measured:\n{absences(self.absent)}")
 
     def speed(self, name: str) -> None:
-        """One workload, all cores."""
+        """Measure all cores on a workload and check that their hits agree."""
         args, workload = self._args, WORKLOADS[name]
         if name == "trace":
             try:
@@ -123,7 +123,7 @@ class Benchmark:
         self.found["workloads"][name] = {cell.entry.name: _saved(cell) for cell in cells}
 
     def scaling(self) -> None:
-        """What single calls cost as the tree grows; ours at every size, peers where it is cheap."""
+        """Measure single calls as the tree grows: our core at every size, peers at cheap ones."""
         largest = 100_000 if self._args.quick else 1_000_000
         shown: dict[str, list[tuple[Entry, dict[str, Any]]]] = {name: [] for name in COLUMNS}
         for worker in self.workers:
@@ -156,7 +156,7 @@ class Benchmark:
             self.found["scaling"][name] = [{"core": entry.name, **row} for entry, row in rows]
 
     def end(self) -> None:
-        """Let all processes end."""
+        """Stop all worker processes."""
         for worker in self.workers:
             worker.end()
 
@@ -174,7 +174,7 @@ def _saved(cell: Cell) -> dict[str, Any]:
 
 
 def report_policies(args: argparse.Namespace) -> dict[str, Any]:
-    """Hit rates of all policies, for every trace that was named."""
+    """Print and return the hit rates of every eviction policy on every named trace."""
     report: dict[str, Any] = {"setting": setting({"ramify": ramify.__version__})}
     for name, value in report["setting"].items():
         print(f"{name}: {value}")

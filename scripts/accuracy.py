@@ -39,7 +39,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the right answer."""
+    """A prompt and its right answer."""
 
     messages: list[Message]
     answer: str
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Round:
-    """All questions, one time."""
+    """Answers, seconds and token counts of all questions asked once."""
 
     answers: list[str]
     seconds: float
@@ -61,7 +61,7 @@ def said(role: str, text: str) -> Message:
 
 
 def tiny_questions(count: int) -> list[Question]:
-    """About as many held-out documents as it takes, each a prefix that its questions share."""
+    """Return `count` questions about held-out documents; questions of a document share a prefix."""
     questions: list[Question] = []
     number = 0
     while len(questions) < count:
@@ -79,7 +79,7 @@ def tiny_questions(count: int) -> list[Question]:
 
 
 def ask_all(server: Server, questions: list[Question], max_tokens: int) -> Round:
-    """One round."""
+    """Ask all questions from `THREADS` threads; returns answers, seconds and token counts."""
     url = f"http://{server.host}:{server.port}/v1/chat/completions"
 
     def ask(question: Question) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def ask_all(server: Server, questions: list[Question], max_tokens: int) -> Round
 
 
 def ask_harness(harness: Harness, server: Server) -> Round:
-    """The same by lm-eval."""
+    """Run lm-eval's questions against the server; returns the round as `ask_all` does."""
     result = harness.ask_all(f"http://{server.host}:{server.port}")
     return Round(
         result.answers, result.seconds, result.num_prompt, result.num_cached, result.num_right
@@ -115,7 +115,7 @@ def ask_harness(harness: Harness, server: Server) -> Round:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds with both servers, one after the other."""
+    """Run all rounds against both servers, one server after the other; returns the report."""
     rounds: dict[str, list[Round]] = {}
     if args.gsm8k is None:
         ask = partial(ask_all, questions=tiny_questions(args.questions), max_tokens=args.max_tokens)
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, show, and judge."""
+    """Run the rounds, print the report; exits with 1 if answers differ or hit rates are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="ramify-tiny")
     parser.add_argument("--questions", type=int, default=200)

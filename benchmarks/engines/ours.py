@@ -15,7 +15,7 @@ from ramify.errors import UnknownOptionError
 
 
 class Ramify:
-    """`LLM.generate`, exact; options of the entry go to `LLM`."""
+    """`LLM.generate` in exact mode; the entry's options go to `LLM`."""
 
     note = ""
 

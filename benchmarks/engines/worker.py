@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
-    """One repetition: seconds over all turns, and what the engine told of its requests."""
+    """Run a task once; returns seconds over all turns, tokens and the engine's own figures."""
     if task.before:
         engine.generate(task.before, task.before_new)
     talks: list[list[int]] = [[] for _ in task.turns[0]]

@@ -45,13 +45,13 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def make(checkpoint: Path) -> Callable[..., LLM]:
-    """Engines with options of their own over the same checkpoint."""
+    """Return a factory of engines over the same checkpoint, with options of their own."""
     return lambda **options: LLM(checkpoint, **{"kv_cache_tokens": 2048, **options})
 
 
 @pytest.fixture(scope="module")
 def answers(make: Callable[..., LLM]) -> list[tuple[int, ...]]:
-    """What the questions get without a cache, one by one."""
+    """The answer to each question, generated alone without a cache."""
     alone = make(prefix_cache=False)
     return [alone.generate(question, SHORT)[0].token_ids for question in QUESTIONS]
 
@@ -120,7 +120,7 @@ def test_params_for_all_or_one_each(llm: LLM) -> None:
 
 
 def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, ...]]) -> None:
-    """Cold: one computes, the others share. Warm: all read. Same answers as without a cache."""
+    """A shared document is computed once when cold and read when warm; answers do not change."""
     assert llm.tokenizer is not None
     whole = (len(llm.tokenizer.encode(DOCUMENT)) - 1) // 8 * 8
 
@@ -155,7 +155,7 @@ def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, .
 def test_no_option_changes_an_answer(
     make: Callable[..., LLM], answers: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:
-    """Page size, budget, rows, a pool that preempts, cache off, another exact backend."""
+    """Page size, budget, rows, a small pool, cache off and other backends give the same answers."""
     llm = make(**options)
 
     outputs = llm.generate([*QUESTIONS, *QUESTIONS], SHORT)
@@ -185,7 +185,7 @@ def test_a_pool_that_runs_out_preempts_and_goes_on(make: Callable[..., LLM]) -> 
 
 
 def test_sdpa_serves_when_bits_may_differ(make: Callable[..., LLM]) -> None:
-    """It takes exact=False; asked for with exact=True it says why not."""
+    """sdpa needs exact=False; with exact=True the error says why."""
     for backend in ("sdpa", "auto"):
         llm = make(exact=False, attention_backend=backend)
         assert len(llm.generate("the rain", SHORT)[0].token_ids) == 6
@@ -195,7 +195,7 @@ def test_sdpa_serves_when_bits_may_differ(make: Callable[..., LLM]) -> None:
 
 
 def test_the_pool_has_what_was_asked_in_whole_pages(make: Callable[..., LLM]) -> None:
-    """kv_cache_tokens rounds down."""
+    """kv_cache_tokens is rounded down to whole pages."""
     llm = make(kv_cache_tokens=100, page_size=16)
 
     assert llm.cache.core.num_pages == 6
@@ -213,7 +213,7 @@ def test_bfloat16_answers_and_repeats_itself(make: Callable[..., LLM]) -> None:
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
-    """One conversation or several; the template alone writes the special tokens."""
+    """`chat` takes a conversation or a list, and the template writes the special tokens."""
     talk = [{"role": "user", "content": "hello"}]
 
     single = llm.chat(talk, SHORT)
@@ -233,7 +233,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 
 
 def test_a_stop_text_is_found_across_tokens(llm: LLM) -> None:
-    """The output ends before it, wherever the tokens begin and end."""
+    """The output ends before the stop text, even if that spans several tokens."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     whole = llm.generate(QUESTIONS[0], params)[0]
     at = next(
@@ -254,7 +254,7 @@ def test_a_stop_text_is_found_across_tokens(llm: LLM) -> None:
 
 
 def test_a_stop_id_ends_the_output_and_is_in_its_ids(llm: LLM) -> None:
-    """Its text is not in the text."""
+    """A stop id is in the output's ids but not in its text."""
     whole = llm.generate(QUESTIONS[1], SamplingParams(max_tokens=12, ignore_eos=True))[0]
     token = whole.token_ids[7]
     first = whole.token_ids.index(token)
@@ -270,7 +270,7 @@ def test_a_stop_id_ends_the_output_and_is_in_its_ids(llm: LLM) -> None:
 
 
 def test_max_tokens_may_be_one_or_none(make: Callable[..., LLM]) -> None:
-    """None goes on to the end of the context; the last place of the context is used."""
+    """max_tokens=1 gives a single token; None generates until the context is full."""
     llm = make(max_model_len=40)
 
     shortest = llm.generate([[5] * 10, [5] * 39], SamplingParams(max_tokens=1, ignore_eos=True))
@@ -302,7 +302,7 @@ def close(found: TokenLogprob, row: torch.Tensor) -> bool:
 def test_logprobs_are_those_of_transformers(
     llm: LLM, oracle: Callable[[Sequence[int]], torch.Tensor], count: int
 ) -> None:
-    """Of the chosen token, and of the n likeliest or the whole vocabulary."""
+    """Log probabilities of drawn and top tokens equal those of transformers."""
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=count)
 
     output = llm.generate(QUESTIONS[2], params)[0]
@@ -323,7 +323,7 @@ def test_logprobs_are_those_of_transformers(
 def test_prompt_logprobs_are_those_of_transformers(
     llm: LLM, oracle: Callable[[Sequence[int]], torch.Tensor], warm: bool
 ) -> None:
-    """They compute the whole prompt, say so, and leave it in the cache for the next request."""
+    """Prompt logprobs recompute the whole prompt, report why, and leave it cached."""
     if warm:
         llm.generate(QUESTIONS, SHORT)
     params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=3)
@@ -351,7 +351,7 @@ def test_prompt_logprobs_are_those_of_transformers(
 
 
 def test_a_seed_gives_the_same_draws_whatever_is_around(make: Callable[..., LLM]) -> None:
-    """Alone or in a crowd, cold or warm, chunked or not, with batch mates of other seeds."""
+    """A seed gives the same draws alone or batched, cold or warm, chunked or not."""
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=10)
     wanted = make(prefix_cache=False).generate(QUESTIONS[0], params)[0].token_ids
     llm = make(page_size=4, max_batch_tokens=30)
@@ -365,7 +365,7 @@ def test_a_seed_gives_the_same_draws_whatever_is_around(make: Callable[..., LLM]
 
 
 def test_different_seeds_give_different_draws(llm: LLM) -> None:
-    """Without a seed every request has one of its own."""
+    """Different seeds draw different tokens, and a request without a seed gets its own."""
     hot = [SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True, seed=s) for s in (1, 2)]
     fresh = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
 
@@ -380,7 +380,7 @@ def test_different_seeds_give_different_draws(llm: LLM) -> None:
 def test_steps_tell_the_tokens_of_every_request_once(
     llm: LLM, answers: list[tuple[int, ...]]
 ) -> None:
-    """The pieces together are the outputs, each request ends once, its output is taken once."""
+    """Streamed tokens add up to the output; each request ends once and is taken once."""
     keys = [llm.add_request(question, SHORT) for question in QUESTIONS]
     pieces: dict[int, list[int]] = {key: [] for key in keys}
     ended: list[int] = []
@@ -399,7 +399,7 @@ def test_steps_tell_the_tokens_of_every_request_once(
 
 
 def test_abort_ends_a_request_now(llm: LLM, answers: list[tuple[int, ...]]) -> None:
-    """Its output has what it had produced; the others go on; it cannot be aborted twice."""
+    """An aborted request keeps its tokens, the others go on, and a second abort raises."""
     keys = [llm.add_request(question, SHORT) for question in QUESTIONS]
     for _ in range(6):
         llm.step()
@@ -418,7 +418,7 @@ def test_abort_ends_a_request_now(llm: LLM, answers: list[tuple[int, ...]]) -> N
 
 
 def test_generate_beside_step_mixes_nothing_up(llm: LLM, answers: list[tuple[int, ...]]) -> None:
-    """What a `generate` call does for a request of `add_request`, the next steps tell."""
+    """`step` still emits the tokens that an `add_request` request got during a `generate` call."""
     key = llm.add_request(QUESTIONS[0], SHORT)
 
     outputs = llm.generate(QUESTIONS[1:], SHORT)
@@ -432,7 +432,7 @@ def test_generate_beside_step_mixes_nothing_up(llm: LLM, answers: list[tuple[int
 
 
 def test_on_finished_sees_every_output_and_may_abort(llm: LLM) -> None:
-    """A request that the callback aborts has an output too, and the call returns."""
+    """A request that the callback aborts still has an output, and `generate` returns."""
     seen: list[RequestOutput] = []
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 30, 3)]
 
@@ -448,7 +448,7 @@ def test_on_finished_sees_every_output_and_may_abort(llm: LLM) -> None:
 
 
 def test_an_error_in_on_finished_ends_the_call_and_its_requests(llm: LLM) -> None:
-    """It reaches the caller, also when several requests end in the same step."""
+    """The callback's error reaches the caller, and no request of the call is left running."""
 
     def on_finished(output: RequestOutput) -> None:
         raise ZeroDivisionError
@@ -460,7 +460,7 @@ def test_an_error_in_on_finished_ends_the_call_and_its_requests(llm: LLM) -> Non
 
 
 def test_metrics_are_times_in_order(llm: LLM) -> None:
-    """0 <= queue <= first token <= total; a rate when there is more than one token."""
+    """0 <= queue_s <= ttft_s <= total_s; the decode rate is positive."""
     for output in llm.generate(QUESTIONS, SHORT):
         metrics = output.metrics
         assert metrics.ttft_s is not None

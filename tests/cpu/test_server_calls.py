@@ -18,14 +18,14 @@ CALLS = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for n
 
 
 def answering(text: str) -> Talk:
-    """A server whose model always says this."""
+    """Return a server whose model always answers `text`."""
     talk = Talk(TALKER)
     talk.answer = list(TALKER.encode(text, add_special_tokens=False))
     return talk
 
 
 def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
-    """Of a streamed response."""
+    """Post a streaming /v1/responses request; returns its events."""
     response = client.post("/v1/responses", json=body | {"stream": True})
     assert response.status_code == 200, response.text
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
@@ -33,7 +33,7 @@ def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
 
 
 def test_text_behind_a_call_is_an_item_of_its_own() -> None:
-    """Streamed and whole, with the places and the order in which they were written."""
+    """Text and calls become separate output items in written order, streamed or not."""
     wanted = [("message", "One."), ("function_call", "find"), ("message", "Two.")]
     wanted.append(("function_call", "count"))
     with answering(f"One.{CALLS[0]}Two.{CALLS[1]}").client() as client:
@@ -67,7 +67,7 @@ def _is_text_of(event: dict[str, Any], place: int) -> bool:
 
 
 def test_one_call_where_no_more_were_asked_for() -> None:
-    """The answer ends there: nothing is computed that would be dropped."""
+    """Without parallel calls the answer stops after its first call and computes nothing more."""
     text = "\n".join(CALLS)
     with answering(text).client() as client:
         talk = said("Go.")
@@ -108,7 +108,7 @@ def test_one_call_where_no_more_were_asked_for() -> None:
 
 
 def test_a_conversation_is_tokenized_with_or_without_the_opening() -> None:
-    """Of the answer, as it is asked for."""
+    """/tokenize ends with the assistant's opening unless add_generation_prompt is false."""
     with answering("").client() as client:
         body = {"messages": said("Go.")}
         opened = ask(client, "/tokenize", **body)["tokens"]
@@ -119,7 +119,7 @@ def test_a_conversation_is_tokenized_with_or_without_the_opening() -> None:
 
 
 def test_an_echoed_answer_is_one_message_again() -> None:
-    """Whether the client sends the items back or names the response: the same prompt."""
+    """Echoing the output items and naming previous_response_id give the same prompt."""
     talk = answering(f"One.{CALLS[0]}\nTwo.{CALLS[1]}")
     with talk.client() as client:
         first = ask(client, "/v1/responses", input="Go.", tools=FLAT, max_output_tokens=300)
@@ -140,7 +140,7 @@ def test_an_echoed_answer_is_one_message_again() -> None:
 
 
 def test_an_answer_of_nothing_is_announced_too() -> None:
-    """Its item is in the stream before it is in the end."""
+    """The stream announces the item of an empty answer before the final response."""
     with answering("").client() as client:
         stream = events(client, input="Go.", max_output_tokens=9)
 

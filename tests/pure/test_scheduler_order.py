@@ -23,7 +23,7 @@ from tests.pure.engine_bench import Bench, expected
 
 
 def begun(bench: Bench, keys: Sequence[int]) -> list[int]:
-    """Those of some live requests that are not waiting, in the order of their ids."""
+    """Return the `keys` of requests that have left the waiting queue, in the given order."""
     waiting = {request.id for request in bench.core.scheduler.waiting}
     return [key for key in keys if key not in waiting]
 
@@ -79,7 +79,7 @@ def test_short_warm_prompts_pass_a_long_cold_one_for_a_bounded_time(num_queued: 
 
 
 def test_eb15_decodes_that_fill_the_budget_keep_no_prompt_out() -> None:
-    """Rows are free and each running request takes its token: six of six begin in a bounded time.
+    """Prompts start in bounded time although running decodes fill the whole token budget.
 
     An eighth of the budget is for prompts: 24 tokens each take 24 steps, one after the other.
     """
@@ -103,7 +103,7 @@ def test_eb15_decodes_that_fill_the_budget_keep_no_prompt_out() -> None:
 
 
 def test_yb23_prompts_stop_no_decode_and_a_shortage_of_pages_ends_nobody() -> None:
-    """Every decode has its token in every step, though prompts come that fill steps and pool."""
+    """Every decode emits a token in every step while prompts fill the budget and the pool."""
     bench = Bench(400, 4, max_batch_tokens=24)
     decoding = [bench.add([30 + at], max_tokens=40, ignore_eos=True) for at in range(3)]
     bench.step()
@@ -119,7 +119,7 @@ def test_yb23_prompts_stop_no_decode_and_a_shortage_of_pages_ends_nobody() -> No
 
 
 def test_a_short_prompt_passes_a_long_one_that_is_part_way() -> None:
-    """It has its answer in the next step, and the long one goes on with what is left."""
+    """A short prompt is answered in the next step; the long prompt gets the remaining budget."""
     bench = Bench(8000, 4, max_batch_tokens=64)
     long = bench.add([1] * 1500, max_tokens=1)
     bench.step()
@@ -138,7 +138,7 @@ def test_a_short_prompt_passes_a_long_one_that_is_part_way() -> None:
 
 
 def test_prompts_are_not_cut_into_slivers() -> None:
-    """Long chunks end on page boundaries; a few tokens left over are no piece of another prompt."""
+    """Non-final chunks have at least 64 tokens, and long chunks end on page boundaries."""
     bench = Bench(8000, 16, max_batch_tokens=512)
     bench.add([30], max_tokens=30, ignore_eos=True)
     bench.step()
@@ -161,7 +161,7 @@ def test_prompts_are_not_cut_into_slivers() -> None:
 
 
 def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
-    """Thousands of tenants, namespaces and parked followers later, every list is short."""
+    """Queues and tables stay short after thousands of tenants, namespaces and parked followers."""
     bench = Bench(400, 4, max_num_seqs=4, max_batch_tokens=32)
     for at in range(300):
         tenant, params = f"tenant {at}", SamplingParams(max_tokens=2)
@@ -188,7 +188,7 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
 
 
 def test_nothing_is_kept_of_tenants_that_came_once() -> None:
-    """Each is served and never seen again: the clock of those that wait stands still."""
+    """Tenants that send a single request are forgotten, though the queue's clock stands still."""
     bench = Bench()
     for at in range(400):
         bench.core.add_request([1 + at % 40] * 5, SamplingParams(max_tokens=1), tenant=f"{at}")
@@ -200,7 +200,7 @@ def test_nothing_is_kept_of_tenants_that_came_once() -> None:
 
 @pytest.mark.parametrize("num_tenants", [1, 700])
 def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None:
-    """While nobody can be admitted, thousands come and go; then the order is as ever."""
+    """Thousands of aborted waiting requests leave the queue short and its order unchanged."""
     bench = Bench(max_num_seqs=1)
     bench.add([1], max_tokens=200, ignore_eos=True)
     bench.step()
@@ -225,7 +225,7 @@ def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None
 
 
 def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -> None:
-    """However much longer its prompt is; and one class is worth PRIORITY_TOKENS, no more."""
+    """A higher priority goes first whatever its length; each level is worth PRIORITY_TOKENS."""
     queue = WaitingQueue()
     bench = Bench()
     for prompt, priority in (([1], 0), ([2] * 900, 1), ([3], -1), ([4] * 9, 1)):
@@ -249,7 +249,7 @@ def drained(queue: WaitingQueue) -> list[int]:
 
 
 def test_the_lowest_priority_is_preempted_and_the_first_never() -> None:
-    """Of four that outgrow the pool, those of priority 0 go back; the first that came stays."""
+    """Four requests outgrow the pool: priority 0 is preempted, the first arrival never is."""
     bench = Bench(48, 4, max_batch_tokens=64)
     keys = [
         bench.add([1 + at] * 4, max_tokens=19, ignore_eos=True, priority=priority)
@@ -266,7 +266,7 @@ def test_the_lowest_priority_is_preempted_and_the_first_never() -> None:
 
 
 def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
-    """Not simply the newest: the one that loses the least."""
+    """Among equal priorities, the request with the least computed work is preempted."""
     bench = Bench(64, 4, max_batch_tokens=64)
     first = bench.add([1] * 8, max_tokens=30, ignore_eos=True)
     little = bench.add([2] * 4, max_tokens=30, ignore_eos=True)
@@ -284,7 +284,7 @@ def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
 
 @pytest.mark.parametrize("num_others", [10, 1000])
 def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_others: int) -> None:
-    """The single one begins with the first row that is free after the one being given away."""
+    """A tenant's only request is admitted after at most one more request of the busy tenant."""
     bench = Bench(8000, 4, max_num_seqs=2, max_batch_tokens=32)
     many = [
         bench.add([1 + at % 40, 3], tenant="many", max_tokens=4, ignore_eos=True, priority=at % 3)
@@ -309,7 +309,7 @@ def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_oth
 
 
 def test_tenants_are_served_the_same_number_of_tokens() -> None:
-    """One asks for much at a time, the other for little: neither gets more than the other."""
+    """Tenants with long and with short prompts get the same number of tokens."""
     bench = Bench(8000, 4, max_num_seqs=3, max_batch_tokens=32)
     heavy = [bench.add([1 + at % 9] * 100 + [at], tenant="heavy", max_tokens=9) for at in range(40)]
     light = [bench.add([20, at % 49], tenant="light", max_tokens=9) for at in range(400)]
@@ -346,7 +346,7 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
     )
 )
 def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
-    """Of any number of tenants, whatever is charged: each is admitted once, least served first."""
+    """Each request is admitted once, and the least served tenant always goes first."""
     queue, bench = WaitingQueue(), Bench()
     live: dict[int, Request] = {}
     for tenant, cost, job in jobs:
@@ -378,7 +378,7 @@ def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
 
 
 def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
-    """Nothing is queued; those that can never be served are told that instead."""
+    """A full queue raises OverloadedError; a prompt that never fits raises PromptTooLongError."""
     bench = Bench(max_num_seqs=1, options={"max_waiting": 3}, max_model_len=64)
     for at in range(3):
         bench.add([1 + at], max_tokens=2)
@@ -398,14 +398,14 @@ def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
 
 @pytest.mark.parametrize("options", [{"max_waiting": 0}, {"coalesce_steps": -1}])
 def test_options_outside_their_range_are_refused(options: dict[str, Any]) -> None:
-    """By name."""
+    """The error names the option that is out of range."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         Bench(options=options)
 
 
 @pytest.mark.parametrize("hold", [0, 4])
 def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> None:
-    """Held for up to so many steps while another decodes; at once when nobody does."""
+    """Prompts wait up to `coalesce_steps` steps while another request decodes."""
     bench = Bench(options={"coalesce_steps": hold}, max_batch_tokens=64)
     bench.add([1], max_tokens=40, ignore_eos=True)
     assert bench.step()
@@ -424,7 +424,7 @@ def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> No
 
 
 class CountingMatches:
-    """Counts the lookups of a cache."""
+    """Wraps `bench.core.cache.match` and counts its calls."""
 
     def __init__(self, bench: Bench) -> None:
         self.count, self._match = 0, bench.core.cache.match
@@ -440,7 +440,7 @@ class CountingMatches:
 def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
     num_waiting: int, shared: int
 ) -> None:
-    """With and without free rows, and also when all of them wait for one leader."""
+    """Lookups per step are bounded, with free rows or without, also behind a shared leader."""
     rows = 4
     bench = Bench(4096, 4, max_num_seqs=rows, max_batch_tokens=16)
     for at in range(num_waiting):
@@ -455,7 +455,7 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
 
 
 def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:
-    """When pages run out, the tenant that runs most gives way, whatever it calls important."""
+    """When pages run out, the tenant that runs most is preempted, whatever its priorities."""
     bench = Bench(pool_tokens=128, page_size=4, max_num_seqs=4)
     ids = []
     for tenant, priority, start in (("a", 9, 1), ("b", 0, 2), ("a", 9, 3), ("a", 9, 4)):
