@@ -1,4 +1,4 @@
-"""`LLM` on tiny checkpoints: what callers give, what they get, and that nothing leaks."""
+"""`LLM` on tiny checkpoints: accepted inputs, outputs, and no leaks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ def answers(make: Callable[..., LLM]) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Log probabilities [tokens, vocabulary] that transformers gives after each token."""
+    """Return transformers' log probabilities [tokens, vocabulary] after each token."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -108,7 +108,7 @@ def test_no_prompts_no_outputs(llm: LLM) -> None:
 
 
 def test_params_for_all_or_one_each(llm: LLM) -> None:
-    """A list of params belongs to the prompts in order; another number of them is refused."""
+    """A list of params is matched to the prompts in order; a different length is refused."""
     each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 3, 2)]
 
     outputs = llm.generate(["a", "b", "c"], each)
@@ -170,7 +170,7 @@ def test_no_option_changes_an_answer(
 
 
 def test_a_pool_that_runs_out_preempts_and_goes_on(make: Callable[..., LLM]) -> None:
-    """Six requests in a pool for two: the tokens are those of a large pool."""
+    """Six requests in a pool for two are preempted and give the tokens of a large pool."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = [f"{name} in the rain" for name in ("one", "two", "three", "four", "five", "six")]
     small, large = make(kv_cache_tokens=120, page_size=4), make()
@@ -286,7 +286,7 @@ def test_max_tokens_may_be_one_or_none(make: Callable[..., LLM]) -> None:
 
 
 def close(found: TokenLogprob, row: torch.Tensor) -> bool:
-    """Whether a reported log probability, and those of the likeliest, are those of a row."""
+    """Return whether the reported log probability and the top ones equal those of `row`."""
     top = row.topk(max(1, len(found.top))).values.tolist()[: len(found.top)]
     return (
         type(found.logprob) is float

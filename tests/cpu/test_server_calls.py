@@ -1,4 +1,4 @@
-"""Calls of tools in the three APIs, over a fake device whose answers are scripted."""
+"""Tool calls in the three APIs, over a fake device with scripted answers."""
 
 from __future__ import annotations
 

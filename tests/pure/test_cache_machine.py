@@ -326,7 +326,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     "page_sizes", [(1,), (2, 3, 4), range(5, 17), range(17, 65)], ids=["1", "2-4", "5-16", "17-64"]
 )
 def test_random_requests_break_no_invariant(page_sizes: Sequence[int]) -> None:
-    """1,200 random histories in all, over page sizes 1 to 64, agree with the model throughout."""
+    """1,200 random histories over page sizes 1 to 64 agree with the model after every rule."""
     machine = type("SizedCacheMachine", (CacheMachine,), {"page_sizes": page_sizes})
 
     run_state_machine_as_test(machine, settings=settings(max_examples=300, stateful_step_count=40))

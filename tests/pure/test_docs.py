@@ -43,7 +43,7 @@ assert not {"torch", "numpy", "transformers"} & set(sys.modules)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a page in one language, in order."""
+    """Return the fenced blocks of a page in `language`, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Who comes first: least work with ageing, priorities, tenants, and a cost that no queue changes."""
+"""Admission order: least work with ageing, priorities, tenants, and bounded cost per step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,11 +48,11 @@ def test_of_those_that_come_together_the_least_uncached_work_is_first() -> None:
 
 @pytest.mark.parametrize("num_queued", [0, 40, 200])
 def test_short_warm_prompts_pass_a_long_cold_one_for_a_bounded_time(num_queued: int) -> None:
-    """More short work comes than can be done, and goes first just until the clock says no.
+    """Short warm prompts overtake a long cold prompt until the clock reaches its rank.
 
-    The clock counts computed tokens. Who comes when it has reached the long prompt's rank (when it
-    came, and its length) or later is begun later, however long the queue is: the order never
-    changes to another.
+    The clock counts computed tokens. The long prompt's rank is the clock at its arrival plus its
+    length. A request that arrives at or after that rank starts after the long prompt, however
+    long the queue is.
     """
     bench = Bench(20_000, 4, max_num_seqs=4, max_batch_tokens=32)
     bench.add([7] * 40, max_tokens=1)
