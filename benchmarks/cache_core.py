@@ -47,7 +47,7 @@ CHEAP_PEERS = ("phyai", "sglang-rust", "sglang-radix")  # in the scaling rows
 
 
 class Benchmark:
-    """The workers, and everything that was measured, for the tables and for --json."""
+    """Owns the workers and collects all measurements for the tables and for --json."""
 
     def __init__(self, args: argparse.Namespace, trace: Path | None) -> None:
         self._args, self._trace = args, trace
@@ -57,7 +57,7 @@ class Benchmark:
         self.found: dict[str, Any] = {"workloads": {}, "scaling": {}}
 
     def start(self) -> None:
-        """Load all cores, at the same time; say which are absent."""
+        """Start all cores in parallel; print which are absent and why."""
         started = [Worker(ENTRIES[name], self._args.peers_dir) for name in self._args.peers]
         versions: dict[str, str] = {}
         audited: dict[str, int] = {}
@@ -88,7 +88,7 @@ class Benchmark:
             print(f"\nNot measured:\n{absences(self.absent)}")
 
     def speed(self, name: str) -> None:
-        """One workload, all cores."""
+        """Measure all cores on a workload and check that their hits agree."""
         args, workload = self._args, WORKLOADS[name]
         if name == "trace":
             try:
@@ -104,7 +104,9 @@ class Benchmark:
             limit=QUICK_REQUESTS[name] if args.quick else None,
             trace=self._trace if name == "trace" else None,
         )
-        base = next((one for one in cells if one.entry.name == OURS and one.samples), None)
+        base = next(
+            (timing for timing in cells if timing.entry.name == OURS and timing.samples), None
+        )
         for cell in cells:
             if cell.failed and cell.entry.name.startswith(OURS):
                 self.wrong.append(f"{cell.entry.name} on {name}: {cell.failed}")
@@ -113,7 +115,7 @@ class Benchmark:
             if differs := disagreement(cell, base):
                 self.wrong.append(f"{cell.entry.name} on {name}: {differs}")
         gone = {cell.entry.name for cell in cells if cell.failed}
-        self.workers = [one for one in self.workers if one.entry.name not in gone]
+        self.workers = [worker for worker in self.workers if worker.entry.name not in gone]
         rows = cells + [Cell(entry, f"absent: {why}") for entry, why in self.absent.values()]
         order = list(ENTRIES)
         rows.sort(key=lambda cell: order.index(cell.entry.name))
@@ -121,7 +123,7 @@ class Benchmark:
         self.found["workloads"][name] = {cell.entry.name: _saved(cell) for cell in cells}
 
     def scaling(self) -> None:
-        """What single calls cost as the tree grows; ours at every size, peers where it is cheap."""
+        """Measure single calls as the tree grows: our core at every size, peers at cheap ones."""
         largest = 100_000 if self._args.quick else 1_000_000
         shown: dict[str, list[tuple[Entry, dict[str, Any]]]] = {name: [] for name in COLUMNS}
         for worker in self.workers:
@@ -154,7 +156,7 @@ class Benchmark:
             self.found["scaling"][name] = [{"core": entry.name, **row} for entry, row in rows]
 
     def end(self) -> None:
-        """Let all processes end."""
+        """Stop all worker processes."""
         for worker in self.workers:
             worker.end()
 
@@ -172,26 +174,26 @@ def _saved(cell: Cell) -> dict[str, Any]:
 
 
 def report_policies(args: argparse.Namespace) -> dict[str, Any]:
-    """Hit rates of all policies, for every trace that was named."""
-    found: dict[str, Any] = {"setting": setting({"ramify": ramify.__version__})}
-    for name, value in found["setting"].items():
+    """Print and return the hit rates of every eviction policy on every named trace."""
+    report: dict[str, Any] = {"setting": setting({"ramify": ramify.__version__})}
+    for name, value in report["setting"].items():
         print(f"{name}: {value}")
     print("pages of 512 tokens, whole pages only, order of arrival, outputs not published")
     for given in args.trace or [None]:
         path = find_trace(given)
         rates, infinite = hit_rates(path, default_policies(), 1_000 if args.quick else None)
         print(f"\n{policy_table(path.stem, rates, infinite)}", flush=True)
-        found[path.stem] = {one.policy: one.rates for one in rates} | {"infinite": infinite}
-    return found
+        report[path.stem] = {row.policy: row.rates for row in rates} | {"infinite": infinite}
+    return report
 
 
 def parse() -> argparse.Namespace:
     def names(known: dict[str, Any]) -> Any:
         def split(text: str) -> list[str]:
-            asked = [one for one in text.split(",") if one]
-            if unknown := set(asked) - set(known):
+            chosen = [name for name in text.split(",") if name]
+            if unknown := set(chosen) - set(known):
                 raise argparse.ArgumentTypeError(f"{sorted(unknown)}; known are {list(known)}")
-            return asked
+            return chosen
 
         return split
 
@@ -244,7 +246,7 @@ def main() -> None:
             print(f"workload  {name:18} {workload.title}")
         return
     if args.policies:
-        found = report_policies(args)
+        results = report_policies(args)
         wrong = []
     else:
         benchmark = Benchmark(args, args.trace[0] if args.trace else None)
@@ -255,9 +257,9 @@ def main() -> None:
         if not args.no_scaling:
             benchmark.scaling()
         benchmark.end()
-        found, wrong = benchmark.found, benchmark.wrong
+        results, wrong = benchmark.found, benchmark.wrong
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if wrong:
         sys.exit("\nWRONG:\n" + "\n".join(f"- {line}" for line in wrong))
 

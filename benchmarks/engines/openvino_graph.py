@@ -20,7 +20,7 @@ FILE = "openvino_model.xml"
 
 
 def write_graph(setup: Setup) -> Path:
-    """The folder with the graph of a checkpoint; written if it is not there."""
+    """Write a checkpoint's graph unless it exists; returns its folder."""
     folder = setup.folder / f"openvino-{setup.dtype}"
     if not (folder / "complete").is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def write_graph(setup: Setup) -> Path:
 
 
 class _Graph:
-    """One pass over the layers; `o` is the set of operations."""
+    """Builds the graph layer by layer; `o` is OpenVINO's operation set."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Any]) -> None:
         self.o: Any = importlib.import_module("openvino.opset13")
@@ -49,7 +49,7 @@ class _Graph:
         self.sinks: list[Any] = []
 
     def build(self) -> Any:
-        """The whole model, from ids to logits."""
+        """Build the whole model, from ids to logits."""
         o = self.o
         ids = self._input("input_ids", self.types.i64, [-1, -1])
         mask = self._input("attention_mask", self.types.i64, [-1, -1])
@@ -101,7 +101,7 @@ class _Graph:
         return o.multiply(o.constant(as_float32(self.weights[name])), scaled)
 
     def _rotation(self, positions: Any) -> tuple[Any, Any]:
-        """Cosines and sines [batch, 1, tokens, head_dim]."""
+        """Return cosines and sines [batch, 1, tokens, head_dim] of the rotary embedding."""
         o = self.o
         theta = self.config["rope_theta"]
         powers = np.arange(0, self.head_dim, 2, dtype=np.float32) / self.head_dim
@@ -113,14 +113,14 @@ class _Graph:
 
     def _rotated(self, x: Any, cos: Any, sin: Any) -> Any:
         o, half = self.o, self.head_dim // 2
-        last, one = self._ints([-1]), self._ints([1])
-        low = o.slice(x, self._ints([0]), self._ints([half]), one, last)
-        high = o.slice(x, self._ints([half]), self._ints([2 * half]), one, last)
+        last, step = self._ints([-1]), self._ints([1])
+        low = o.slice(x, self._ints([0]), self._ints([half]), step, last)
+        high = o.slice(x, self._ints([half]), self._ints([2 * half]), step, last)
         turned = o.concat([o.multiply(high, self._number(-1.0)), low], -1)
         return o.add(o.multiply(x, cos), o.multiply(turned, sin))
 
     def _bias(self, mask: Any, ids: Any) -> Any:
-        """Additive causal mask [batch, 1, tokens, keys]."""
+        """Return the additive causal mask [batch, 1, tokens, keys]."""
         o = self.o
         keys = o.gather(o.shape_of(mask, "i64"), self._ints([1]), self._int(0))
         rows = o.gather(o.shape_of(ids, "i64"), self._ints([1]), self._int(0))
@@ -137,7 +137,7 @@ class _Graph:
         return self.o.transpose(shaped, self._ints([0, 2, 1, 3]))
 
     def _kept(self, name: str, new: Any) -> Any:
-        """A variable with the new keys or values behind the old ones, repeated per query head."""
+        """Append new keys or values to their state variable; returns it repeated per query head."""
         o = self.o
         empty = o.broadcast(
             self._number(0.0),
@@ -170,9 +170,9 @@ class _Graph:
             f"past_key_values.{layer}.keypresent.{layer}.key", self._rotated(k, cos, sin)
         )
         values = self._kept(f"past_key_values.{layer}.valuepresent.{layer}.value", v)
-        found = o.scaled_dot_product_attention(q, keys, values, bias)
+        output = o.scaled_dot_product_attention(q, keys, values, bias)
         joined = o.reshape(
-            o.transpose(found, self._ints([0, 2, 1, 3])),
+            o.transpose(output, self._ints([0, 2, 1, 3])),
             self._ints([0, 0, self.heads * self.head_dim]),
             True,
         )

@@ -15,7 +15,7 @@ from ramify.errors import UnknownOptionError
 
 
 class Ramify:
-    """`LLM.generate`, exact; options of the entry go to `LLM`."""
+    """`LLM.generate` in exact mode; the entry's options go to `LLM`."""
 
     note = ""
 
@@ -55,19 +55,19 @@ class Ramify:
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params)
         total = time.perf_counter() - start
-        for one in outputs:
-            if one.error is not None:
-                raise one.error
-        prompt = sum(len(one.prompt_token_ids) for one in outputs)
-        computed = sum(one.cache.computed_tokens for one in outputs)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        computed = sum(output.cache.computed_tokens for output in outputs)
         facts: dict[str, float] = {"prompt_tokens": prompt, "computed_tokens": computed}
         if self._watch is not None:
             facts |= {f"{name}_s": spent for name, spent in self._watch.spent(total).items()}
             facts["steps"] = self._watch.num_steps
         return Answer(
-            [list(one.token_ids) for one in outputs],
-            [one.metrics.ttft_s or 0.0 for one in outputs],
-            [one.metrics.total_s for one in outputs],
+            [list(output.token_ids) for output in outputs],
+            [output.metrics.ttft_s or 0.0 for output in outputs],
+            [output.metrics.total_s for output in outputs],
             facts,
         )
 

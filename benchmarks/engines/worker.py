@@ -54,26 +54,26 @@ def main() -> None:
 
 
 def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
-    """One repetition: seconds over all turns, and what the engine told of its requests."""
+    """Run a task once; returns seconds over all turns, tokens and the engine's own figures."""
     if task.before:
         engine.generate(task.before, task.before_new)
     talks: list[list[int]] = [[] for _ in task.turns[0]]
     total, cpu, tokens, first, between = 0.0, 0.0, [], [], []
     facts: dict[str, float] = {}
-    for asked in task.turns:
-        talks = [talk + one for talk, one in zip(talks, asked, strict=True)]
+    for prompts in task.turns:
+        talks = [talk + prompt for talk, prompt in zip(talks, prompts, strict=True)]
         start, cpu_start = time.perf_counter(), time.process_time()
-        found = engine.generate(talks, task.num_new)
+        output = engine.generate(talks, task.num_new)
         total += time.perf_counter() - start
         cpu += time.process_time() - cpu_start
-        _check(found, task.num_new)
-        tokens += found.tokens
-        talks = [talk + one for talk, one in zip(talks, found.tokens, strict=True)]
-        first += found.first_s
+        _check(output, task.num_new)
+        tokens += output.tokens
+        talks = [talk + new_ids for talk, new_ids in zip(talks, output.tokens, strict=True)]
+        first += output.first_s
         if task.num_new > 1:
-            pairs = zip(found.first_s, found.last_s, strict=True)
-            between += [(last - one) / (task.num_new - 1) for one, last in pairs]
-        for name, value in found.facts.items():
+            pairs = zip(output.first_s, output.last_s, strict=True)
+            between += [(last - begin) / (task.num_new - 1) for begin, last in pairs]
+        for name, value in output.facts.items():
             facts[name] = facts.get(name, 0.0) + value
     return {
         "total_s": total,
@@ -86,9 +86,9 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
 
 
 def _check(found: Answer, num_new: int) -> None:
-    for one in found.tokens:
-        if len(one) != num_new:
-            raise RuntimeError(f"an answer has {len(one)} tokens instead of {num_new}")
+    for token_ids in found.tokens:
+        if len(token_ids) != num_new:
+            raise RuntimeError(f"an answer has {len(token_ids)} tokens instead of {num_new}")
 
 
 if __name__ == "__main__":

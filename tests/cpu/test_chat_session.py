@@ -1,4 +1,4 @@
-"""Conversations turn by turn: what is rendered, which ids are kept, and what is computed again."""
+"""Chat sessions: what each turn renders, which ids it keeps, and what it computes again."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer_of(folder: Path, template: str = TINY_CHAT_TEMPLATE) -> Tokenizer:
     import tokenizers
 
-    found = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder)
     return Tokenizer(
         tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
-        special_tokens=found.special_tokens,
+        special_tokens=tokenizer.special_tokens,
         chat_templates={"default": template},
     )
 
@@ -66,7 +66,7 @@ def rendered(tokenizer: Tokenizer, session: Session) -> array[int]:
 
 
 def test_turns_are_the_conversation_rendered_at_once(folder: Path) -> None:
-    """Every prompt is that of the whole; a turn computes what was said since the last answer."""
+    """Each prompt is the whole conversation; a turn computes only what follows the last answer."""
     tokenizer = tokenizer_of(folder)
     llm, say = talking(tokenizer)
     session = llm.session(system="You are kind.")
@@ -85,7 +85,7 @@ def test_turns_are_the_conversation_rendered_at_once(folder: Path) -> None:
 
 
 def test_generated_ids_stay_whatever_the_tokenizer_would_make_of_them(folder: Path) -> None:
-    """Byte by byte is not how a tokenizer writes; the text is the same, and the cache is hit."""
+    """Generated ids are kept and hit the cache, even if the tokenizer would split differently."""
     tokenizer = tokenizer_of(folder)
     llm, say = talking(tokenizer)
     session = llm.session(messages=[{"role": "user", "content": "x"}])
@@ -107,7 +107,7 @@ def test_generated_ids_stay_whatever_the_tokenizer_would_make_of_them(folder: Pa
 
 
 def test_an_answer_cut_short_is_ended_by_the_template(folder: Path) -> None:
-    """Its ids stay; the end that the template writes is new."""
+    """A truncated answer keeps its ids; the template adds the end token."""
     tokenizer = tokenizer_of(folder)
     llm, say = talking(tokenizer)
     session = llm.session(messages=[{"role": "user", "content": "x"}])
@@ -124,7 +124,7 @@ def test_an_answer_cut_short_is_ended_by_the_template(folder: Path) -> None:
 
 
 def test_what_the_template_drops_is_tokenised_again(folder: Path) -> None:
-    """From the first answer that it renders otherwise; what is before it stays."""
+    """Only what follows the first answer that the template changes is tokenised again."""
     tokenizer = tokenizer_of(folder, FORGETFUL)
     llm, say = talking(tokenizer)
     session = llm.session(messages=[{"role": "user", "content": "x"}])
@@ -143,7 +143,7 @@ def test_what_the_template_drops_is_tokenised_again(folder: Path) -> None:
 
 
 def test_a_template_without_special_tokens_keeps_what_was_generated(folder: Path) -> None:
-    """The text is the template's; the ids of the answers are those that were generated."""
+    """The text is the template's; the answers keep their generated ids."""
     tokenizer = tokenizer_of(folder, PLAIN)
     llm, say = talking(tokenizer)
     session = llm.session(messages=[{"role": "user", "content": "x"}])
@@ -164,7 +164,7 @@ def test_a_template_without_special_tokens_keeps_what_was_generated(folder: Path
 
 
 def test_forks_and_rollbacks_of_a_conversation(folder: Path) -> None:
-    """By messages or to a mark; a refused message leaves the session usable."""
+    """A session forks, and rolls back by count or mark; a refused message leaves it usable."""
     tokenizer = tokenizer_of(folder)
     llm, say = talking(tokenizer)
     session = llm.session(system="kind", messages=[{"role": "user", "content": "x"}])
@@ -180,8 +180,8 @@ def test_forks_and_rollbacks_of_a_conversation(folder: Path) -> None:
     say([*tokenizer.encode("two", False), END])
 
     assert twin.generate().text == "two"
-    assert [one["content"] for one in session.messages] == ["kind", "x", "one"]
-    assert [one["content"] for one in twin.messages] == ["kind", "x", "two"]
+    assert [message["content"] for message in session.messages] == ["kind", "x", "one"]
+    assert [message["content"] for message in twin.messages] == ["kind", "x", "two"]
     with pytest.raises(InvalidParamsError, match="messages"):
         twin.append([1, 2])
     with pytest.raises(InvalidParamsError, match="3 messages"):
@@ -189,7 +189,7 @@ def test_forks_and_rollbacks_of_a_conversation(folder: Path) -> None:
 
 
 def test_what_was_said_is_told_up_to_the_last_answer_that_still_stands(folder: Path) -> None:
-    """Gone back, refused, or edited in a fork: `token_ids` and `messages` are each one's own."""
+    """`token_ids` ends with the last answer that rollback left; forks share no messages."""
     tokenizer = tokenizer_of(folder)
     llm, say = talking(tokenizer)
     session = llm.session(messages=[{"role": "user", "content": "x"}])
@@ -210,18 +210,18 @@ def test_what_was_said_is_told_up_to_the_last_answer_that_still_stands(folder: P
     second = session.generate()
     assert session.token_ids == (*second.prompt_token_ids, *second.token_ids)
     [fork] = session.fork(1)
-    for one in (fork, session):
-        cast("dict[str, str]", one.messages[0])["content"] = "EDITED"
+    for conversation in (fork, session):
+        cast("dict[str, str]", conversation.messages[0])["content"] = "EDITED"
     session.rollback(middle)
     assert session.token_ids == known
     session.rollback(start)
     assert session.token_ids == ()
-    assert [one["content"] for one in fork.messages] == ["x", "one", "y", "two"]
+    assert [message["content"] for message in fork.messages] == ["x", "one", "y", "two"]
     assert fork.token_ids == (*second.prompt_token_ids, *second.token_ids)
 
 
 def test_special_tokens_in_options_are_text(folder: Path) -> None:
-    """In tools, in their names, in keys: a session asks what `chat` asks."""
+    """Special tokens in tool names and keys are plain text, in a session as in `chat`."""
     template = "{{ tools | tojson }}" + TINY_CHAT_TEMPLATE
     tokenizer = tokenizer_of(folder, template)
     llm, say = talking(tokenizer)
@@ -252,7 +252,7 @@ TEXTS = st.text("the on in wé<|>end\n", max_size=12)
 def test_any_conversation_is_as_from_scratch(
     folder: Path, story: list[tuple[str, str, bool]], template: str
 ) -> None:
-    """With answers as a tokenizer writes them, all ids are; else the text is."""
+    """Prompts equal a fresh rendering: the text always, the ids if answers are canonical."""
     tokenizer = tokenizer_of(folder, template)
     llm, say = talking(tokenizer)
     session = llm.session(messages=[{"role": "system", "content": "s"}])

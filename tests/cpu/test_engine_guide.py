@@ -1,4 +1,4 @@
-"""The page about the engine says what is so: its code runs, and prints what it shows."""
+"""The engine guide is true: its code runs and prints what the page shows."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "engine.md").read_text(en
 
 
 def test_every_block_of_code_runs() -> None:
-    """One after the other, in one namespace, with the assertions in them; nothing is left held."""
+    """All code blocks run in order in a shared namespace and leave nothing held."""
     names: dict[str, Any] = {}
     printed = io.StringIO()
 
@@ -27,9 +27,9 @@ def test_every_block_of_code_runs() -> None:
 
 
 def test_the_table_has_every_call_of_the_cache() -> None:
-    """All that is public, and nothing that is gone."""
+    """The guide's table lists exactly the public calls of CacheView."""
     part = PAGE.partition("## The cache")[2].partition("## Serving")[0]
     rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
-    told = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    documented = {name for row in rows for name in re.findall(r"`(\w+)", row)}
 
-    assert told == {name for name in vars(CacheView) if name[0] != "_"}
+    assert documented == {name for name in vars(CacheView) if name[0] != "_"}

@@ -1,4 +1,4 @@
-"""A growing text is tokenised incrementally, and as if from scratch."""
+"""Incremental tokenisation of a growing text equals tokenising it from scratch."""
 
 from pathlib import Path
 
@@ -37,17 +37,17 @@ def tokenizer(
 def test_any_growing_text_has_the_tokens_of_one_from_scratch(
     tokenizer: Tokenizer, turns: list[list[str]], limit: int
 ) -> None:
-    """Whatever is remembered, and whatever was forgotten; the places of the tokens too."""
+    """Ids and end offsets equal a fresh encoding, whatever the encoder's memory has dropped."""
     encoder, text = IncrementalEncoder(tokenizer, max_tokens=limit), ""
     for turn in turns:
         text += "".join(turn)
-        found = encoder.encode(text)
+        encoding = encoder.encode(text)
         ids, ends = tokenizer.encode_with_offsets(text)
-        assert (found.ids, found.end_offsets) == (ids, ends)
+        assert (encoding.ids, encoding.end_offsets) == (ids, ends)
 
 
 def test_only_the_new_part_of_a_chat_is_tokenised(tokenizer: Tokenizer) -> None:
-    """From the last special token before the place where it parts from what is known."""
+    """Encoding restarts at the last special token before the text differs."""
     encoder = IncrementalEncoder(tokenizer)
     start = "<|bos|><|system|>" + "Be brief. " * 500 + "<|end|>"
     encoder.encode(start + "<|user|>Hello<|end|><|assistant|>")

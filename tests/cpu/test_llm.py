@@ -1,4 +1,4 @@
-"""`LLM` on tiny checkpoints: what callers give, what they get, and that nothing leaks."""
+"""`LLM` on tiny checkpoints: accepted inputs, outputs, and no leaks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -45,28 +45,28 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def make(checkpoint: Path) -> Callable[..., LLM]:
-    """Engines with options of their own over the same checkpoint."""
+    """Return a factory of engines over the same checkpoint, with options of their own."""
     return lambda **options: LLM(checkpoint, **{"kv_cache_tokens": 2048, **options})
 
 
 @pytest.fixture(scope="module")
 def answers(make: Callable[..., LLM]) -> list[tuple[int, ...]]:
-    """What the questions get without a cache, one by one."""
+    """The answer to each question, generated alone without a cache."""
     alone = make(prefix_cache=False)
     return [alone.generate(question, SHORT)[0].token_ids for question in QUESTIONS]
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Log probabilities [tokens, vocabulary] that transformers gives after each token."""
+    """Return transformers' log probabilities [tokens, vocabulary] after each token."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
     @torch.inference_mode()
     def logprobs(ids: Sequence[int]) -> torch.Tensor:
-        found: torch.Tensor = model(torch.tensor([list(ids)])).logits[0].double().log_softmax(-1)
-        return found
+        scores: torch.Tensor = model(torch.tensor([list(ids)])).logits[0].double().log_softmax(-1)
+        return scores
 
     return logprobs
 
@@ -108,7 +108,7 @@ def test_no_prompts_no_outputs(llm: LLM) -> None:
 
 
 def test_params_for_all_or_one_each(llm: LLM) -> None:
-    """A list of params belongs to the prompts in order; another number of them is refused."""
+    """A list of params is matched to the prompts in order; a different length is refused."""
     each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 3, 2)]
 
     outputs = llm.generate(["a", "b", "c"], each)
@@ -120,7 +120,7 @@ def test_params_for_all_or_one_each(llm: LLM) -> None:
 
 
 def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, ...]]) -> None:
-    """Cold: one computes, the others share. Warm: all read. Same answers as without a cache."""
+    """A shared document is computed once when cold and read when warm; answers do not change."""
     assert llm.tokenizer is not None
     whole = (len(llm.tokenizer.encode(DOCUMENT)) - 1) // 8 * 8
 
@@ -131,8 +131,8 @@ def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, .
             assert_report_adds_up(output)
             assert output.token_ids == answer
             assert output.cache.recomputed_tokens == 0
-        found = [output.cache.read_tokens + output.cache.shared_tokens for output in outputs]
-        assert all(tokens >= whole for tokens in found[0 if warm else 1 :])
+        num_cached = [output.cache.read_tokens + output.cache.shared_tokens for output in outputs]
+        assert all(tokens >= whole for tokens in num_cached[0 if warm else 1 :])
         prompt_steps = llm.core.num_computed_tokens - before - sum(len(a) - 1 for a in answers)
         assert prompt_steps == sum(output.cache.computed_tokens for output in outputs)
         if not warm:
@@ -155,7 +155,7 @@ def test_a_shared_document_is_computed_once(llm: LLM, answers: list[tuple[int, .
 def test_no_option_changes_an_answer(
     make: Callable[..., LLM], answers: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:
-    """Page size, budget, rows, a pool that preempts, cache off, another exact backend."""
+    """Page size, budget, rows, a small pool, cache off and other backends give the same answers."""
     llm = make(**options)
 
     outputs = llm.generate([*QUESTIONS, *QUESTIONS], SHORT)
@@ -170,7 +170,7 @@ def test_no_option_changes_an_answer(
 
 
 def test_a_pool_that_runs_out_preempts_and_goes_on(make: Callable[..., LLM]) -> None:
-    """Six requests in a pool for two: the tokens are those of a large pool."""
+    """Six requests in a pool for two are preempted and give the tokens of a large pool."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = [f"{name} in the rain" for name in ("one", "two", "three", "four", "five", "six")]
     small, large = make(kv_cache_tokens=120, page_size=4), make()
@@ -185,7 +185,7 @@ def test_a_pool_that_runs_out_preempts_and_goes_on(make: Callable[..., LLM]) -> 
 
 
 def test_sdpa_serves_when_bits_may_differ(make: Callable[..., LLM]) -> None:
-    """It takes exact=False; asked for with exact=True it says why not."""
+    """sdpa needs exact=False; with exact=True the error says why."""
     for backend in ("sdpa", "auto"):
         llm = make(exact=False, attention_backend=backend)
         assert len(llm.generate("the rain", SHORT)[0].token_ids) == 6
@@ -195,7 +195,7 @@ def test_sdpa_serves_when_bits_may_differ(make: Callable[..., LLM]) -> None:
 
 
 def test_the_pool_has_what_was_asked_in_whole_pages(make: Callable[..., LLM]) -> None:
-    """kv_cache_tokens rounds down."""
+    """kv_cache_tokens is rounded down to whole pages."""
     llm = make(kv_cache_tokens=100, page_size=16)
 
     assert llm.cache.core.num_pages == 6
@@ -213,17 +213,17 @@ def test_bfloat16_answers_and_repeats_itself(make: Callable[..., LLM]) -> None:
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
-    """One conversation or several; the template alone writes the special tokens."""
+    """`chat` takes a conversation or a list, and the template writes the special tokens."""
     talk = [{"role": "user", "content": "hello"}]
 
-    one = llm.chat(talk, SHORT)
+    single = llm.chat(talk, SHORT)
     two = llm.chat([talk, [*talk, {"role": "assistant", "content": "x"}, *talk]], SHORT)
 
     assert llm.tokenizer is not None
-    assert llm.tokenizer.decode(one[0].prompt_token_ids, skip_special_tokens=False) == (
+    assert llm.tokenizer.decode(single[0].prompt_token_ids, skip_special_tokens=False) == (
         "<|bos|><|user|>hello<|end|><|assistant|>"
     )
-    assert [output.token_ids for output in one] == [two[0].token_ids]
+    assert [output.token_ids for output in single] == [two[0].token_ids]
     assert len(two) == 2
     with pytest.raises(ChatTemplateError, match="unknown role nobody"):
         llm.chat([{"role": "nobody", "content": "x"}], SHORT)
@@ -233,7 +233,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 
 
 def test_a_stop_text_is_found_across_tokens(llm: LLM) -> None:
-    """The output ends before it, wherever the tokens begin and end."""
+    """The output ends before the stop text, even if that spans several tokens."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     whole = llm.generate(QUESTIONS[0], params)[0]
     at = next(
@@ -254,7 +254,7 @@ def test_a_stop_text_is_found_across_tokens(llm: LLM) -> None:
 
 
 def test_a_stop_id_ends_the_output_and_is_in_its_ids(llm: LLM) -> None:
-    """Its text is not in the text."""
+    """A stop id is in the output's ids but not in its text."""
     whole = llm.generate(QUESTIONS[1], SamplingParams(max_tokens=12, ignore_eos=True))[0]
     token = whole.token_ids[7]
     first = whole.token_ids.index(token)
@@ -270,15 +270,15 @@ def test_a_stop_id_ends_the_output_and_is_in_its_ids(llm: LLM) -> None:
 
 
 def test_max_tokens_may_be_one_or_none(make: Callable[..., LLM]) -> None:
-    """None goes on to the end of the context; the last place of the context is used."""
+    """max_tokens=1 gives a single token; None generates until the context is full."""
     llm = make(max_model_len=40)
 
-    one = llm.generate([[5] * 10, [5] * 39], SamplingParams(max_tokens=1, ignore_eos=True))
+    shortest = llm.generate([[5] * 10, [5] * 39], SamplingParams(max_tokens=1, ignore_eos=True))
     none = llm.generate([5] * 10, SamplingParams(max_tokens=None, ignore_eos=True))[0]
 
-    assert [len(output.token_ids) for output in one] == [1, 1]
+    assert [len(output.token_ids) for output in shortest] == [1, 1]
     assert len(none.token_ids) == 30
-    assert none.token_ids[0] == one[0].token_ids[0]
+    assert none.token_ids[0] == shortest[0].token_ids[0]
     assert none.finish_reason is FinishReason.LENGTH
 
 
@@ -286,7 +286,7 @@ def test_max_tokens_may_be_one_or_none(make: Callable[..., LLM]) -> None:
 
 
 def close(found: TokenLogprob, row: torch.Tensor) -> bool:
-    """Whether a reported log probability, and those of the likeliest, are those of a row."""
+    """Return whether the reported log probability and the top ones equal those of `row`."""
     top = row.topk(max(1, len(found.top))).values.tolist()[: len(found.top)]
     return (
         type(found.logprob) is float
@@ -302,28 +302,28 @@ def close(found: TokenLogprob, row: torch.Tensor) -> bool:
 def test_logprobs_are_those_of_transformers(
     llm: LLM, oracle: Callable[[Sequence[int]], torch.Tensor], count: int
 ) -> None:
-    """Of the chosen token, and of the n likeliest or the whole vocabulary."""
+    """Log probabilities of drawn and top tokens equal those of transformers."""
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=count)
 
     output = llm.generate(QUESTIONS[2], params)[0]
 
     assert output.logprobs is not None
-    assert [one.token_id for one in output.logprobs] == list(output.token_ids)
+    assert [score.token_id for score in output.logprobs] == list(output.token_ids)
     rows = oracle([*output.prompt_token_ids, *output.token_ids])[len(output.prompt_token_ids) - 1 :]
-    for found, row in zip(output.logprobs, rows[:-1], strict=True):
-        assert len(found.top) == min(count, 300)
-        assert close(found, row)
-        if found.top:
-            assert next(iter(found.top)) == found.token_id, "greedy takes the likeliest"
+    for score, row in zip(output.logprobs, rows[:-1], strict=True):
+        assert len(score.top) == min(count, 300)
+        assert close(score, row)
+        if score.top:
+            assert next(iter(score.top)) == score.token_id, "greedy takes the likeliest"
         if count >= 300:
-            assert math.isclose(sum(map(math.exp, found.top.values())), 1.0, abs_tol=1e-9)
+            assert math.isclose(sum(map(math.exp, score.top.values())), 1.0, abs_tol=1e-9)
 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_prompt_logprobs_are_those_of_transformers(
     llm: LLM, oracle: Callable[[Sequence[int]], torch.Tensor], warm: bool
 ) -> None:
-    """They compute the whole prompt, say so, and leave it in the cache for the next request."""
+    """Prompt logprobs recompute the whole prompt, report why, and leave it cached."""
     if warm:
         llm.generate(QUESTIONS, SHORT)
     params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=3)
@@ -335,11 +335,11 @@ def test_prompt_logprobs_are_those_of_transformers(
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     assert output.prompt_logprobs[0] is None
     rows = oracle(output.prompt_token_ids)
-    for place, (found, row) in enumerate(zip(output.prompt_logprobs[1:], rows[:-1], strict=True)):
-        assert found is not None
-        assert found.token_id == output.prompt_token_ids[place + 1]
-        assert len(found.top) == 3
-        assert close(found, row)
+    for place, (score, row) in enumerate(zip(output.prompt_logprobs[1:], rows[:-1], strict=True)):
+        assert score is not None
+        assert score.token_id == output.prompt_token_ids[place + 1]
+        assert len(score.top) == 3
+        assert close(score, row)
     assert output.cache.computed_tokens == len(output.prompt_token_ids)
     assert output.cache.reason == "prompt_logprobs need the logits of every prompt token"
     assert mate.cache.reason is None
@@ -351,7 +351,7 @@ def test_prompt_logprobs_are_those_of_transformers(
 
 
 def test_a_seed_gives_the_same_draws_whatever_is_around(make: Callable[..., LLM]) -> None:
-    """Alone or in a crowd, cold or warm, chunked or not, with batch mates of other seeds."""
+    """A seed gives the same draws alone or batched, cold or warm, chunked or not."""
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=10)
     wanted = make(prefix_cache=False).generate(QUESTIONS[0], params)[0].token_ids
     llm = make(page_size=4, max_batch_tokens=30)
@@ -365,7 +365,7 @@ def test_a_seed_gives_the_same_draws_whatever_is_around(make: Callable[..., LLM]
 
 
 def test_different_seeds_give_different_draws(llm: LLM) -> None:
-    """Without a seed every request has one of its own."""
+    """Different seeds draw different tokens, and a request without a seed gets its own."""
     hot = [SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True, seed=s) for s in (1, 2)]
     fresh = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
 
@@ -380,7 +380,7 @@ def test_different_seeds_give_different_draws(llm: LLM) -> None:
 def test_steps_tell_the_tokens_of_every_request_once(
     llm: LLM, answers: list[tuple[int, ...]]
 ) -> None:
-    """The pieces together are the outputs, each request ends once, its output is taken once."""
+    """Streamed tokens add up to the output; each request ends once and is taken once."""
     keys = [llm.add_request(question, SHORT) for question in QUESTIONS]
     pieces: dict[int, list[int]] = {key: [] for key in keys}
     ended: list[int] = []
@@ -399,7 +399,7 @@ def test_steps_tell_the_tokens_of_every_request_once(
 
 
 def test_abort_ends_a_request_now(llm: LLM, answers: list[tuple[int, ...]]) -> None:
-    """Its output has what it had produced; the others go on; it cannot be aborted twice."""
+    """An aborted request keeps its tokens, the others go on, and a second abort raises."""
     keys = [llm.add_request(question, SHORT) for question in QUESTIONS]
     for _ in range(6):
         llm.step()
@@ -418,21 +418,21 @@ def test_abort_ends_a_request_now(llm: LLM, answers: list[tuple[int, ...]]) -> N
 
 
 def test_generate_beside_step_mixes_nothing_up(llm: LLM, answers: list[tuple[int, ...]]) -> None:
-    """What a `generate` call does for a request of `add_request`, the next steps tell."""
+    """`step` still emits the tokens that an `add_request` request got during a `generate` call."""
     key = llm.add_request(QUESTIONS[0], SHORT)
 
     outputs = llm.generate(QUESTIONS[1:], SHORT)
 
     assert [output.token_ids for output in outputs] == answers[1:]
-    told: list[int] = []
+    streamed: list[int] = []
     while llm.has_unfinished():
         for _, tokens, _ in llm.step():
-            told += tokens
-    assert tuple(told) == answers[0] == llm.take_output(key).token_ids
+            streamed += tokens
+    assert tuple(streamed) == answers[0] == llm.take_output(key).token_ids
 
 
 def test_on_finished_sees_every_output_and_may_abort(llm: LLM) -> None:
-    """A request that the callback aborts has an output too, and the call returns."""
+    """A request that the callback aborts still has an output, and `generate` returns."""
     seen: list[RequestOutput] = []
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 30, 3)]
 
@@ -448,7 +448,7 @@ def test_on_finished_sees_every_output_and_may_abort(llm: LLM) -> None:
 
 
 def test_an_error_in_on_finished_ends_the_call_and_its_requests(llm: LLM) -> None:
-    """It reaches the caller, also when several requests end in the same step."""
+    """The callback's error reaches the caller, and no request of the call is left running."""
 
     def on_finished(output: RequestOutput) -> None:
         raise ZeroDivisionError
@@ -460,7 +460,7 @@ def test_an_error_in_on_finished_ends_the_call_and_its_requests(llm: LLM) -> Non
 
 
 def test_metrics_are_times_in_order(llm: LLM) -> None:
-    """0 <= queue <= first token <= total; a rate when there is more than one token."""
+    """0 <= queue_s <= ttft_s <= total_s; the decode rate is positive."""
     for output in llm.generate(QUESTIONS, SHORT):
         metrics = output.metrics
         assert metrics.ttft_s is not None

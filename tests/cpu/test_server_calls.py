@@ -1,4 +1,4 @@
-"""Calls of tools in the three APIs, over a fake device whose answers are scripted."""
+"""Tool calls in the three APIs, over a fake device with scripted answers."""
 
 from __future__ import annotations
 
@@ -18,44 +18,48 @@ CALLS = [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for n
 
 
 def answering(text: str) -> Talk:
-    """A server whose model always says this."""
+    """Return a server whose model always answers `text`."""
     talk = Talk(TALKER)
     talk.answer = list(TALKER.encode(text, add_special_tokens=False))
     return talk
 
 
 def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
-    """Of a streamed response."""
-    found = client.post("/v1/responses", json=body | {"stream": True})
-    assert found.status_code == 200, found.text
-    lines = [line[6:] for line in found.text.splitlines() if line.startswith("data: ")]
+    """Post a streaming /v1/responses request; returns its events."""
+    response = client.post("/v1/responses", json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines]
 
 
 def test_text_behind_a_call_is_an_item_of_its_own() -> None:
-    """Streamed and whole, with the places and the order in which they were written."""
+    """Text and calls become separate output items in written order, streamed or not."""
     wanted = [("message", "One."), ("function_call", "find"), ("message", "Two.")]
     wanted.append(("function_call", "count"))
     with answering(f"One.{CALLS[0]}Two.{CALLS[1]}").client() as client:
         whole = ask(client, "/v1/responses", input="Go.", tools=FLAT, max_output_tokens=300)
-        told = events(client, input="Go.", tools=FLAT, max_output_tokens=300)
+        stream = events(client, input="Go.", tools=FLAT, max_output_tokens=300)
 
-    added = [one for one in told if one["type"] == "response.output_item.added"]
-    done = [one for one in told if one["type"] == "response.output_item.done"]
-    assert [one["output_index"] for one in added] == [0, 1, 2, 3]
-    assert [one["item"]["id"] for one in added] == [one["item"]["id"] for one in done]
-    assert len({one["item"]["id"] for one in added}) == 4
-    assert [one["sequence_number"] for one in told] == list(range(len(told)))
-    for output in (whole["output"], [one["item"] for one in done], told[-1]["response"]["output"]):
-        assert [(one["type"], _content(one)) for one in output] == wanted
+    added = [event for event in stream if event["type"] == "response.output_item.added"]
+    done = [event for event in stream if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3]
+    assert [event["item"]["id"] for event in added] == [event["item"]["id"] for event in done]
+    assert len({event["item"]["id"] for event in added}) == 4
+    assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
+    for output in (
+        whole["output"],
+        [event["item"] for event in done],
+        stream[-1]["response"]["output"],
+    ):
+        assert [(item["type"], _content(item)) for item in output] == wanted
     for place, (kind, text) in enumerate(wanted):
-        pieces = [one["delta"] for one in told if _is_text_of(one, place)]
+        pieces = [event["delta"] for event in stream if _is_text_of(event, place)]
         assert kind != "message" or "".join(pieces) == text
 
 
 def _content(item: dict[str, Any]) -> str:
-    found = item["name"] if item["type"] == "function_call" else item["content"][0]["text"]
-    return str(found)
+    text = item["name"] if item["type"] == "function_call" else item["content"][0]["text"]
+    return str(text)
 
 
 def _is_text_of(event: dict[str, Any], place: int) -> bool:
@@ -63,12 +67,12 @@ def _is_text_of(event: dict[str, Any], place: int) -> bool:
 
 
 def test_one_call_where_no_more_were_asked_for() -> None:
-    """The answer ends there: nothing is computed that would be dropped."""
+    """Without parallel calls the answer stops after its first call and computes nothing more."""
     text = "\n".join(CALLS)
     with answering(text).client() as client:
         talk = said("Go.")
         many = ask(client, "/v1/chat/completions", messages=talk, tools=TOOLS, max_tokens=300)
-        one = ask(
+        single = ask(
             client,
             "/v1/chat/completions",
             messages=talk,
@@ -90,21 +94,21 @@ def test_one_call_where_no_more_were_asked_for() -> None:
             max_output_tokens=300,
         )  # fmt: skip
 
-    calls = [found["choices"][0]["message"]["tool_calls"] for found in (many, one)]
-    assert [[call["function"]["name"] for call in found] for found in calls] == [
+    calls = [completion["choices"][0]["message"]["tool_calls"] for completion in (many, single)]
+    assert [[call["function"]["name"] for call in tool_calls] for tool_calls in calls] == [
         ["find", "count"],
         ["find"],
     ]
     assert many["choices"][0]["message"]["content"] is None
-    assert one["choices"][0]["finish_reason"] == "tool_calls"
-    assert one["usage"]["completion_tokens"] < many["usage"]["completion_tokens"]
+    assert single["choices"][0]["finish_reason"] == "tool_calls"
+    assert single["usage"]["completion_tokens"] < many["usage"]["completion_tokens"]
     assert [block["type"] for block in message["content"]] == ["tool_use"]
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
     assert [item["type"] for item in response["output"]] == ["function_call"]
 
 
 def test_a_conversation_is_tokenized_with_or_without_the_opening() -> None:
-    """Of the answer, as it is asked for."""
+    """/tokenize ends with the assistant's opening unless add_generation_prompt is false."""
     with answering("").client() as client:
         body = {"messages": said("Go.")}
         opened = ask(client, "/tokenize", **body)["tokens"]
@@ -115,7 +119,7 @@ def test_a_conversation_is_tokenized_with_or_without_the_opening() -> None:
 
 
 def test_an_echoed_answer_is_one_message_again() -> None:
-    """Whether the client sends the items back or names the response: the same prompt."""
+    """Echoing the output items and naming previous_response_id give the same prompt."""
     talk = answering(f"One.{CALLS[0]}\nTwo.{CALLS[1]}")
     with talk.client() as client:
         first = ask(client, "/v1/responses", input="Go.", tools=FLAT, max_output_tokens=300)
@@ -136,11 +140,11 @@ def test_an_echoed_answer_is_one_message_again() -> None:
 
 
 def test_an_answer_of_nothing_is_announced_too() -> None:
-    """Its item is in the stream before it is in the end."""
+    """The stream announces the item of an empty answer before the final response."""
     with answering("").client() as client:
-        told = events(client, input="Go.", max_output_tokens=9)
+        stream = events(client, input="Go.", max_output_tokens=9)
 
-    kinds = [one["type"].removeprefix("response.") for one in told]
+    kinds = [event["type"].removeprefix("response.") for event in stream]
     assert kinds == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
         "content_part.done", "output_item.done", "completed",

@@ -39,7 +39,7 @@ PARTS = st.dictionaries(
     ids=["list", "tuple", "int32 array", "int64 array", "bytes", "bytearray", "iterator"],
 )
 def test_every_form_of_token_ids_gives_the_same_key(form: Any) -> None:
-    """Lists, tuples, arrays, iterators and packed bytes are ways to say one thing."""
+    """Lists, tuples, arrays, iterators and packed bytes of the same ids give equal keys."""
     key = CacheKey(form, "a")
 
     assert key == CacheKey([1, 2, 2**31 - 1], b"a")
@@ -63,13 +63,13 @@ def test_every_form_of_token_ids_gives_the_same_key(form: Any) -> None:
     ],
 )
 def test_what_is_no_token_id_is_refused_by_name(tokens: Any, named: str) -> None:
-    """PB25: a negative id, one beyond int32 or no integer at all gives a ValueError that says so."""
+    """PB25: ids that are negative, beyond int32 or not integers raise ValueError naming them."""
     with pytest.raises(ValueError, match=named):
         CacheKey(tokens)
 
 
 def test_a_key_keeps_its_own_copy_of_the_tokens() -> None:
-    """EB11: a list that its owner changes later changes no key."""
+    """EB11: changing the caller's list or bytearray does not change the key."""
     tokens, packed = [1, 2], bytearray(8)
     first, second = CacheKey(tokens), CacheKey(packed)
 
@@ -81,7 +81,7 @@ def test_a_key_keeps_its_own_copy_of_the_tokens() -> None:
 
 
 def test_keys_of_two_namespaces_differ() -> None:
-    """The same tokens in another namespace are another key; text and its UTF-8 are one name."""
+    """Equal tokens in two namespaces are different keys; a name equals its UTF-8 bytes."""
     assert CacheKey([1], "a") != CacheKey([1], "b")
     assert CacheKey([1], "é") == CacheKey([1], "é".encode())
 
@@ -94,7 +94,7 @@ def test_pages_of_no_tokens_are_refused() -> None:
 
 
 def test_a_key_counts_tokens_and_whole_pages() -> None:
-    """The length is in tokens; pages are counted only when full."""
+    """The length is in tokens; only full pages are counted."""
     key = CacheKey(range(7))
 
     assert len(key) == 7
@@ -104,7 +104,7 @@ def test_a_key_counts_tokens_and_whole_pages() -> None:
 
 @given(TOKENS, st.integers(0, 50))
 def test_a_prefix_is_the_first_tokens_in_the_same_namespace(tokens: list[int], cut: int) -> None:
-    """Cutting a key is cutting its tokens."""
+    """A key's prefix is the key of its first tokens in the same namespace."""
     assert CacheKey(tokens, "n").prefix(cut) == CacheKey(tokens[:cut], "n")
 
 
@@ -112,7 +112,7 @@ def test_a_prefix_is_the_first_tokens_in_the_same_namespace(tokens: list[int], c
 def test_different_parts_give_different_namespaces(
     one: dict[str, str | bytes | int], other: dict[str, str | bytes | int]
 ) -> None:
-    """No salt, tenant or adapter can be chosen so that it looks like another's namespace."""
+    """Different salts, tenants or adapters never give the same namespace."""
     same = {name: (type(value), value) for name, value in one.items()} == {
         name: (type(value), value) for name, value in other.items()
     }
@@ -131,17 +131,17 @@ def test_different_parts_give_different_namespaces(
     ],
 )
 def test_parts_that_look_alike_give_different_namespaces(one: dict, other: dict) -> None:
-    """Types, borders between parts, and empty parts count."""
+    """Types, borders between parts and empty parts change the namespace."""
     assert namespace_of(**one) != namespace_of(**other)
 
 
 def test_the_order_of_the_parts_does_not_matter() -> None:
-    """A namespace is a set of named parts."""
+    """The order of the named parts does not change the namespace."""
     assert namespace_of(model="m", epoch=3) == namespace_of(epoch=3, model="m")
 
 
 def test_a_namespace_of_parts_never_changes() -> None:
-    """Its hash begins every chain of page hashes, so that its bytes are a format, too."""
+    """A namespace's bytes are a stable format: every chain of page hashes starts from them."""
     assert namespace_of(model="é", epoch=-3, salt=b"\0") == (
         b"\0\0\0\x05epoch" + b"\0\0\0\x02-3" + b"i"
         b"\0\0\0\x05model" + b"\0\0\0\x02\xc3\xa9" + b"s"
@@ -151,7 +151,7 @@ def test_a_namespace_of_parts_never_changes() -> None:
 
 @pytest.mark.parametrize("value", [None, 1.5, True, ("a",)])
 def test_a_part_of_another_type_is_refused(value: Any) -> None:
-    """Only text, bytes and integers have one spelling; the error names the part."""
+    """Parts other than text, bytes or integers are refused by name."""
     with pytest.raises(ValueError, match="tenant="):
         namespace_of(tenant=value)
 
@@ -160,7 +160,7 @@ def test_a_part_of_another_type_is_refused(value: Any) -> None:
 def test_common_pages_counts_equal_pages_from_the_start(
     one: list[int], other: list[int], page_size: int, skip: int
 ) -> None:
-    """The halving search finds what a page by page comparison finds."""
+    """The binary search counts the same pages as a page-by-page comparison."""
     page_bytes, start = page_size * 4, skip * 4
     first, second = bytes(start) + CacheKey(one).atoms, bytes(start) + CacheKey(other).atoms
     expected = 0
@@ -176,21 +176,21 @@ def test_common_pages_counts_equal_pages_from_the_start(
 
 
 def chained(tokens: list[int], namespace: bytes, page_size: int) -> list[bytes]:
-    """The rule of `page_hashes` once more, as another program would write it."""
+    """An independent implementation of `page_hashes`."""
     hashed = hashlib.blake2b(namespace, digest_size=16, person=b"ramify-ns").digest()
-    found = []
+    hashes = []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         page = struct.pack(f"<{page_size}i", *tokens[start : start + page_size])
         hashed = hashlib.blake2b(hashed + page, digest_size=16).digest()
-        found.append(hashed)
-    return found
+        hashes.append(hashed)
+    return hashes
 
 
 def test_page_hashes_never_change() -> None:
-    """Other processes, machines and versions know pages by these names."""
+    """Page hashes are a stable format that other processes and machines rely on."""
     hashes = CacheKey(range(10), "model").page_hashes(4)
 
-    assert [one.hex() for one in hashes] == HASHES
+    assert [page_hash.hex() for page_hash in hashes] == HASHES
 
 
 @given(
@@ -199,7 +199,7 @@ def test_page_hashes_never_change() -> None:
     st.integers(1, 6),
 )
 def test_page_hashes_follow_the_rule(tokens: list[int], namespace: bytes, page_size: int) -> None:
-    """BLAKE2b-128 over the hash before and the page's little-endian atoms; none for a part."""
+    """BLAKE2b-128 of the previous hash and the page's ids, little-endian; whole pages only."""
     hashes = CacheKey(tokens, namespace).page_hashes(page_size)
 
     assert hashes == chained(tokens, namespace, page_size)
@@ -207,7 +207,7 @@ def test_page_hashes_follow_the_rule(tokens: list[int], namespace: bytes, page_s
 
 
 def test_page_hashes_name_a_page_and_all_before_it() -> None:
-    """Another first token, namespace or page size is another name for every page."""
+    """A different first token, namespace or page size changes every page hash."""
     hashes = CacheKey(range(10), "model").page_hashes(4)
     others = [
         CacheKey([9, *range(1, 8)], "model").page_hashes(4),
@@ -224,7 +224,7 @@ def test_page_hashes_name_a_page_and_all_before_it() -> None:
 def test_page_hashes_agree_as_far_as_the_pages_do(
     one: list[int], other: list[int], page_size: int
 ) -> None:
-    """They agree for the common prefix, and never again after it."""
+    """Hashes of two keys are equal in the common prefix and differ after it."""
     first, second = CacheKey(one), CacheKey(other)
     shared = common_pages(first.atoms, second.atoms, page_size * 4)
     pairs = list(zip(first.page_hashes(page_size), second.page_hashes(page_size), strict=False))
@@ -233,30 +233,30 @@ def test_page_hashes_agree_as_far_as_the_pages_do(
 
 
 def test_equal_pages_have_different_hashes_in_different_places() -> None:
-    """AB22: a page of zeros after zeros is not the page of zeros before."""
+    """AB22: equal pages at different positions have different hashes."""
     hashes = CacheKey([0] * 40).page_hashes(4)
 
     assert len(set(hashes)) == 10
-    assert all(len(one) == 16 for one in hashes)
-    assert all(one != after for one, after in pairwise(hashes))
+    assert all(len(page_hash) == 16 for page_hash in hashes)
+    assert all(page_hash != after for page_hash, after in pairwise(hashes))
 
 
 @pytest.mark.parametrize("namespace", [0, 3, None, 10**9, ["a"]])
 def test_a_namespace_is_text_or_bytes(namespace: Any) -> None:
-    """bytes(0) would be the default namespace, and bytes(10**9) a gigabyte."""
+    """Namespaces of other types are refused: bytes(10**9) would be a gigabyte."""
     with pytest.raises(InvalidKeyError, match="namespace="):
         CacheKey([1], namespace)
 
 
 @pytest.mark.parametrize("wrong", [memoryview(b"\0\0\0\1"), {1, 2}, frozenset([1]), {1: 2}])
 def test_what_has_no_order_or_no_ids_is_no_key(wrong: Any) -> None:
-    """A view of packed bytes would be read as one token per byte."""
+    """Sets, mappings and views of packed bytes are refused as token ids."""
     with pytest.raises(InvalidKeyError, match="no sequence of token ids"):
         CacheKey(wrong)
 
 
 def test_a_view_of_int32_is_a_key_and_a_negative_prefix_is_none() -> None:
-    """The buffer of a numpy array, say."""
+    """An int32 memoryview gives a key; a negative prefix length is refused."""
     key = CacheKey(np.array([1, 2, 3], np.int32).data)
 
     assert key == CacheKey([1, 2, 3])
@@ -266,12 +266,12 @@ def test_a_view_of_int32_is_a_key_and_a_negative_prefix_is_none() -> None:
 
 @given(parts=st.dictionaries(st.text(), st.one_of(st.text(), st.binary(), st.integers())))
 def test_a_namespace_tells_its_parts(parts: dict[str, str | bytes | int]) -> None:
-    """What it was made of comes back, types included."""
+    """`namespace_parts` returns the parts given to `namespace_of`, types included."""
     assert namespace_parts(namespace_of(**parts)) == parts
 
 
 @given(namespace=st.binary())
 def test_any_other_namespace_has_no_parts(namespace: bytes) -> None:
-    """Nothing is read into bytes that `namespace_of` did not make."""
+    """`namespace_parts` returns parts only for bytes that `namespace_of` makes from them."""
     parts = namespace_parts(namespace)
     assert not parts or namespace_of(**parts) == namespace

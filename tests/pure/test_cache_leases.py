@@ -11,7 +11,7 @@ from tests.pure.test_prefix_cache import begin, cached_nodes, drained, key, publ
 
 
 def leader_and_follower(cache: PrefixCache) -> tuple[Lease, Lease]:
-    """One announces "abcdef", the other attaches to "abcd" of it and announces "xy" behind."""
+    """Announce "abcdef"; a follower attaches to its "abcd" and announces "xy" behind that."""
     lease, private = begin(cache, "abcdef")
     leader = cache.announce(lease, key("abcdef"), private)
     follower = cache.attach(key("abcdxyz"))
@@ -22,7 +22,7 @@ def leader_and_follower(cache: PrefixCache) -> tuple[Lease, Lease]:
 
 
 def test_ab3_pages_that_were_never_computed_are_no_hit() -> None:
-    """A request aborted between its announcement and its forward pass leaves nothing behind."""
+    """A request aborted between announcing and its forward pass leaves no cached pages."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdefg")
     leader = cache.announce(lease, key("abcdef"), private)
@@ -36,7 +36,7 @@ def test_ab3_pages_that_were_never_computed_are_no_hit() -> None:
 
 
 def test_announced_pages_are_attached_to_and_found_once_published() -> None:
-    """`attach` sees what is pending and says how much; `acquire` and `match` wait for publish."""
+    """`attach` sees and counts pending pages; `acquire` and `match` see them once published."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdef")
     leader = cache.announce(lease, key("abcdef"), private)
@@ -52,7 +52,7 @@ def test_announced_pages_are_attached_to_and_found_once_published() -> None:
 
 
 def test_a_new_lease_counts_only_what_is_pending_still() -> None:
-    """Once the leader has published, a follower's next lease counts its own pages alone."""
+    """After its leader publishes, a follower's next lease counts only its own pending pages."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcd")
     leader = cache.announce(lease, key("abcd"), private)
@@ -65,7 +65,7 @@ def test_a_new_lease_counts_only_what_is_pending_still() -> None:
 
 
 def test_announcing_what_the_tree_knows_changes_nothing() -> None:
-    """Where the next page is cached or pending already, the lease comes back as it is."""
+    """`announce` returns the same lease if the next page is already cached or pending."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdef")
     other, others = begin(cache, "abcd")
@@ -78,25 +78,25 @@ def test_announcing_what_the_tree_knows_changes_nothing() -> None:
 
 
 def test_a_leader_computes_in_chunks() -> None:
-    """Announce, publish, announce, publish: each chunk is found as soon as it is published."""
+    """Each chunk of a prompt is found as soon as its leader publishes it."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdefgh")
-    found = []
+    num_hit = []
 
     for end in (2, 6, 8):
         before = len(lease.pages)
         lease = cache.announce(lease, key("abcdefgh"[:end]), private)
         private = private[len(lease.pages) - before :]
-        found.append(cache.match(key("abcdefghi")).num_tokens)
+        num_hit.append(cache.match(key("abcdefghi")).num_tokens)
         lease = cache.publish(lease, lease.key)
 
-    assert found == [0, 2, 6]
+    assert num_hit == [0, 2, 6]
     assert cache.match(key("abcdefghi")).num_tokens == 8
     assert cache.stats().num_nodes == 3
 
 
 def test_publishing_in_steps_grows_one_node() -> None:
-    """A request that decodes alone lengthens its leaf instead of making a node per page."""
+    """A request that decodes alone extends its leaf instead of adding a node per page."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdefgh")
 
@@ -108,7 +108,7 @@ def test_publishing_in_steps_grows_one_node() -> None:
 
 
 def test_a_follower_publishes_after_its_leader() -> None:
-    """Before, it would share pages whose beginning is not computed: refused, nothing changed."""
+    """Publishing before the leader is refused and changes nothing."""
     cache = PrefixCache(16, 2)
     leader, follower = leader_and_follower(cache)
     before = state(cache)
@@ -127,7 +127,7 @@ def test_a_follower_publishes_after_its_leader() -> None:
 
 
 def test_withdraw_takes_the_pending_pages_and_names_who_relied_on_them() -> None:
-    """Announced pages of leader and followers are free; all of them can only be released."""
+    """`withdraw` frees pending pages and returns the followers, which can then only be released."""
     cache = PrefixCache(16, 2)
     serve(cache, "ab")
     leader, follower = leader_and_follower(cache)
@@ -150,7 +150,7 @@ def test_withdraw_takes_the_pending_pages_and_names_who_relied_on_them() -> None
 
 
 def test_withdraw_of_a_lease_that_announced_nothing_changes_nothing() -> None:
-    """It has no dependents, and stays live."""
+    """Withdrawing a lease without pending pages returns no dependents and keeps it live."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     lease = cache.acquire(key("abcde"))
@@ -162,7 +162,7 @@ def test_withdraw_of_a_lease_that_announced_nothing_changes_nothing() -> None:
 
 
 def test_a_leader_with_followers_is_not_released() -> None:
-    """Its pages would vanish under them: refused, nothing changed; after `withdraw` it can go."""
+    """Releasing a leader with followers is refused until `withdraw`."""
     cache = PrefixCache(16, 2)
     leader, follower = leader_and_follower(cache)
     before = state(cache)
@@ -179,7 +179,7 @@ def test_a_leader_with_followers_is_not_released() -> None:
 
 
 def test_cancel_undoes_a_lookup_in_the_statistics() -> None:
-    """AB23: a lookup that led to nothing is not counted: not as one, not as a hit, on no node."""
+    """AB23: a cancelled lookup adds no lookup, no hit and no node hit."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef")
     before = cache.stats()
@@ -194,7 +194,7 @@ def test_cancel_undoes_a_lookup_in_the_statistics() -> None:
 
 @pytest.mark.parametrize("grow", ["announce", "publish"])
 def test_a_lease_that_grew_is_not_cancelled(grow: str) -> None:
-    """It was used: refused, nothing changed, and no pending page is left without a leader."""
+    """Cancelling a lease that announced or published is refused and changes nothing."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcd")
     lease = getattr(cache, grow)(lease, key("abcd"), private)
@@ -209,7 +209,7 @@ def test_a_lease_that_grew_is_not_cancelled(grow: str) -> None:
 
 
 def test_the_hit_rate_is_tokens_found_over_tokens_asked_for() -> None:
-    """Nothing asked for is a rate of zero."""
+    """The hit rate is hit tokens over looked-up tokens, and 0 before any lookup."""
     cache = PrefixCache(16, 2)
     assert cache.stats().hit_rate == 0
 
@@ -250,7 +250,7 @@ def foreign(cache: PrefixCache) -> Lease:
 def test_pb12_a_lease_that_is_not_live_is_refused(
     gone: Callable[[PrefixCache], Lease], verb: str
 ) -> None:
-    """Released, replaced by a newer one, evicted meanwhile or another cache's: nothing changes."""
+    """Released, replaced, evicted and foreign leases are refused, and nothing changes."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     lease = gone(cache)
@@ -267,7 +267,7 @@ def test_pb12_a_lease_that_is_not_live_is_refused(
 @pytest.mark.parametrize("verb", ["announce", "publish"])
 @pytest.mark.parametrize("wrong", [key("abxx"), key("a"), key("abcd", "other"), key("")])
 def test_a_key_that_does_not_extend_the_lease_is_refused(verb: str, wrong: object) -> None:
-    """Another prompt, a shorter one, or another namespace: nothing changes."""
+    """A different prompt, a shorter key or another namespace is refused, and nothing changes."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     lease, private = begin(cache, "abcdef")
@@ -282,7 +282,7 @@ def test_a_key_that_does_not_extend_the_lease_is_refused(verb: str, wrong: objec
 @pytest.mark.parametrize("verb", ["announce", "publish", "release", "give_back"])
 @pytest.mark.parametrize("wrong", ["free", "shared", "twice", "unknown"])
 def test_pages_that_are_not_private_are_refused(verb: str, wrong: str) -> None:
-    """Nobody gives, frees or shares what is free, shared already, or given twice."""
+    """Free, shared, unknown and repeated pages are refused, and nothing changes."""
     cache = PrefixCache(16, 2)
     shared = serve(cache, "abcd")[0]
     lease, private = begin(cache, "uvwxyz")
@@ -299,7 +299,7 @@ def test_pages_that_are_not_private_are_refused(verb: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("verb", ["announce", "publish"])
 def test_too_few_pages_are_refused(verb: str) -> None:
-    """Three whole pages of text need three pages of K/V."""
+    """Three whole pages of tokens need three private pages."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "uvwxyz")
     before = state(cache)
@@ -312,13 +312,13 @@ def test_too_few_pages_are_refused(verb: str) -> None:
 
 @pytest.mark.parametrize("policy", ["", "mru"])
 def test_an_unknown_policy_is_refused_with_the_known_ones(policy: str) -> None:
-    """The error lists what there is."""
+    """The error lists the known policies."""
     with pytest.raises(ValueError, match="lru"):
         PrefixCache(4, 2, policy=policy)
 
 
 def test_numbers_out_of_range_are_refused() -> None:
-    """With the value, and what it may be."""
+    """The error names the option, its value and the allowed range."""
     with pytest.raises(ConfigError, match="ghost_pages=-1 but it must be 0 or more"):
         PrefixCache(4, 2, ghost_pages=-1)
     cache = PrefixCache(4, 2, policy="priority")
@@ -351,7 +351,7 @@ def made(**options: Any) -> PrefixCache:
     ],
 )
 def test_what_is_no_count_is_refused_before_anything_happens(call: Callable[..., object]) -> None:
-    """Floats and texts too: no page moves, no lease is left behind."""
+    """Floats, texts and negative counts are refused before any page or lease changes."""
     cache = PrefixCache(4, 2)
     serve(cache, "abcdefgh")
     lease = cache.acquire(key("abcde"))
@@ -365,7 +365,7 @@ def test_what_is_no_count_is_refused_before_anything_happens(call: Callable[...,
 
 
 def test_a_lookup_counter_never_overflows() -> None:
-    """A system prompt is looked up more than 2**31 times."""
+    """A node counts more than 2**31 hits."""
     cache = PrefixCache(4, 2)
     serve(cache, "abcd")
     (node,) = cache._tree.nodes()
@@ -377,7 +377,7 @@ def test_a_lookup_counter_never_overflows() -> None:
 
 
 def test_a_policy_that_raises_leaves_no_lease_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies are somebody's own code."""
+    """If a policy hook raises in `release`, the lease still ends and the cache stays consistent."""
     cache = PrefixCache(4, 2)
     serve(cache, "abcd")
     lease = cache.acquire(key("abcde"))
@@ -391,7 +391,7 @@ def test_a_policy_that_raises_leaves_no_lease_behind(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_lease_and_a_node_say_of_themselves() -> None:
-    """Enough to debug with."""
+    """`Lease.__repr__` and the node's depth and is_leaf describe a split node."""
     cache = PrefixCache(4, 2)
     serve(cache, "abcd")
     lease = cache.acquire(key("abc"))
@@ -404,21 +404,21 @@ def test_what_a_lease_and_a_node_say_of_themselves() -> None:
 
 @pytest.mark.parametrize(("old", "new"), [("packed", "packed_pages"), ("source", "full_key")])
 def test_former_names_of_a_lease_still_work(old: str, new: str) -> None:
-    """With a warning that says the present one."""
+    """The old attribute names work and warn with the new name."""
     cache = PrefixCache(4, 2)
     serve(cache, "abcd")
     lease = cache.acquire(key("abcd"))
 
     with pytest.warns(DeprecationWarning, match=new) as warned:
-        told = getattr(lease, old)
+        value = getattr(lease, old)
 
-    assert told is getattr(lease, new)
+    assert value is getattr(lease, new)
     assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize(("text", "told"), [("abcdef", "evicted"), ("abcdefgh", "hit")])
 def test_a_publish_brings_back_an_evicted_tail(text: str, told: str) -> None:
-    """The node was cut from behind; what was computed since fills it up as far as it goes."""
+    """Publishing refills a node whose tail was evicted, as far as the text goes."""
     cache = PrefixCache(16, 2)
     late = begin(cache, text)
     serve(cache, "abcdefgh")
@@ -439,7 +439,7 @@ def test_a_publish_brings_back_an_evicted_tail(text: str, told: str) -> None:
 
 @pytest.mark.parametrize("page_size", [0, -1])
 def test_a_page_holds_at_least_a_token(page_size: int) -> None:
-    """Refused when the cache is made."""
+    """The constructor refuses a page_size below 1."""
     with pytest.raises(ValueError, match=f"page_size={page_size}"):
         PrefixCache(4, page_size)
 
@@ -465,7 +465,7 @@ def orphan_a_pending_node(cache: PrefixCache) -> None:
     "fault", [lose_a_pin, lose_a_page, miscount_evictable, orphan_a_pending_node]
 )
 def test_check_finds_the_fault(fault: Callable[[PrefixCache], None]) -> None:
-    """Pins, pages, counts and leaders are recounted."""
+    """`check` detects wrong reference counts, pages, evictable counts and leaders."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     cache.acquire(key("abcde"))
@@ -479,7 +479,7 @@ def test_check_finds_the_fault(fault: Callable[[PrefixCache], None]) -> None:
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 def test_pages_that_are_not_private_are_refused_behind_pending_ones_too(index: str) -> None:
-    """Nothing would be taken of them; whoever names them is wrong all the same."""
+    """Repeated pages are refused even if the pages before them are pending and none is taken."""
     cache = PrefixCache(8, 2, index=index)
     leader, private = begin(cache, "abcd")
     other, _ = begin(cache, "abcd")

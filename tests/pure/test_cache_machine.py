@@ -1,4 +1,4 @@
-"""A state machine over the cache core: simulated requests, and an oracle made of dicts."""
+"""State machine test of the cache core: simulated requests, compared with a model of dicts."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ MAX_LIVE = 6
 
 
 def operation(body: Callable[..., None]) -> Callable[..., None]:
-    """Mark the machine as unsound while a rule runs: one that failed is not torn down."""
+    """Mark the machine as unsound while a rule runs, so that a failed rule skips teardown."""
 
     @functools.wraps(body)
     def run(self: "CacheMachine", *args: Any, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ def operation(body: Callable[..., None]) -> Callable[..., None]:
 
 
 class CacheMachine(CacheModel, RuleBasedStateMachine):
-    """Random requests against `cache_type`; after every rule the model must agree in full."""
+    """Random requests against `cache_type`; the model must agree after every rule."""
 
     cache_type: ClassVar[type[PrefixCache]] = PrefixCache
     page_sizes: ClassVar[Sequence[int]] = range(1, 65)
@@ -68,7 +68,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
         ghost_pages: int | None,
         prompts: list[Prompt],
     ) -> None:
-        """A cache in use: the first prompts are computed, one after the other; two live on."""
+        """Create a cache and compute the first prompts in sequence; two requests stay live."""
         self.size = self.page_sizes[size % len(self.page_sizes)]
         self.num_pages = num_pages
         self.budget = GHOST_POOLS * num_pages if ghost_pages is None else ghost_pages
@@ -97,7 +97,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     def batch(
         self, prompt: Prompt, endings: list[str], attach: bool, until: str, backwards: bool
     ) -> None:
-        """Prompts with a common beginning in one step, which gets as far as `until`."""
+        """Run prompts with a common prefix in a step, up to the state `until`."""
         requests = [self.plan(prompt, ending, attach=attach) for ending in endings]
         if until == "failed":
             self.fail(requests[0])
@@ -131,7 +131,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     def come_back(
         self, prompt: Prompt, ending: str, spared: int, meanwhile: bool, chunk: int
     ) -> None:
-        """A prompt is served, all but the beginning evicted, and then it is there once more."""
+        """Serve a prompt, evict all but its beginning, then serve it again."""
         early = [self.plan(prompt, ending, attach=False)] if meanwhile else []
         request = self.plan(prompt, ending, attach=False)
         self.write(request, len(request.tokens))
@@ -146,7 +146,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(prompt=PROMPTS, twin=WHO, attach=st.booleans())
     @operation
     def start(self, prompt: Prompt, twin: int, attach: bool) -> None:
-        """Look a prompt up: often the one that another live request has."""
+        """Look up a prompt, often the prompt of a live request."""
         namespace, tokens = prompt[0], self.prompt(prompt[1], prompt[2])
         if self.live and twin % 3 == 0:
             namespace, tokens = self.pick(twin).namespace, self.pick(twin).tokens
@@ -156,7 +156,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(who=WHO, spare=SOME, chunk=st.integers(1, 8), announce=st.booleans(), cut=SOME)
     @operation
     def step(self, who: int, spare: int, chunk: int, announce: bool, cut: int) -> None:
-        """Reserve, perhaps announce, compute and publish a chunk, as an engine does."""
+        """Reserve, maybe announce, then compute and publish a chunk, as an engine does."""
         request = self.pick(who)
         if request.kept is not None:
             return
@@ -193,7 +193,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(who=WHO, back=SOME)
     @operation
     def publish(self, who: int, back: int) -> None:
-        """Publish what is computed, or leave the last pages of it for later."""
+        """Publish computed pages, sometimes all but the last few."""
         request = self.pick(who)
         if request.kept is None:
             self.write(request, request.lease.num_tokens)
@@ -204,7 +204,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(who=WHO, pages=st.sampled_from(["", "0", "01", "2"]), tail=SOME)
     @operation
     def extend(self, who: int, pages: str, tail: int) -> None:
-        """A decoded token, or a new turn of a conversation."""
+        """Append a decoded token or a new turn of a conversation."""
         self.pick(who).tokens += self.prompt(pages, tail)
 
     # -- how requests end ------------------------------------------------------------------
@@ -213,7 +213,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(who=WHO)
     @operation
     def withdraw(self, who: int) -> None:
-        """A failed step: the pages that a leader did not compute go, and so do those below."""
+        """Fail a step: the pages that a leader did not compute go, with all pages below them."""
         request = self.pick(who)
         if request.kept is None:
             self.fail(request)
@@ -222,14 +222,14 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(who=WHO, split=SOME)
     @operation
     def release(self, who: int, split: int) -> None:
-        """The end of a request, finished or aborted, whatever it was doing."""
+        """End a request in any state, finished or aborted."""
         self.stop(self.pick(who), split)
 
     @precondition(lambda self: self.live)
     @rule(who=WHO)
     @operation
     def cancel(self, who: int) -> None:
-        """Undo a lookup as if it had never been, unless its lease has grown."""
+        """Cancel a lookup whose lease has not grown; statistics are as before it."""
         request = self.pick(who)
         if request.lease.num_tokens != request.lookup[1]:
             self.refused(LeaseError, self.cache.cancel, request.lease)
@@ -263,11 +263,11 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     @rule(prompt=PROMPTS, who=WHO, page=st.integers(0, 47))
     @operation
     def question(self, prompt: Prompt, who: int, page: int) -> None:
-        """A query finds what the model finds and changes nothing; misuse is refused."""
+        """`match` finds what the model finds and changes nothing; misuse is refused."""
         before, namespace, tokens = self.snapshot(), prompt[0], self.prompt(prompt[1], prompt[2])
-        found = self.cache.match(CacheKey(list(tokens), namespace))
-        assert found.num_pages == len(self.find(namespace, tokens, pending=False))
-        assert found.num_tokens == found.num_pages * self.size
+        match = self.cache.match(CacheKey(list(tokens), namespace))
+        assert match.num_pages == len(self.find(namespace, tokens, pending=False))
+        assert match.num_tokens == match.num_pages * self.size
         assert self.snapshot() == before
         self.misuse_lease([self.foreign, *self.dead[-3:]][who % (1 + len(self.dead[-3:]))])
         request = self.pick(who)
@@ -276,19 +276,19 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
         self.misuse_page(request, page % self.num_pages)
 
     def misuse_lease(self, lease: Lease) -> None:
-        """A lease that is over, or another cache's, is good for nothing."""
+        """Ended and foreign leases are refused by every call."""
         self.refused(LeaseError, self.cache.release, lease)
         self.refused(LeaseError, self.cache.cancel, lease)
         self.misuse_grown(lease)
 
     def misuse_grown(self, lease: Lease) -> None:
-        """Neither is one that lost pages to a withdrawal, except that it can be released."""
+        """A lease that lost pages to a withdrawal can only be released."""
         self.refused(LeaseError, self.cache.announce, lease, lease.key, ())
         self.refused(LeaseError, self.cache.publish, lease, lease.key)
         self.refused(LeaseError, self.cache.withdraw, lease)
 
     def misuse_page(self, request: Request, page: int) -> None:
-        """Pages that are free, shared or named twice cannot be given back."""
+        """Free, shared and repeated pages cannot be given back."""
         if any(page in each.private for each in self.live):
             self.refused(PageOwnershipError, self.cache.give_back, [page, page])
         else:
@@ -302,7 +302,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
         self.sound = True
 
     def teardown(self) -> None:
-        """When all requests have ended no pin is left, and evicting gives every page back."""
+        """After every request ends, no lease is left and evicting frees every page."""
         if not self.sound:
             return
         for request in self.live:
@@ -326,7 +326,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
     "page_sizes", [(1,), (2, 3, 4), range(5, 17), range(17, 65)], ids=["1", "2-4", "5-16", "17-64"]
 )
 def test_random_requests_break_no_invariant(page_sizes: Sequence[int]) -> None:
-    """1,200 random histories in all, over page sizes 1 to 64, agree with the model throughout."""
+    """1,200 random histories over page sizes 1 to 64 agree with the model after every rule."""
     machine = type("SizedCacheMachine", (CacheMachine,), {"page_sizes": page_sizes})
 
     run_state_machine_as_test(machine, settings=settings(max_examples=300, stateful_step_count=40))

@@ -1,4 +1,4 @@
-"""Pins: what somebody wants kept stays, for as long as was said, within a budget for all of them."""
+"""Pins keep a prefix cached until they expire or are removed, within a shared budget."""
 
 import contextlib
 from typing import Any
@@ -18,7 +18,7 @@ INDICES = pytest.mark.parametrize("index", ["radix", "hash"])
 
 @INDICES
 def test_a_pinned_prefix_survives_all_pressure(index: str) -> None:
-    """Reservations, evictions, predicates and clear take everything else."""
+    """`reserve`, `evict`, `evict_if` and `clear` take every page except pinned pages."""
     cache = PrefixCache(8, 2, index=index)
     pages = list(serve(cache, "abcdef"))
     serve(cache, "abxyz")
@@ -41,7 +41,7 @@ def test_a_pinned_prefix_survives_all_pressure(index: str) -> None:
 
 @INDICES
 def test_splits_above_and_inside_a_pin_change_nothing_about_it(index: str) -> None:
-    """Branches come and go at every page; it ends where it ended, and is counted once."""
+    """Node splits along a pinned prefix keep the pin's end and its page count."""
     cache = PrefixCache(32, 2, index=index)
     serve(cache, "abcdefgh")
     pin = cache.pin(key("abcdefgh"), "me")
@@ -58,7 +58,7 @@ def test_splits_above_and_inside_a_pin_change_nothing_about_it(index: str) -> No
 
 
 def test_a_prefix_that_is_cached_in_part_is_pinned_in_part() -> None:
-    """Whole pages that are there now; what comes later is ordinary."""
+    """`pin` covers the whole pages cached now; pages published later are not pinned."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
 
@@ -70,7 +70,7 @@ def test_a_prefix_that_is_cached_in_part_is_pinned_in_part() -> None:
 
 
 def test_all_whole_pages_of_the_key_are_pinned() -> None:
-    """Also the last one, which a lookup of the same key would leave to be computed."""
+    """`pin` includes the last whole page, which a lookup of the same key would not hit."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef")
 
@@ -79,7 +79,7 @@ def test_all_whole_pages_of_the_key_are_pinned() -> None:
 
 
 def test_a_pin_counts_in_no_statistics_and_teaches_no_policy() -> None:
-    """No lookup, no hit, no lease, no recency: the oldest leaf stays the first victim."""
+    """Pinning counts no lookup, hit or lease and does not change recency."""
     cache = PrefixCache(16, 2, policy="lru")
     serve(cache, "abcd")
     serve(cache, "uvwx")
@@ -99,7 +99,7 @@ def test_a_pin_counts_in_no_statistics_and_teaches_no_policy() -> None:
 
 
 def test_pending_pages_are_not_pinned() -> None:
-    """A pin keeps what is computed; its leader may still fail."""
+    """Only computed pages are pinned, because the leader of pending pages may still fail."""
     cache = PrefixCache(16, 2)
     serve(cache, "ab")
     lease, private = begin(cache, "abcdef")
@@ -117,7 +117,7 @@ def test_pending_pages_are_not_pinned() -> None:
 
 
 def test_the_budget_is_a_share_of_the_pool_and_counts_each_page_once() -> None:
-    """Many pins on one prefix cost what one does; nested ones what the longest does."""
+    """Pins that overlap are charged for each page once."""
     cache = PrefixCache(8, 2, max_pinned_share=0.5)
     serve(cache, "abcdef")
     serve(cache, "abxy")
@@ -132,7 +132,7 @@ def test_the_budget_is_a_share_of_the_pool_and_counts_each_page_once() -> None:
 
 
 def test_a_pin_over_budget_is_refused_with_the_numbers() -> None:
-    """What would be pinned and what may be; nothing changed, and there is room after an unpin."""
+    """The error has the pages and the limit, nothing changes, and an unpin makes room."""
     cache = PrefixCache(8, 2, max_pinned_share=0.5)
     serve(cache, "abcdef")
     serve(cache, "uvwx")
@@ -152,7 +152,7 @@ def test_a_pin_over_budget_is_refused_with_the_numbers() -> None:
     ("share", "fits"), [(0.0, 0), (0.24, 1), (0.125, 1), (0.25, 2), (0.5, 4), (1.0, 8)]
 )
 def test_the_share_is_rounded_down_to_whole_pages(share: float, fits: int) -> None:
-    """Of eight pages; 0 allows no pin at all."""
+    """The budget is the share of the pool rounded down to whole pages; 0 allows no pin."""
     cache = PrefixCache(8, 1, max_pinned_share=share)
     serve(cache, "abcdefgh")
     done = 0
@@ -165,7 +165,7 @@ def test_the_share_is_rounded_down_to_whole_pages(share: float, fits: int) -> No
 
 
 def test_a_refused_pin_cuts_no_node() -> None:
-    """A part of a node, over budget: nothing at all has changed, also beside another pin."""
+    """Refusing a pin that ends inside a node changes nothing, also beside another pin."""
     cache = PrefixCache(8, 2, max_pinned_share=0.25)
     serve(cache, "abcdefgh")
     before = state(cache)
@@ -183,14 +183,14 @@ def test_a_refused_pin_cuts_no_node() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
-    """When the cache is made."""
+    """The constructor refuses a max_pinned_share outside 0 to 1."""
     with pytest.raises(ConfigError, match="max_pinned_share"):
         PrefixCache(8, 2, max_pinned_share=share)
 
 
 @INDICES
 def test_pins_never_block_the_rest_of_the_pool(index: str) -> None:
-    """With nothing else held, whatever is not under pins can be reserved at once."""
+    """Every page that is not pinned can be reserved when nothing else is held."""
     for num_pinned in range(1, 5):
         cache = PrefixCache(8, 1, index=index, max_pinned_share=0.5)
         serve(cache, "abcdefg")
@@ -207,7 +207,7 @@ def test_pins_never_block_the_rest_of_the_pool(index: str) -> None:
 @pytest.mark.parametrize("text", ["xyz", "a", "", "aXcd"])
 @pytest.mark.parametrize("namespace", ["", "unknown"])
 def test_what_is_not_cached_cannot_be_pinned(text: str, namespace: str) -> None:
-    """Not a page of it: refused with what to do first, and no namespace is left behind."""
+    """Pinning a prefix without a cached page is refused and creates no namespace."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
     before = state(cache)
@@ -221,7 +221,7 @@ def test_what_is_not_cached_cannot_be_pinned(text: str, namespace: str) -> None:
 
 @pytest.mark.parametrize("ttl", [0, -1.0, float("nan")])
 def test_a_time_to_live_must_be_positive(ttl: float) -> None:
-    """Refused, nothing pinned."""
+    """A ttl of zero, below zero or NaN is refused and pins nothing."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
     before = state(cache)
@@ -233,43 +233,43 @@ def test_a_time_to_live_must_be_positive(ttl: float) -> None:
 
 
 def test_a_pin_ends_once() -> None:
-    """By the pin or its id; a second time, or with an id that is none, it is refused."""
+    """`unpin` takes a pin or its id, and refuses ended pins and unknown ids."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
-    one, other = cache.pin(key("abcd"), "me"), cache.pin(key("abcd"), "me")
-    assert one.id != other.id
+    first, other = cache.pin(key("abcd"), "me"), cache.pin(key("abcd"), "me")
+    assert first.id != other.id
 
-    cache.unpin(one)
+    cache.unpin(first)
     cache.unpin(other.id)
 
-    for pin in (one, other.id, 99):
+    for pin in (first, other.id, 99):
         with pytest.raises(PinError, match="no such pin"):
             cache.unpin(pin)
     assert drained(cache)
 
 
 def test_refusals_are_remembered_within_bounds() -> None:
-    """An explanation knows of a refused pin until hundreds of others were refused."""
+    """`explain` reports a refused pin until hundreds of later refusals replace it."""
     cache = PrefixCache(16, 2, max_pinned_share=0.125)
     serve(cache, "abcdef")
     with pytest.raises(PinError):
         cache.pin(key("abcdef"), "me")
     cache.clear()
-    told = [cache.explain(key("abcdef")).pin_refused]
+    refusals = [cache.explain(key("abcdef")).pin_refused]
 
     for number in range(300):
         serve(cache, "abcdef", str(number))
         with pytest.raises(PinError):
             cache.pin(key("abcdef", str(number)), "me")
         cache.clear()
-    told.append(cache.explain(key("abcdef")).pin_refused)
+    refusals.append(cache.explain(key("abcdef")).pin_refused)
 
-    assert "would be pinned" in told[0]
-    assert told[1] == ""
+    assert "would be pinned" in refusals[0]
+    assert refusals[1] == ""
 
 
 def test_a_pin_of_another_cache_ends_none_here() -> None:
-    """Though both have the same number."""
+    """A pin of another cache is refused even if a pin here has the same id."""
     here, there = PrefixCache(8, 2), PrefixCache(8, 2)
     for cache, text in ((here, "abcd"), (there, "wxyz")):
         serve(cache, text)
@@ -284,7 +284,7 @@ def test_a_pin_of_another_cache_ends_none_here() -> None:
 
 @pytest.mark.parametrize("ttl", ["60", [1]])
 def test_a_time_that_is_no_number_leaves_no_pin(ttl: Any) -> None:
-    """Told before anything is held."""
+    """A ttl that is not a number is refused before any page is pinned."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcd")
 
@@ -298,7 +298,7 @@ def test_a_time_that_is_no_number_leaves_no_pin(ttl: Any) -> None:
 
 
 def test_a_pin_expires_at_its_time() -> None:
-    """Not before; then its pages are ordinary, and unpin says that it is gone."""
+    """At its expiry, not before, a pin's pages become evictable; `unpin` then says it expired."""
     clock = Clock()
     cache = PrefixCache(4, 2, clock=clock)
     serve(cache, "abcd")
@@ -319,7 +319,7 @@ def test_a_pin_expires_at_its_time() -> None:
 
 @pytest.mark.parametrize("call", ["reserve", "evict", "clear", "can_reserve", "evict_if", "pins"])
 def test_an_expired_pin_holds_nothing_back(call: str) -> None:
-    """Each call that has a use for its pages finds them free to go."""
+    """Every call that needs pages first drops expired pins."""
     clock = Clock()
     cache = PrefixCache(4, 2, clock=clock, max_pinned_share=1.0)
     serve(cache, "abcdefgh")
@@ -335,7 +335,7 @@ def test_an_expired_pin_holds_nothing_back(call: str) -> None:
 
 
 def test_a_hit_brings_no_expired_pin_back() -> None:
-    """Its time was over, whether or not anybody had asked since."""
+    """A hit does not revive an expired pin, even if no call has dropped it yet."""
     clock = Clock()
     cache = PrefixCache(8, 2, clock=clock)
     serve(cache, "abcd")
@@ -349,7 +349,7 @@ def test_a_hit_brings_no_expired_pin_back() -> None:
 
 
 def test_a_hit_on_the_whole_prefix_begins_its_time_anew() -> None:
-    """A shorter hit, another branch, a query or another pin does not."""
+    """Only a lookup that hits the whole prefix restarts a pin's ttl."""
     clock = Clock()
     cache = PrefixCache(16, 2, clock=clock)
     serve(cache, "abcdef")
@@ -376,7 +376,7 @@ def test_a_hit_on_the_whole_prefix_begins_its_time_anew() -> None:
 
 
 def test_pins_with_and_without_an_end_live_side_by_side() -> None:
-    """Each ends at its own time, the one for ever does not."""
+    """Each pin on a prefix expires at its own time; a pin without a ttl stays."""
     clock = Clock()
     cache = PrefixCache(16, 2, clock=clock)
     serve(cache, "abcd")
@@ -392,7 +392,7 @@ def test_pins_with_and_without_an_end_live_side_by_side() -> None:
 
 
 def test_pins_are_listed_by_owner() -> None:
-    """Oldest first, all of them without a name."""
+    """`pins` lists an owner's pins, or all pins without an owner, oldest first."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     pins = [cache.pin(key("abcd"), owner) for owner in ("me", "you", "me")]

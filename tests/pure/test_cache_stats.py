@@ -1,4 +1,4 @@
-"""Statistics: every number is a count of something that happened, and can be counted again."""
+"""Statistics: every number counts events and equals a recount."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def look_up(cache: PrefixCache, text: str, times: int = 1) -> None:
 
 
 def test_rates_are_tokens_found_over_tokens_asked_for() -> None:
-    """Over the cache's life, lately, and if nothing were evicted; 0 before the first lookup."""
+    """Total, recent and ideal hit rates are hit tokens over looked-up tokens; 0 without lookups."""
     cache = PrefixCache(8, 2)
     empty = cache.stats()
     assert (empty.hit_rate, empty.recent_hit_rate, empty.ideal_hit_rate) == (0, 0, 0)
@@ -45,7 +45,7 @@ def test_rates_are_tokens_found_over_tokens_asked_for() -> None:
 
 @pytest.mark.parametrize("before", range(6))
 def test_cancelled_lookups_never_count_lately_either(before: int) -> None:
-    """Not even if a generation began while they counted."""
+    """Cancelled lookups leave the recent hit rate, even if a new generation began meanwhile."""
     cache = PrefixCache(64, 2)
     serve(cache, "abcd")
     look_up(cache, "abcde", RECENT_LOOKUPS - 5 + before)
@@ -60,7 +60,7 @@ def test_cancelled_lookups_never_count_lately_either(before: int) -> None:
 
 
 def test_the_recent_rate_forgets() -> None:
-    """It is over the last 512 to 1,024 lookups, whatever came before."""
+    """The recent hit rate covers only the last 512 to 1,024 lookups."""
     cache = PrefixCache(8, 2, log_every=0)
     serve(cache, "abcd")
     seen = []
@@ -80,7 +80,7 @@ def test_the_recent_rate_forgets() -> None:
 @pytest.mark.parametrize("call", ["acquire", "attach"])
 @INDICES
 def test_ab23_a_cancelled_lookup_was_never_counted(call: str, index: str) -> None:
-    """AB23: lookups, tokens, hits, what could have been a hit, the gap, and the hits of nodes."""
+    """AB23: a cancelled lookup leaves every statistic unchanged, node count excepted."""
     clock = Clock()
     cache = PrefixCache(8, 2, index=index, clock=clock)
     serve(cache, "abcdef")
@@ -111,7 +111,7 @@ def vars_of(stats: CacheStats) -> dict[str, object]:
 def test_the_ideal_rate_is_that_of_an_infinite_cache(
     seed: int, index: str, page_size: int, ghost_pages: int | None
 ) -> None:
-    """As long as all that was evicted is remembered; else it is a lower bound, above the rate."""
+    """`ideal_hit_tokens` is an infinite cache's while every eviction is remembered, else lower."""
     random = Random(seed)
     cache = PrefixCache(random.randint(4, 12), page_size, index=index, ghost_pages=ghost_pages)
     traffic = Traffic(cache, random, alone=True)
@@ -120,13 +120,13 @@ def test_the_ideal_rate_is_that_of_an_infinite_cache(
         pass
 
     stored, ideal = set[tuple[bytes, bytes]](), 0
-    for asked in traffic.asked:
+    for prompt in traffic.asked:
         names = [
-            (asked.namespace, asked.atoms[: 4 * end])
-            for end in range(page_size, len(asked) + 1, page_size)
+            (prompt.namespace, prompt.atoms[: 4 * end])
+            for end in range(page_size, len(prompt) + 1, page_size)
         ]
         for at, name in enumerate(names):
-            if name not in stored or (at + 1) * page_size >= len(asked):
+            if name not in stored or (at + 1) * page_size >= len(prompt):
                 break
             ideal += page_size
         stored.update(names)
@@ -145,7 +145,7 @@ def test_the_ideal_rate_is_that_of_an_infinite_cache(
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), index=st.sampled_from(["radix", "hash"]))
 def test_every_page_is_counted_once(seed: int, index: str) -> None:
-    """Free, private and cached pages are all there are; evictions and histograms agree."""
+    """Free, private and cached pages add up to the pool; evictions and histograms agree."""
     random, clock = Random(seed), Clock()
     cache = PrefixCache(random.randint(6, 14), 2, index=index, clock=clock)
     traffic = Traffic(cache, random, clock)
@@ -159,7 +159,7 @@ def test_every_page_is_counted_once(seed: int, index: str) -> None:
         assert stats.evictable_pages <= stats.cached_pages - stats.pinned_pages
         assert stats.num_leases == len(traffic.live)
         assert stats.lookups == len(traffic.asked)
-        assert stats.lookup_tokens == sum(len(asked) for asked in traffic.asked)
+        assert stats.lookup_tokens == sum(len(prompt) for prompt in traffic.asked)
         assert stats.evicted_pages == sum(stats.evictions.values())
         assert stats.residency.total == stats.idle.total == stats.evicted_pages
         assert stats.reuse_gap.total <= stats.lookups
@@ -181,7 +181,7 @@ def evict_for(cache: PrefixCache) -> None:
 def test_evictions_are_counted_by_reason(
     evict: Callable[[PrefixCache], object], reason: str
 ) -> None:
-    """Pages, not nodes; what was withdrawn was not evicted."""
+    """Evicted pages are counted by reason; withdrawn pages are not counted."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcdef")
     lease, private = begin(cache, "uvwx")
@@ -202,7 +202,7 @@ def test_evictions_are_counted_by_reason(
 
 
 def test_ages_are_counted_in_powers_of_two() -> None:
-    """From 1/256 s on, in 24 buckets, of which the last has no end."""
+    """Histograms have 24 power-of-two buckets from 1/256 s on; the last is unbounded."""
     bounds_s = Histogram((0,) * NUM_BUCKETS).bounds_s
     assert bounds_s[:3] == (1 / 256, 2 / 256, 4 / 256)
     assert len(bounds_s) == NUM_BUCKETS - 1
@@ -214,7 +214,7 @@ def test_ages_are_counted_in_powers_of_two() -> None:
 
 
 def test_a_quantile_is_an_upper_bound() -> None:
-    """The end of the bucket in which it lies; infinite in the last, 0 without any counts."""
+    """A quantile is the upper end of its bucket; infinite in the last bucket, 0 without counts."""
     counts = [0] * NUM_BUCKETS
     assert Histogram(tuple(counts)).quantile_s(0.5) == 0
     counts[2], counts[10], counts[-1] = 5, 4, 1
@@ -227,7 +227,7 @@ def test_a_quantile_is_an_upper_bound() -> None:
 
 
 def test_residency_and_idleness_are_in_seconds_by_page() -> None:
-    """From publication, and from the last use, to eviction."""
+    """Residency runs from publication to eviction, idleness from the last use to eviction."""
     clock = Clock()
     cache = PrefixCache(8, 2, clock=clock, policy="lru")
     serve(cache, "abcd")
@@ -249,7 +249,7 @@ def test_residency_and_idleness_are_in_seconds_by_page() -> None:
 
 
 def test_the_gap_before_a_hit_is_counted_by_lookup() -> None:
-    """Since the last use of where it ends; a lookup that finds nothing has none."""
+    """`reuse_gap` counts seconds since the last use of a hit's last node; misses count nothing."""
     clock = Clock()
     cache = PrefixCache(8, 2, clock=clock)
     serve(cache, "abcd")
@@ -266,7 +266,7 @@ def test_the_gap_before_a_hit_is_counted_by_lookup() -> None:
 
 
 def test_pages_that_are_still_in_use_have_a_last_use() -> None:
-    """A hit on what a request has just published, and goes on using, comes after a short gap."""
+    """A hit on pages that their publisher still uses has a short reuse gap."""
     clock = Clock()
     cache = PrefixCache(8, 2, clock=clock)
     publish(cache, "abcd", *begin(cache, "abcd"))
@@ -278,7 +278,7 @@ def test_pages_that_are_still_in_use_have_a_last_use() -> None:
 
 
 def test_what_was_never_computed_is_no_ideal_hit() -> None:
-    """A cache that never evicts would not have had it: withdrawn pages, and pending ones."""
+    """Pending and withdrawn pages are not counted as ideal hits."""
     cache = PrefixCache(16, 2)
     serve(cache, "zz")
     cache.evict(1)
@@ -295,7 +295,7 @@ def test_what_was_never_computed_is_no_ideal_hit() -> None:
 
 @INDICES
 def test_what_was_computed_once_stays_an_ideal_hit(index: str) -> None:
-    """Also when it was evicted, announced again in part, and that was withdrawn."""
+    """Computed pages stay ideal hits after eviction, re-announcement and withdrawal."""
     cache = PrefixCache(16, 2, index=index)
     serve(cache, "abcdefgh")
     cache.clear()
@@ -327,7 +327,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_line_is_logged_every_so_many_lookups(
     log_every: int, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """0 logs none."""
+    """A line is logged every `log_every` lookups; 0 logs nothing."""
     caplog.set_level(logging.INFO, logger="ramify.cache")
     cache = PrefixCache(8, 2, log_every=log_every)
 
@@ -339,7 +339,7 @@ def test_a_line_is_logged_every_so_many_lookups(
 def test_the_line_tells_of_lookups_since_the_last_and_of_pages_now(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Hits and tokens, rates of old and of an infinite cache; used, cached and free pages."""
+    """The line has lookups since the previous line, hit rates, and used, cached and free pages."""
     caplog.set_level(logging.INFO, logger="ramify.cache")
     cache = PrefixCache(10, 2, log_every=2)
     serve(cache, "abcdef")
@@ -362,7 +362,7 @@ def test_the_line_tells_of_lookups_since_the_last_and_of_pages_now(
 
 
 def test_cancelled_lookups_log_nothing_twice(caplog: pytest.LogCaptureFixture) -> None:
-    """A planner that looks everything up twice and cancels once logs as often as one that does not."""
+    """Cancelling every second lookup does not log more often."""
     caplog.set_level(logging.INFO, logger="ramify.cache")
     cache = PrefixCache(8, 2, log_every=10)
 

@@ -1,4 +1,4 @@
-"""Columns stay out of the cyclic garbage collector's sight, and nothing leaks for it."""
+"""Columns are hidden from the cyclic garbage collector, and nothing leaks because of it."""
 
 import gc
 import sys
@@ -34,7 +34,7 @@ def test_no_column_is_traversed_however_long_it_has_become(index: str) -> None:
 
 def num_trees() -> int:
     gc.collect()
-    return sum(type(one) is RadixTree for one in gc.get_objects())
+    return sum(type(obj) is RadixTree for obj in gc.get_objects())
 
 
 def test_a_cache_that_nobody_has_any_more_is_collected() -> None:
@@ -49,7 +49,7 @@ def test_a_cache_that_nobody_has_any_more_is_collected() -> None:
 
 
 def test_a_number_that_is_used_again_has_an_empty_column() -> None:
-    """A policy's own field begins anew with every node, whatever its empty value is."""
+    """A reused node number starts with an empty policy column, whatever its empty value."""
     cache = PrefixCache(4, 4, ghost_pages=0)
     column = cache._store.tree.column(-1, inherited=True)
     serve(cache, 1)

@@ -1,4 +1,4 @@
-"""The pages about the cache core say what is so: their code runs, and no name is left out."""
+"""The documentation of the cache core is true: its code runs, and it names every public name."""
 
 import contextlib
 import gc
@@ -43,26 +43,26 @@ assert not {"torch", "numpy", "transformers"} & set(sys.modules)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a page in one language, in order."""
+    """Return the fenced blocks of a page in `language`, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
 def section(heading: str) -> str:
-    """A part of the reference, from its heading to the next one of any level."""
-    found = re.search(
+    """Return a section of the reference, from its heading to the next heading."""
+    match = re.search(
         rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", REFERENCE, re.DOTALL | re.MULTILINE
     )
-    assert found, f"the reference has no section {heading!r}"
-    return found[1]
+    assert match, f"the reference has no section {heading!r}"
+    return match[1]
 
 
 def named(text: str) -> set[str]:
-    """Every identifier that stands in code font."""
+    """Return every identifier in code font."""
     return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
 
 
 def public_names(kind: type) -> set[str]:
-    """Fields, methods and properties that a user may touch."""
+    """Return the public fields, methods and properties of a class."""
     names = {name for name in vars(kind) if not name.startswith("_")}
     if is_dataclass(kind):
         names |= {field.name for field in fields(kind)}
@@ -70,16 +70,16 @@ def public_names(kind: type) -> set[str]:
 
 
 def signature(name: str, call: Any) -> str:
-    """A call as the reference writes it: names and defaults, no types."""
-    found = inspect.signature(call)
-    shown = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    """Format a call as the reference does: names and defaults, no types."""
+    full = inspect.signature(call)
+    shown = [each.replace(annotation=each.empty) for each in full.parameters.values()]
     without_self = [each for each in shown if each.name != "self"]
-    text = str(found.replace(parameters=without_self, return_annotation=found.empty))
+    text = str(full.replace(parameters=without_self, return_annotation=full.empty))
     return name + re.sub(r"<built-in function (\w+)>", r"time.\1", text)
 
 
 def rows(kind: str) -> dict[str, list[str]]:
-    """The rows of a section's tables of calls: call → its other cells."""
+    """Return the rows of a section's tables of calls: call → its other cells."""
     cells = [line.strip("|").split("|") for line in section(kind).splitlines() if line[:3] == "| `"]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
 
@@ -95,11 +95,11 @@ CALL_SECTIONS = (
 
 
 def call_rows() -> dict[str, list[str]]:
-    """All calls of PrefixCache: call → result, raises, cost."""
-    found: dict[str, list[str]] = {}
+    """Return all calls of PrefixCache: call → result, raises, cost."""
+    calls: dict[str, list[str]] = {}
     for heading in CALL_SECTIONS:  # "Pages" heads a class as well: the first one is meant
-        found |= rows(heading)
-    return found
+        calls |= rows(heading)
+    return calls
 
 
 CALLS = {name: member for name, member in vars(PrefixCache).items() if not name.startswith("_")}
@@ -109,7 +109,7 @@ CALLS = {name: member for name, member in vars(PrefixCache).items() if not name.
 
 
 def test_the_program_runs_without_torch_and_prints_what_the_page_says(tmp_path: Path) -> None:
-    """It has fewer than 60 lines and needs the standard library only."""
+    """The guide's program is short, needs only the standard library and prints what it shows."""
     program = blocks(GUIDE, "python")[0]
     file = tmp_path / "engine.py"
     file.write_text(program, encoding="utf-8")
@@ -130,7 +130,7 @@ def test_the_program_runs_without_torch_and_prints_what_the_page_says(tmp_path: 
 
 
 def test_the_program_meets_everything_that_the_page_tells() -> None:
-    """Requests share, one of them runs out of pages and goes on, and all pages come back."""
+    """Requests share pages, a request restarts after running out, and all pages come back."""
     names: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         exec(blocks(GUIDE, "python")[0], names)
@@ -147,7 +147,7 @@ def test_the_program_meets_everything_that_the_page_tells() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_code_runs(page: str) -> None:
-    """One after the other, in one namespace, with the assertions in them; nothing is left held."""
+    """The code blocks of a page run in order in a shared namespace and leave no lease."""
     names: dict[str, Any] = {}
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -161,7 +161,7 @@ def test_every_block_of_code_runs(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """To a page that is there, and to a heading that it has."""
+    """Every link points to an existing page and heading."""
     lost = []
 
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
@@ -179,7 +179,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """`ramify.cache.__all__`, each under a heading of its own, except for the two tables."""
+    """Each name of `ramify.cache.__all__` has a heading, except for the two tables."""
     headings = set(re.findall(r"^#+ (.+)$", REFERENCE, re.MULTILINE))
     tables = {"POLICIES", "INDICES"} & named(section("Tables"))
 
@@ -190,7 +190,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_reference_has_every_call_with_its_errors_and_its_cost(name: str) -> None:
-    """A row with the call's arguments and defaults, the errors of its docstring, and a cost."""
+    """Each call has a row with its arguments, defaults, documented errors and cost."""
     member = CALLS[name]
     call = name if isinstance(member, property) else signature(name, member)
 
@@ -200,12 +200,12 @@ def test_the_reference_has_every_call_with_its_errors_and_its_cost(name: str) ->
     result, raises, cost = row
     assert result and cost
     docstring = inspect.getdoc(member) or ""
-    told = re.findall(r"^\s+(\w+Error):", docstring.partition("Raises:")[2], re.MULTILINE)
-    assert set(told) <= named(raises)
+    errors = re.findall(r"^\s+(\w+Error):", docstring.partition("Raises:")[2], re.MULTILINE)
+    assert set(errors) <= named(raises)
 
 
 def test_the_reference_has_no_call_that_is_gone() -> None:
-    """Every row of the tables of PrefixCache is a call that it has."""
+    """Every row of the PrefixCache tables names an existing call."""
     gone = [call for call in call_rows() if call.strip("`").partition("(")[0] not in CALLS]
 
     assert not gone
@@ -216,7 +216,7 @@ def test_the_reference_has_no_call_that_is_gone() -> None:
     [name for name in ramify.cache.__all__ if isinstance(getattr(ramify.cache, name), type)],
 )
 def test_the_reference_has_every_member(name: str) -> None:
-    """Fields, properties and methods of each public class; of the tree, only how to make one."""
+    """The reference names the public members of each public class except RadixTree."""
     kind = getattr(ramify.cache, name)
     wanted = set(CALLS) if kind is PrefixCache else public_names(kind)
     text = "".join(map(section, CALL_SECTIONS)) if kind is PrefixCache else last_section(name)
@@ -227,19 +227,19 @@ def test_the_reference_has_every_member(name: str) -> None:
 
 
 def last_section(heading: str) -> str:
-    """Where two parts have one heading, the class comes last."""
+    """Return the last section with this heading, which describes the class."""
     at = REFERENCE.rindex(f"\n### {heading}\n")
     return re.split(r"^#+ ", REFERENCE[at + 5 :], flags=re.MULTILINE)[0]
 
 
 @pytest.mark.parametrize("kind", [PrefixCache, CacheKey, ramify.cache.PageLedger, RadixTree])
 def test_constructors_are_as_the_reference_writes_them(kind: type) -> None:
-    """Arguments, their order and their defaults."""
+    """The reference writes each constructor with its arguments, order and defaults."""
     assert f"`{signature(kind.__name__, kind)}`" in REFERENCE
 
 
 def test_what_has_names_is_named() -> None:
-    """Policies, indices, reasons of evictions and of misses, kinds of events."""
+    """The reference names all policies, indices, eviction and miss reasons, and event kinds."""
     explained = inspect.getdoc(ramify.cache.Explanation) or ""
     reasons = re.findall(r'^- "(\w+)"', explained, re.MULTILINE)
     kinds = re.findall(r'"(\w+)" \(', inspect.getdoc(CacheEvent) or "")
@@ -257,7 +257,7 @@ def test_what_has_names_is_named() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_columns_have_the_bytes_that_the_reference_says(policy: str) -> None:
-    """A node's entries in all columns, counted for each policy."""
+    """The reference gives the bytes per node of all columns for each policy."""
     tree = PrefixCache(8, policy=policy)._store.tree
 
     row = next(line for line in section("Cost").splitlines() if "columns" in line)
@@ -268,11 +268,11 @@ def test_columns_have_the_bytes_that_the_reference_says(policy: str) -> None:
 
 @pytest.mark.parametrize(("index", "num_pages"), [("radix", 1), ("radix", 8), ("hash", 1)])
 def test_nodes_have_the_bytes_that_the_reference_says(index: str, num_pages: int) -> None:
-    """The allocator counts what the formulas say; small dicts and other Pythons differ a little."""
+    """Memory per node, measured with tracemalloc, is within the reference's bounds."""
     page_size, num_nodes = 16, 2_000
     cache = PrefixCache(num_nodes * num_pages, page_size, index=index, log_every=0)
-    told = re.search(rf"`{index}` and `auto`.*\*\*(\d+) to (\d+) \+ 4·S", section("Cost"))
-    assert told
+    bounds = re.search(rf"`{index}` and `auto`.*\*\*(\d+) to (\d+) \+ 4·S", section("Cost"))
+    assert bounds
     gc.collect()
     tracemalloc.start()
 
@@ -294,6 +294,6 @@ def test_nodes_have_the_bytes_that_the_reference_says(index: str, num_pages: int
     atoms = 4 * page_size * (1 + num_pages if index == "radix" else 1)
     # No page ids: they were in the list of free pages before.
     fixed = grown / num_nodes - atoms
-    assert 0.9 * int(told[1]) <= fixed <= 1.15 * int(told[2])
+    assert 0.9 * int(bounds[1]) <= fixed <= 1.15 * int(bounds[2])
     more = re.search(r"up to (\d+) more once it was used again", section("Cost"))
     assert more and used_again / num_nodes <= 1.05 * int(more[1])

@@ -49,7 +49,7 @@ def test_answers_are_those_of_an_engine_without_cache(
     prefix_cache: bool,
     fail_at: set[int],
 ) -> None:
-    """Whatever shares, waits, is preempted, fails or is aborted beside a request.
+    """Answers equal the uncached ones under sharing, waiting, preemption, failures and aborts.
 
     The pool holds the longest request and a few pages more; steps fail now and then.
     """
@@ -63,7 +63,7 @@ def test_answers_are_those_of_an_engine_without_cache(
         prefix_cache=prefix_cache,
         fail_at=fail_at,
     )
-    todo = sorted(enumerate(jobs), key=lambda one: one[1][0])
+    todo = sorted(enumerate(jobs), key=lambda pair: pair[1][0])
     wanted: dict[int, tuple[list[int], int]] = {}
     aborts: dict[int, int] = {}
     step = 0
@@ -96,7 +96,7 @@ def test_answers_are_those_of_an_engine_without_cache(
         scores = output.prompt_logprobs
         if scores is not None and output.token_ids:
             assert scores[0] is None
-            assert [one.token_id for one in scores[1:] if one is not None] == prompt[1:]
+            assert [score.token_id for score in scores[1:] if score is not None] == prompt[1:]
     bench.assert_nothing_leaked()
 
 
@@ -131,7 +131,7 @@ def test_prompt_scores_are_those_of_a_request_alone(
 @pytest.mark.parametrize("budget", [128, 512, 2048, 100_000])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_64_identical_cold_prompts_compute_their_prompt_once(budget: int, page_size: int) -> None:
-    """Submitted at once: 1,000 tokens, and at most a page more for each request."""
+    """64 equal prompts of 1,000 tokens are computed once, plus at most a page per request."""
     bench = Bench(70_000, page_size, max_batch_tokens=budget)
     for _ in range(64):
         bench.add([1 + place % 40 for place in range(1000)], max_tokens=1)
@@ -139,15 +139,15 @@ def test_64_identical_cold_prompts_compute_their_prompt_once(budget: int, page_s
     outputs = bench.run()
 
     assert bench.device.num_computed_tokens <= 1000 + 64 * page_size
-    assert sum(one.cache.computed_tokens for one in outputs.values()) <= 1000 + 64 * page_size
-    assert all(one.cache.prompt_tokens == 1000 for one in outputs.values())
-    assert len({one.token_ids for one in outputs.values()}) == 1
-    assert [one.cache.recomputed_tokens for one in outputs.values()] == [0] * 64
+    assert sum(output.cache.computed_tokens for output in outputs.values()) <= 1000 + 64 * page_size
+    assert all(output.cache.prompt_tokens == 1000 for output in outputs.values())
+    assert len({output.token_ids for output in outputs.values()}) == 1
+    assert [output.cache.recomputed_tokens for output in outputs.values()] == [0] * 64
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_leader_aborted_after_its_second_chunk_costs_one_chunk_at_most(page_size: int) -> None:
-    """The others go on where it stopped."""
+    """Followers go on from the last chunk that the aborted leader published."""
     bench = Bench(70_000, page_size, max_batch_tokens=128)
     keys = [bench.add([1 + place % 40 for place in range(1000)], max_tokens=1) for _ in range(64)]
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_a_leader_aborted_after_its_second_chunk_costs_one_chunk_at_most(page_si
 
 
 def test_a_leader_that_fails_costs_what_it_computed_in_that_step() -> None:
-    """The step is tried again from what was published before it."""
+    """After a failed step, followers continue from what was published before it."""
     bench = Bench(70_000, 16, max_batch_tokens=128, fail_at={3})
     for _ in range(8):
         bench.add([1 + place % 40 for place in range(1000)], max_tokens=1)
@@ -171,14 +171,14 @@ def test_a_leader_that_fails_costs_what_it_computed_in_that_step() -> None:
     outputs = bench.run()
 
     assert bench.device.num_computed_tokens <= 1000 + 8 * 16
-    assert {one.finish_reason for one in outputs.values()} <= {
+    assert {output.finish_reason for output in outputs.values()} <= {
         FinishReason.LENGTH,
         FinishReason.STOP,
     }
 
 
 def test_prompts_that_part_late_share_what_is_common() -> None:
-    """32 questions about one document: the document once, then each question."""
+    """32 questions about a document compute the document once, then each question."""
     bench = Bench(20_000, 16, max_batch_tokens=100)
     document = [1 + place * 7 % 40 for place in range(400)]
     for at in range(32):
@@ -192,7 +192,7 @@ def test_prompts_that_part_late_share_what_is_common() -> None:
 
 
 def test_a_request_that_must_not_read_lets_others_share_behind_it() -> None:
-    """The head of its prompt is cached, so that it can announce nothing: the follower waits."""
+    """A follower waits for a request that recomputes a cached prefix for its prompt logprobs."""
     bench = Bench(4096, 4, max_batch_tokens=512)
     bench.add([5] * 20, max_tokens=1)
     bench.run()
@@ -212,7 +212,7 @@ def test_a_request_that_must_not_read_lets_others_share_behind_it() -> None:
 
 @pytest.mark.parametrize("budget", [4, 8, 64])
 def test_long_decodes_starve_nobody(budget: int) -> None:
-    """While rows and budget last, request n starts after the chunks of those before it, not later.
+    """Prompts behind long decodes get their first token within a bound on the number of steps.
 
     Three decodes run on and on; ten prompts of 20 tokens come. Each step has budget - (running
     decodes) tokens for prompts, so that all of them have their first token within the bound.
@@ -237,7 +237,7 @@ def test_long_decodes_starve_nobody(budget: int) -> None:
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_a_budget_below_the_number_of_requests_is_shared_in_turn(budget: int) -> None:
-    """Running requests never differ by more than one round while all of them decode."""
+    """With fewer budget tokens than 8 requests, each gets a token at least every 9 steps."""
     bench = Bench(4096, 4, max_num_seqs=8, max_batch_tokens=budget)
     for at in range(8):
         bench.add([1 + at], max_tokens=30, ignore_eos=True)
@@ -248,13 +248,13 @@ def test_a_budget_below_the_number_of_requests_is_shared_in_turn(budget: int) ->
             break
         for event in bench.step():
             last[event.request_id] = step
-        for one in bench.core.scheduler.running:
-            assert step - last[one.id] <= 8 + 1
+        for request in bench.core.scheduler.running:
+            assert step - last[request.id] <= 8 + 1
     bench.run()
 
 
 def test_a_long_prompt_does_not_stop_decodes() -> None:
-    """A prompt of many chunks and running decodes: every decode gets its token in every step."""
+    """Every decode emits a token in every step while a long prompt is computed in chunks."""
     bench = Bench(4096, 4, max_batch_tokens=16)
     keys = [bench.add([30 + at], max_tokens=60, ignore_eos=True) for at in range(3)]
     bench.step()
@@ -268,23 +268,23 @@ def test_a_long_prompt_does_not_stop_decodes() -> None:
 
 
 def test_preemption_repeats_work_and_changes_no_answer() -> None:
-    """Four requests in a pool for two: each ends with its tokens, and the report counts."""
+    """Preempted requests keep their answers, and their reports count the recomputed tokens."""
     bench = Bench(48, 4, max_batch_tokens=64)
     prompts = [[1 + at, 2, 3, 4, 5, 6, 7, 8] for at in range(4)]
     keys = [bench.add(prompt, max_tokens=15, ignore_eos=True) for prompt in prompts]
 
     outputs = bench.run()
 
-    preempted = [one for one in outputs.values() if one.metrics.preemptions]
+    preempted = [output for output in outputs.values() if output.metrics.preemptions]
     assert preempted
     assert bench.core.scheduler.num_preemptions == sum(
-        one.metrics.preemptions for one in outputs.values()
+        output.metrics.preemptions for output in outputs.values()
     )
     for key, prompt in zip(keys, prompts, strict=True):
         assert list(outputs[key].token_ids) == expected(prompt, 15, ends=())
     assert outputs[0].metrics.preemptions == 0, "the oldest request is never a victim"
     ideal = sum(len(prompt) + 14 for prompt in prompts)
-    repeated = sum(one.cache.recomputed_tokens for one in outputs.values())
+    repeated = sum(output.cache.recomputed_tokens for output in outputs.values())
     assert bench.device.num_computed_tokens == ideal + repeated
     assert repeated > 0
 
@@ -294,7 +294,7 @@ def test_preemption_repeats_work_and_changes_no_answer() -> None:
 def test_a_pool_of_exactly_one_request_serves_them_one_by_one(
     page_size: int, max_tokens: int
 ) -> None:
-    """The last output token needs no page; a pool that holds the rest is enough."""
+    """A pool without a page for the last output token serves requests in sequence."""
     pool = -(-(10 + max_tokens - 1) // page_size) * page_size
     bench = Bench(pool, page_size)
     prompts = [[at + 1] * 10 for at in range(3)]
@@ -308,7 +308,7 @@ def test_a_pool_of_exactly_one_request_serves_them_one_by_one(
 
 
 def test_a_pool_of_one_page() -> None:
-    """The smallest engine there can be works."""
+    """An engine with a single page works."""
     bench = Bench(1, 1, max_num_seqs=1, max_batch_tokens=1)
     keys = [bench.add([at], max_tokens=1) for at in (1, 2, 3)]
 

@@ -21,7 +21,7 @@ KNOWN = Machine(peak=487e9, bandwidth=48.8e9, value_bytes=4)
 
 
 class FakeClock:
-    """Time that passes only when told."""
+    """A clock that moves only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class FakeClock:
 
 
 def cell(name: str, *totals: float, failed: str = "") -> Cell:
-    """An engine on W1 with given times; its answer names nobody."""
+    """Return a cell of workload W1 with the given total times."""
     made = Cell(Entry(name, name, "ours"), WORKLOADS["W1"], failed=failed)
     for total in totals:
         sample: dict[str, Any] = {"total_s": total, "ttft_s": None, "between_s": None}
@@ -47,26 +47,26 @@ def cell(name: str, *totals: float, failed: str = "") -> Cell:
     [("W1", 0.82), ("W2cold", 0.74), ("W2warm", 0.51), ("W3", 1.95), ("W4", 3.84)],
 )
 def test_rooflines_are_those_computed_elsewhere(workload: str, known_s: float) -> None:
-    """Of model S in float32 on a machine with known limits, by another program."""
-    found = seconds(WORKLOADS[workload].roofline, shape_of("S"), KNOWN)
+    """Rooflines of model S in float32 equal those of an independent program."""
+    bound_s = seconds(WORKLOADS[workload].roofline, shape_of("S"), KNOWN)
 
-    assert found == pytest.approx(known_s, abs=0.03)
+    assert bound_s == pytest.approx(known_s, abs=0.03)
 
 
 def test_a_shared_prefix_is_computed_and_read_once() -> None:
-    """64 requests on one prefix have nearly the roofline of one; with their own they have not."""
+    """A prefix shared by 64 requests costs less than twice the roofline of a single request."""
     shape = shape_of("S")
 
-    one = seconds([Turn(0, 2048, 2064, 1, 1)], shape, KNOWN)
+    single = seconds([Turn(0, 2048, 2064, 1, 1)], shape, KNOWN)
     shared = seconds([Turn(0, 2048, 2064, 64, 1)], shape, KNOWN)
     alone = seconds([Turn(0, 0, 2064, 64, 1)], shape, KNOWN)
 
-    assert one < shared < 2 * one
+    assert single < shared < 2 * single
     assert alone > 40 * shared / 2
 
 
 def test_a_single_request_decodes_at_the_speed_of_memory() -> None:
-    """One step reads all weights and its K/V, and twice the bandwidth halves it."""
+    """The decode roofline of a single request is its weights and K/V read at full bandwidth."""
     shape = shape_of("M")
     turn, empty = Turn(512, 512, 513, 1, 2), Turn(512, 512, 513, 1, 1)
 
@@ -80,7 +80,7 @@ def test_a_single_request_decodes_at_the_speed_of_memory() -> None:
 
 
 def test_a_warm_workload_asks_other_things_about_the_same_prefix() -> None:
-    """W2warm of a repetition has the prefix of its W2cold, other tokens behind it, and no other."""
+    """W2warm reuses the prefix of its repetition's W2cold and asks other questions about it."""
     cold, warm = (task_of(name, 3, 8192).turns[0] for name in ("W2cold", "W2warm"))
     other = task_of("W2cold", 4, 8192).turns[0]
 
@@ -92,23 +92,27 @@ def test_a_warm_workload_asks_other_things_about_the_same_prefix() -> None:
 
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_prompts_have_the_lengths_that_the_roofline_is_of(name: str) -> None:
-    """Requests and tokens of every turn, answers included, as the roofline counts them."""
+    """Each turn has the requests and tokens, answers included, that its roofline assumes."""
     workload = WORKLOADS[name]
 
     task = task_of(name, 0, 8192)
 
     length = 0
     assert len(task.turns) == len(workload.roofline)
-    for asked, turn in zip(task.turns, workload.roofline, strict=True):
-        length += len(asked[0])
-        assert {len(one) for one in asked} == {len(asked[0])}
-        assert (len(asked), length, task.num_new) == (turn.num_requests, turn.prompt, turn.num_new)
+    for prompts, turn in zip(task.turns, workload.roofline, strict=True):
+        length += len(prompts[0])
+        assert {len(prompt) for prompt in prompts} == {len(prompts[0])}
+        assert (len(prompts), length, task.num_new) == (
+            turn.num_requests,
+            turn.prompt,
+            turn.num_new,
+        )
         length += task.num_new
     assert length == workload.request_tokens or name == "W3"
 
 
 def test_an_edited_text_is_the_code_but_for_its_edits() -> None:
-    """As long as all prompts, ends where the code begins again, one token in twelve changed."""
+    """The edited prompt has PROMPT tokens and changes every `EDIT_EVERY`th token of the code."""
     code = until_repeated([*range(100, 340), 105, 106])
 
     prompt = edited(code, random.Random(1), 32000)
@@ -122,12 +126,12 @@ def test_an_edited_text_is_the_code_but_for_its_edits() -> None:
 
 
 def test_ratios_are_of_the_same_repetition() -> None:
-    """A slow phase that meets both sides of a pair leaves its ratio alone."""
+    """A slow phase that covers both sides of a pair does not change its ratio."""
     assert paired_ratios([2.0, 20.0, 200.0], [1.0, 10.0]) == [2.0, 2.0]
 
 
 def test_the_interval_of_ten_values_is_known() -> None:
-    """The sign test's 95 % interval of 10 values is the second and the ninth: 97.9 %."""
+    """For 10 values the sign test's interval is the 2nd to the 9th value, at 97.9 %."""
     interval = median_interval(list(range(10)))
 
     assert (interval.low, interval.mid, interval.high) == (1, 4.5, 8)
@@ -135,18 +139,18 @@ def test_the_interval_of_ten_values_is_known() -> None:
 
 
 def test_too_few_values_say_so() -> None:
-    """Three values cannot give 95 %; the level is what they do give."""
+    """Three values cannot reach 95 %; the interval reports the level that they reach."""
     interval = median_interval([3.0, 1.0, 2.0])
 
     assert (interval.low, interval.high, interval.level) == (1.0, 3.0, 0.75)
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
-    """Of lopsided noise, at least 95 % of the intervals hold the true median."""
+    """At least 95 % of intervals from exponential samples contain the true median."""
     rng = random.Random(1)
     trials = [median_interval([rng.expovariate(1.0) for _ in range(12)]) for _ in range(2000)]
 
-    held = sum(one.low <= 0.6931 <= one.high for one in trials)
+    held = sum(interval.low <= 0.6931 <= interval.high for interval in trials)
 
     assert held / len(trials) > 0.95
 
@@ -155,7 +159,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
 
 
 def noisy_pairs(factor: float, rng: random.Random, count: int) -> tuple[list[float], list[float]]:
-    """Times when one side takes `factor` times as long, on a machine with slow phases.
+    """Return paired times, the first `factor` times longer, from a machine with slow phases.
 
     The phase is that of the pair and may double everything; each side has 4 % of its own.
     """
@@ -172,7 +176,7 @@ def verdict_of(now: list[float], base: list[float]) -> Verdict:
 
 
 def share_failed(factor: float) -> float:
-    """How often a run fails: suspect after 12 pairs, slower after 24 more."""
+    """Return how often a run fails: suspect after 12 pairs and slower after 24 more."""
     rng = random.Random(f"verdict {factor}")
     failed = 0
     for _ in range(400):
@@ -184,18 +188,18 @@ def share_failed(factor: float) -> float:
 
 
 def test_ten_percent_is_found_in_noise() -> None:
-    """A planted 10 % fails nearly always though single times differ by 100 %."""
+    """A planted slowdown of 10 % fails 97 % of runs though single times differ by 100 %."""
     assert share_failed(1.10) > 0.97
 
 
 def test_noise_alone_does_not_fail() -> None:
-    """The same code on both sides, or one that is faster, passes."""
+    """Equal and faster code always passes."""
     assert share_failed(1.0) == 0.0
     assert share_failed(0.9) == 0.0
 
 
 def test_a_median_beyond_the_limit_is_not_enough() -> None:
-    """When pairs contradict each other, a large median is chance."""
+    """A median above the limit is not "slower" when the interval reaches below 1."""
     verdict = judge("c", {"s": [1.2, 0.8, 1.2, 0.8, 1.2, 1.2]}, {"s": [1.0] * 6})[0]
 
     assert verdict.ratio.mid > LIMIT
@@ -203,7 +207,7 @@ def test_a_median_beyond_the_limit_is_not_enough() -> None:
 
 
 def test_an_overtaken_baseline_hides_what_it_was_overtaken_by() -> None:
-    """Twice as fast as the baseline: all that is not slower than double passes, and that is told."""
+    """`hidden` reports the slowdown that a baseline half as fast would let pass."""
     rng = random.Random("overtaken")
     halved = verdict_of(*noisy_pairs(0.5, rng, 12))
     planted = verdict_of(*noisy_pairs(0.55, rng, 12))
@@ -217,24 +221,24 @@ def test_an_overtaken_baseline_hides_what_it_was_overtaken_by() -> None:
 
 @pytest.mark.parametrize("now", [[1.0] * 6, [0.97] * 6, [0.8, 1.2, 0.8, 0.8, 1.2, 0.8], [1.1] * 6])
 def test_a_baseline_that_is_not_clearly_overtaken_hides_nothing(now: list[float]) -> None:
-    """Equal, faster by less than the limit, faster by chance, slower."""
+    """`hidden` is 1 for equal, slightly faster, noisily faster and slower code."""
     assert hidden([verdict_of(now, [1.0] * 6)]) == 1.0
 
 
 def test_other_metadata_is_named() -> None:
-    """A baseline of another machine or version says in what it differs."""
+    """Each difference between a stored baseline and this machine is named."""
     stored = {"model": "S", "versions": {"torch": "2.12.0"}}
 
-    found = mismatches(stored, {"model": "S", "versions": {"torch": "2.13.0"}, "threads": 2})
+    differences = mismatches(stored, {"model": "S", "versions": {"torch": "2.13.0"}, "threads": 2})
 
-    assert found == [
+    assert differences == [
         "versions: the baseline has {'torch': '2.12.0'}, here it is {'torch': '2.13.0'}",
         "threads: the baseline has None, here it is 2",
     ]
 
 
 def test_a_planted_slowdown_is_one() -> None:
-    """A step of 10 ms takes 11 ms, and its answer is the same."""
+    """A step of 10 ms slowed by 1.10 takes 11 ms and returns the same value."""
     clock, ticks = FakeClock(), []
 
     def tick() -> float:
@@ -246,9 +250,9 @@ def test_a_planted_slowdown_is_one() -> None:
         clock.now += 0.010
         return value
 
-    found = slowed(step, 1.10, tick)(7)
+    result = slowed(step, 1.10, tick)(7)
 
-    assert found == 7
+    assert result == 7
     assert clock.now == pytest.approx(0.011, abs=0.0005)
 
 
@@ -256,7 +260,7 @@ def test_a_planted_slowdown_is_one() -> None:
 
 
 def test_time_belongs_to_the_innermost_part() -> None:
-    """A scheduler that asks the cache for 3 s and thinks for 2 s has spent 2."""
+    """Time inside the cache is not counted again for the scheduler that called it."""
     clock = FakeClock()
 
     class Cache:
@@ -291,7 +295,7 @@ def test_time_belongs_to_the_innermost_part() -> None:
 
 
 def test_a_part_that_raises_is_left() -> None:
-    """An error inside a measured call does not leave its part open."""
+    """A measured call that raises still stops its timer."""
     clock = FakeClock()
 
     class Cache:
@@ -313,7 +317,7 @@ def test_a_part_that_raises_is_left() -> None:
 
 
 def test_ratios_refer_to_the_fastest_peer() -> None:
-    """Not to our own variants, nor to a peer that gave no figure."""
+    """Ratios ignore our own variants and peers without a figure."""
     cells = [
         cell("ramify", 1.0, 1.0, 2.0),
         cell("ramify-off", 0.5, 0.5, 0.5),
@@ -329,7 +333,7 @@ def test_ratios_refer_to_the_fastest_peer() -> None:
 
 
 def test_the_table_tells_what_was_not_measured_and_how_often_the_rest_was() -> None:
-    """Spread, repetitions, the ratio and its range, the roofline, and who was too slow."""
+    """The table shows spread, repetitions, ratio, roofline and which engines were too slow."""
     cells = [cell("ramify", 1.0, 2.0, 3.0), cell("peer", 4.0, 4.0), cell("gone", failed="over 9 s")]
 
     lines = table(cells, roofline_s=0.5).splitlines()
@@ -341,7 +345,7 @@ def test_the_table_tells_what_was_not_measured_and_how_often_the_rest_was() -> N
 
 
 def test_answers_are_compared_one_by_one() -> None:
-    """Half of them equal is said as half."""
+    """The share of equal answers is reported: 50 % when half agree."""
     mine, theirs = cell("ramify", 1.0), cell("transformers", 1.0)
     mine.samples[0]["tokens"] = [[1, 2], [3, 4]]
     theirs.samples[0]["tokens"] = [[1, 2], [3, 5]]
@@ -350,7 +354,7 @@ def test_answers_are_compared_one_by_one() -> None:
 
 
 def test_shares_of_a_step_are_medians_of_its_own_wall_time() -> None:
-    """Inside cache and planner: the median over repetitions of their time over that one's."""
+    """Shares of cache and planner are medians over repetitions of time divided by wall time."""
     watched = cell("ramify-watched", 10.0, 20.0, 10.0)
     for sample, cache_s in zip(watched.samples, (0.1, 0.4, 0.2), strict=True):
         sample["facts"] = {"cache_s": cache_s, "planner_s": 0.0}

@@ -1,4 +1,4 @@
-"""The policy "auto": what it learns, and that it counts right; the benchmark says how well."""
+"""The policy "auto": it adapts, and its counts are right; the benchmark measures how well."""
 
 from collections import Counter
 from random import Random
@@ -16,15 +16,15 @@ Trace = list[CacheKey]
 
 
 def replay(cache: PrefixCache, trace: Trace) -> PrefixCache:
-    """Requests one after the other, each computed in full."""
-    for asked in trace:
-        lease = cache.acquire(asked)
+    """Serve the prompts in order, each computed in full; skips those that do not fit."""
+    for prompt in trace:
+        lease = cache.acquire(prompt)
         try:
-            private = list(cache.reserve(len(asked) - len(lease.pages)))
+            private = list(cache.reserve(len(prompt) - len(lease.pages)))
         except OutOfPagesError:
             cache.cancel(lease)
             continue
-        cache.release(cache.publish(lease, asked, private))
+        cache.release(cache.publish(lease, prompt, private))
     return cache
 
 
@@ -44,20 +44,20 @@ def zipf(random: Random, count: int, length: int, first: int = 0) -> Trace:
 
 
 def chats(random: Random, count: int) -> Trace:
-    """Conversations that grow by a turn each time."""
+    """Return the prompts of conversations that grow by a turn each time."""
     live = [[at] for at in range(20)]
     trace = []
     for turn in range(count):
-        one = random.choice(live)
-        one.extend([1000 + turn] * random.randint(1, 4))
-        trace.append(CacheKey(list(one)))
-        if len(one) > 24:
-            one[:] = [2000 + turn]
+        chat = random.choice(live)
+        chat.extend([1000 + turn] * random.randint(1, 4))
+        trace.append(CacheKey(list(chat)))
+        if len(chat) > 24:
+            chat[:] = [2000 + turn]
     return trace
 
 
 def test_auto_learns_a_loop_larger_than_the_pool() -> None:
-    """Where LRU finds nothing, it keeps a part of the loop."""
+    """On a loop where LRU never hits, auto keeps a part of the loop cached."""
     trace = loop(30, 5, 60)
 
     assert hit_rate("lru", 100, trace) == 0
@@ -65,22 +65,22 @@ def test_auto_learns_a_loop_larger_than_the_pool() -> None:
 
 
 def test_auto_adapts_to_another_phase() -> None:
-    """After a loop come prompts of which some are popular, and the loop does not come again."""
+    """After a loop, auto adapts to popular prompts nearly as well as LRU."""
     before, after = loop(30, 5, 60), zipf(Random(3), 3000, 5, first=500)
 
-    told = {}
+    rates = {}
     for policy in ("lru", "auto"):
         cache = replay(PrefixCache(100, 1, policy=policy, log_every=0), before)
         middle = cache.stats().hit_tokens
         replay(cache, after)
-        told[policy] = (cache.stats().hit_tokens - middle) / (5 * len(after))
+        rates[policy] = (cache.stats().hit_tokens - middle) / (5 * len(after))
 
-    assert told["auto"] > told["lru"] - 0.01
+    assert rates["auto"] > rates["lru"] - 0.01
 
 
 @pytest.mark.parametrize("num_pages", [40, 100, 250])
 def test_auto_is_nowhere_worse_than_lru(num_pages: int) -> None:
-    """At most half a point of hit rate below it: popular prompts, chats, loops and all of them."""
+    """The hit rate of auto is at most half a point below LRU's on all kinds of traces."""
     random = Random(1)
     traces = [zipf(random, 2500, 5), chats(random, 2500), loop(60, 5, 30)]
     mixed = [*zipf(random, 1500, 5), *chats(random, 1000), *loop(20, 3, 30, first=700)]
@@ -103,7 +103,7 @@ def test_auto_is_nowhere_worse_than_lru(num_pages: int) -> None:
 def test_auto_knows_of_every_page_that_was_used(
     seed: int, index: str, ghost_pages: int | None
 ) -> None:
-    """Its sums by class and slot are those of the nodes, after any history."""
+    """The policy's page counts by class and slot equal those recounted from the nodes."""
     random = Random(seed)
     cache = PrefixCache(random.randint(6, 12), 2, index=index, ghost_pages=ghost_pages)
     policy, tree = cache._store.policy, cache._tree
@@ -118,7 +118,7 @@ def test_auto_knows_of_every_page_that_was_used(
 
 
 def test_what_is_learned_is_scaled_down_before_it_grows_out_of_range() -> None:
-    """What fades is kept by letting the new count more; the unit changes, no ratio does."""
+    """Rescaling the decayed counts keeps all ratios, and so the hit rate."""
     trace = [*loop(3, 4, 40), *zipf(Random(1), 300, 4, 10)]
     rates = []
     for gain in (1.0, 0.999e9):
@@ -133,7 +133,7 @@ def test_what_is_learned_is_scaled_down_before_it_grows_out_of_range() -> None:
 
 
 def test_reuse_after_a_very_long_time_does_not_break_what_is_learned() -> None:
-    """More reuses than pages at risk, since they came from beyond the last bin: rates stay rates."""
+    """Reuse from beyond the last age bin leaves every hit density non-negative."""
     rare, hot = CacheKey(range(1000, 1005)), CacheKey(range(45))
     new = [CacheKey(range(at, at + 11)) for at in range(5000, 8000, 11)]
     cache = PrefixCache(88, 1, policy="auto", log_every=0)

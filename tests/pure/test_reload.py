@@ -1,4 +1,4 @@
-"""Weights that change under a core: what was computed with the old ones is never read again."""
+"""Weight reload: K/V computed with the old weights is never read again."""
 
 import asyncio
 from array import array
@@ -24,7 +24,7 @@ EPOCH = b"new weights"
 
 
 class Aging:
-    """A fake device that marks pages with the weights that wrote them."""
+    """A fake device that marks each slot with the weights that wrote it and checks every read."""
 
     def __init__(self, device: FakeExecutor) -> None:
         self.device, self.epoch = device, b""
@@ -63,7 +63,7 @@ def aging(bench: Bench) -> Aging:
 @pytest.mark.parametrize("num_steps", range(7))
 @pytest.mark.parametrize("budget", [5, 512])
 def test_live_requests_go_on_with_new_keys_and_values(num_steps: int, budget: int) -> None:
-    """At every point of a prompt in chunks, of branches, of a queue; each tenant for itself."""
+    """Requests in any state, of any tenant, recompute their K/V and keep their answers."""
     bench = Bench(max_batch_tokens=budget, max_num_seqs=4)
     device = aging(bench)
     first = bench.add(PROMPT, max_tokens=9, ignore_eos=True)
@@ -87,7 +87,7 @@ def test_live_requests_go_on_with_new_keys_and_values(num_steps: int, budget: in
 
 
 def test_no_prefix_is_found_across_epochs() -> None:
-    """Nor after two changes; the old pages are there until they are evicted."""
+    """A prompt never hits pages of older weights, which stay cached until evicted."""
     bench = Bench()
     device = aging(bench)
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_no_prefix_is_found_across_epochs() -> None:
 
 
 def test_weights_that_cannot_be_put_in_change_nothing() -> None:
-    """The requests go on as if nobody had asked."""
+    """If loading the weights raises, live requests go on unchanged."""
     bench = Bench()
     request = bench.add(PROMPT, max_tokens=4, ignore_eos=True)
     bench.step()
@@ -117,7 +117,7 @@ def test_weights_that_cannot_be_put_in_change_nothing() -> None:
 
 
 def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> None:
-    """What `reload_weights` does for running="finish" in an engine that serves."""
+    """`call_when_idle` runs after the live requests and before those that arrive later."""
     made = AsyncBench(closed=True)
     device = Aging(made.bench.device)
     made.gate.device = device  # type: ignore[assignment]
@@ -139,15 +139,15 @@ def test_when_idle_means_after_the_requests_of_now_and_before_later_ones() -> No
             assert await changed == 0
             outputs = [await before.whole(), await later]
             assert outputs[1].cache.read_tokens == 0
-            for one in outputs:
-                assert list(one.token_ids) == expected(PROMPT, 20, ends=())
+            for output in outputs:
+                assert list(output.token_ids) == expected(PROMPT, 20, ends=())
 
     run(main(made.llm))
     made.assert_nothing_left()
 
 
 def test_whoever_waits_for_other_weights_waits_in_the_queue() -> None:
-    """`max_waiting` holds while requests are kept back: one more is refused at once."""
+    """`max_waiting` holds during a reload: the excess of held-back requests is refused at once."""
     made = AsyncBench(closed=True, options={"max_waiting": 2})
 
     async def main(llm: AsyncLLM) -> None:
@@ -160,20 +160,20 @@ def test_whoever_waits_for_other_weights_waits_in_the_queue() -> None:
             later = [asyncio.create_task(llm.generate(PROMPT, params)) for _ in range(4)]
             await asyncio.sleep(0)
             made.gate.open()
-            found = await asyncio.gather(*later, return_exceptions=True)
+            results = await asyncio.gather(*later, return_exceptions=True)
             await changed
             await before.whole()
-            assert [type(one) for one in found[2:]] == [OverloadedError] * 2
-            for one in found[:2]:
-                assert isinstance(one, RequestOutput)
-                assert list(one.token_ids) == expected(PROMPT, 3, ends=())
+            assert [type(result) for result in results[2:]] == [OverloadedError] * 2
+            for result in results[:2]:
+                assert isinstance(result, RequestOutput)
+                assert list(result.token_ids) == expected(PROMPT, 3, ends=())
 
     run(main(made.llm))
     made.assert_nothing_left()
 
 
 def test_a_pin_may_expire_while_the_weights_change() -> None:
-    """Time goes on with every look at the clock: the reload is done all the same."""
+    """A pin that expires during the reload does not stop it."""
     for early in range(1, 5):
         bench = Bench()
         llm, core = LLM.from_core(bench.core), bench.core

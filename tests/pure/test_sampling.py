@@ -1,4 +1,4 @@
-"""From logits to a token: against counting, for distributions that one can compute by hand."""
+"""Sampling, from logits to a token, compared with distributions computed by hand."""
 
 import math
 from collections import Counter
@@ -38,7 +38,7 @@ def row(*probabilities: float) -> Row:
 
 
 def kept(logits: Row, *, count: int = 400, **options: float | None) -> set[int]:
-    """The tokens that come up in many draws."""
+    """Return the tokens that `count` draws with different seeds give."""
     return {draw(logits, seed=seed, **options) for seed in range(count)}  # type: ignore[arg-type]
 
 
@@ -49,7 +49,7 @@ ROWS = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 def test_temperature_zero_takes_the_likeliest(
     values: list[float], top_k: int | None, top_p: float
 ) -> None:
-    """Whatever top_k, top_p and the seed are; equal logits go to the lowest id."""
+    """Temperature 0 takes the largest logit, lowest id on ties, whatever top_k, top_p and seed."""
     logits = np.array(values, np.float32)
 
     token = draw(logits, temperature=0.0, top_k=top_k, top_p=top_p, seed=len(values))
@@ -61,7 +61,7 @@ def test_temperature_zero_takes_the_likeliest(
 def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(
     values: list[float], seed: int, temperature: float
 ) -> None:
-    """One candidate is left: the likeliest, the lowest id among equals."""
+    """top_k=1 and a tiny top_p leave the likeliest token, the lowest id on ties."""
     logits = np.array(values, np.float32)
     greedy = values.index(max(values))
 
@@ -74,12 +74,12 @@ def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(
     [(0.3, {0}), (0.45, {0}), (0.6, {0, 1}), (0.75, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2})],
 )
 def test_the_nucleus_keeps_the_token_that_crosses(top_p: float, tokens: set[int]) -> None:
-    """Of .5, .3 and .2, a mass of .6 needs the first two."""
+    """The nucleus includes the token that reaches top_p: of .5, .3, .2, top_p=.6 keeps two."""
     assert kept(row(0.5, 0.3, 0.2), top_p=top_p) == tokens
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
-    """Of .5 and .3 the first has 5/8: enough for .6, not for .7."""
+    """top_p applies after top_k: of .5 and .3 the first has 5/8, enough for .6 but not for .7."""
     logits = row(0.5, 0.3, 0.2)
 
     assert kept(logits, top_k=2, top_p=0.6) == {0}
@@ -87,7 +87,7 @@ def test_top_p_is_a_share_of_what_top_k_left() -> None:
 
 
 def test_top_k_breaks_ties_by_the_lower_id() -> None:
-    """Exactly k tokens are kept, also when more are equal."""
+    """top_k keeps exactly k tokens; ties go to the lower id."""
     logits = np.array([1, 2, 2, 2, 0], np.float32)
 
     assert kept(logits, top_k=2) == {1, 2}
@@ -99,7 +99,7 @@ def test_top_k_breaks_ties_by_the_lower_id() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("by", ["seed", "position"])
 def test_draws_follow_the_distribution(temperature: float, by: str) -> None:
-    """Chi-square over 10,000 draws, by seed at one position and by position for one seed."""
+    """10,000 draws over seeds, or over positions, pass a chi-square test."""
     weights = np.array([0.35, 0.25, 0.2, 0.1, 0.06, 0.04]) ** (1 / temperature)
     share = weights / weights.sum()
     logits, count = row(0.35, 0.25, 0.2, 0.1, 0.06, 0.04), 10_000
@@ -117,7 +117,7 @@ def test_draws_follow_the_distribution(temperature: float, by: str) -> None:
 def test_a_draw_is_inversion_of_the_distribution(
     values: list[float], seed: int, top_p: float
 ) -> None:
-    """The same token as a plain loop over the probabilities, by ids."""
+    """`draw` gives the token of a plain inversion loop over the nucleus by token id."""
     logits = np.array(values, np.float32)
     ranked = sorted(range(len(values)), key=lambda at: (-logits[at], at))
     weights = [math.exp(float(logits[at]) - float(logits.max())) for at in ranked]
@@ -142,19 +142,19 @@ def test_a_draw_is_inversion_of_the_distribution(
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30, 1e-6])
 def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> None:
-    """Warnings are errors here: nothing overflows, nothing is divided into NaN."""
+    """A tiny temperature is greedy without overflow or NaN; warnings are errors here."""
     logits = np.array([-1e30, 3.0, 80.0, 79.9], np.float32)
 
     assert kept(logits, temperature=temperature, count=20) == {2}
 
 
 def test_a_huge_temperature_is_uniform() -> None:
-    """All tokens come up, none by overflow."""
+    """At a huge temperature every token is drawn, without overflow."""
     assert kept(np.array([-80, 0, 80], np.float32), temperature=1e300) == {0, 1, 2}
 
 
 def test_a_forbidden_token_is_never_drawn() -> None:
-    """A logit of minus infinity has no mass."""
+    """A logit of minus infinity is never drawn."""
     logits = np.array([-np.inf, 1.0, -np.inf, 1.0], np.float32)
 
     assert kept(logits, temperature=5.0) == {1, 3}
@@ -162,7 +162,7 @@ def test_a_forbidden_token_is_never_drawn() -> None:
 
 
 def test_the_number_depends_on_seed_and_position_only() -> None:
-    """It is the same whatever was drawn before, and another one for every pair."""
+    """The random number depends only on seed and position, and differs for every pair."""
     first = [philox_uniform(seed, position) for seed in range(40) for position in range(40)]
 
     np.random.default_rng(0).random(100)
@@ -177,15 +177,15 @@ def test_the_number_depends_on_seed_and_position_only() -> None:
 
 @given(values=ROWS, num_top=st.integers(0, 50))
 def test_logprobs_are_natural_and_sorted(values: list[float], num_top: int) -> None:
-    """They sum to one; `top` has min(n, vocabulary) entries, ties by the lower id."""
+    """Log probabilities sum to 1; `top` has min(n, vocabulary) entries, ties by the lower id."""
     logits = np.array(values, np.float32)
     scores = log_softmax(logits)
     ranked = sorted(range(len(values)), key=lambda at: (-scores[at], at))
 
-    found = token_logprob(logits, len(values) - 1, num_top)
+    actual = token_logprob(logits, len(values) - 1, num_top)
 
     assert math.isclose(float(np.exp(scores).sum()), 1.0, rel_tol=1e-12)
-    assert type(found.logprob) is float
-    assert found.logprob == scores[-1]
-    assert list(found.top) == ranked[:num_top]
-    assert all(found.top[at] == scores[at] for at in found.top)
+    assert type(actual.logprob) is float
+    assert actual.logprob == scores[-1]
+    assert list(actual.top) == ranked[:num_top]
+    assert all(actual.top[at] == scores[at] for at in actual.top)

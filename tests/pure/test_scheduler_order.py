@@ -1,4 +1,4 @@
-"""Who comes first: least work with ageing, priorities, tenants, and a cost that no queue changes."""
+"""Admission order: least work with ageing, priorities, tenants, and bounded cost per step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +23,8 @@ from tests.pure.engine_bench import Bench, expected
 
 
 def begun(bench: Bench, keys: Sequence[int]) -> list[int]:
-    """Those of some live requests that are not waiting, in the order of their ids."""
-    waiting = {one.id for one in bench.core.scheduler.waiting}
+    """Return the `keys` of requests that have left the waiting queue, in the given order."""
+    waiting = {request.id for request in bench.core.scheduler.waiting}
     return [key for key in keys if key not in waiting]
 
 
@@ -48,11 +48,11 @@ def test_of_those_that_come_together_the_least_uncached_work_is_first() -> None:
 
 @pytest.mark.parametrize("num_queued", [0, 40, 200])
 def test_short_warm_prompts_pass_a_long_cold_one_for_a_bounded_time(num_queued: int) -> None:
-    """More short work comes than can be done, and goes first just until the clock says no.
+    """Short warm prompts overtake a long cold prompt until the clock reaches its rank.
 
-    The clock counts computed tokens. Who comes when it has reached the long prompt's rank (when it
-    came, and its length) or later is begun later, however long the queue is: the order never
-    changes to another.
+    The clock counts computed tokens. The long prompt's rank is the clock at its arrival plus its
+    length. A request that arrives at or after that rank starts after the long prompt, however
+    long the queue is.
     """
     bench = Bench(20_000, 4, max_num_seqs=4, max_batch_tokens=32)
     bench.add([7] * 40, max_tokens=1)
@@ -79,7 +79,7 @@ def test_short_warm_prompts_pass_a_long_cold_one_for_a_bounded_time(num_queued: 
 
 
 def test_eb15_decodes_that_fill_the_budget_keep_no_prompt_out() -> None:
-    """Rows are free and each running request takes its token: six of six begin in a bounded time.
+    """Prompts start in bounded time although running decodes fill the whole token budget.
 
     An eighth of the budget is for prompts: 24 tokens each take 24 steps, one after the other.
     """
@@ -103,7 +103,7 @@ def test_eb15_decodes_that_fill_the_budget_keep_no_prompt_out() -> None:
 
 
 def test_yb23_prompts_stop_no_decode_and_a_shortage_of_pages_ends_nobody() -> None:
-    """Every decode has its token in every step, though prompts come that fill steps and pool."""
+    """Every decode emits a token in every step while prompts fill the budget and the pool."""
     bench = Bench(400, 4, max_batch_tokens=24)
     decoding = [bench.add([30 + at], max_tokens=40, ignore_eos=True) for at in range(3)]
     bench.step()
@@ -119,7 +119,7 @@ def test_yb23_prompts_stop_no_decode_and_a_shortage_of_pages_ends_nobody() -> No
 
 
 def test_a_short_prompt_passes_a_long_one_that_is_part_way() -> None:
-    """It has its answer in the next step, and the long one goes on with what is left."""
+    """A short prompt is answered in the next step; the long prompt gets the remaining budget."""
     bench = Bench(8000, 4, max_batch_tokens=64)
     long = bench.add([1] * 1500, max_tokens=1)
     bench.step()
@@ -138,7 +138,7 @@ def test_a_short_prompt_passes_a_long_one_that_is_part_way() -> None:
 
 
 def test_prompts_are_not_cut_into_slivers() -> None:
-    """Long chunks end on page boundaries; a few tokens left over are no piece of another prompt."""
+    """Non-final chunks have at least 64 tokens, and long chunks end on page boundaries."""
     bench = Bench(8000, 16, max_batch_tokens=512)
     bench.add([30], max_tokens=30, ignore_eos=True)
     bench.step()
@@ -146,12 +146,14 @@ def test_prompts_are_not_cut_into_slivers() -> None:
         bench.add([1 + at] * 900, max_tokens=1)
     chunks: list[tuple[int, int]] = []
     while bench.core.has_unfinished:
-        before = {one.id: one.sequence.num_computed for one in bench.core.scheduler.running}
+        before = {
+            request.id: request.sequence.num_computed for request in bench.core.scheduler.running
+        }
         bench.step()
-        for one in bench.core.scheduler.running:
-            if one.sequence.num_uncomputed > 1:
-                start = before.get(one.id, 0)
-                chunks.append((start, one.sequence.num_computed - start))
+        for request in bench.core.scheduler.running:
+            if request.sequence.num_uncomputed > 1:
+                start = before.get(request.id, 0)
+                chunks.append((start, request.sequence.num_computed - start))
 
     assert chunks
     assert min(length for _, length in chunks if length) >= 64
@@ -159,12 +161,12 @@ def test_prompts_are_not_cut_into_slivers() -> None:
 
 
 def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
-    """Thousands of tenants, namespaces and parked followers later, every list is short."""
+    """Queues and tables stay short after thousands of tenants, namespaces and parked followers."""
     bench = Bench(400, 4, max_num_seqs=4, max_batch_tokens=32)
     for at in range(300):
         tenant, params = f"tenant {at}", SamplingParams(max_tokens=2)
         prompts = [[1 + at % 40] * 20 + [part] for part in range(4)]
-        keys = [bench.core.add_request(one, params, tenant=tenant) for one in prompts]
+        keys = [bench.core.add_request(prompt, params, tenant=tenant) for prompt in prompts]
         if at % 3 == 0:
             bench.core.abort(keys[3])
         for _ in range(6):
@@ -180,11 +182,13 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert not core.planner._awaiting_leader
     assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
     assert len(queue._tenants) <= 2 * SPARE_TENANTS
-    assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_TENANTS
+    assert (
+        sum(len(tenant_queue.heap) for tenant_queue in queue._tenants.values()) <= 2 * SPARE_TENANTS
+    )
 
 
 def test_nothing_is_kept_of_tenants_that_came_once() -> None:
-    """Each is served and never seen again: the clock of those that wait stands still."""
+    """Tenants that send a single request are forgotten, though the queue's clock stands still."""
     bench = Bench()
     for at in range(400):
         bench.core.add_request([1 + at % 40] * 5, SamplingParams(max_tokens=1), tenant=f"{at}")
@@ -196,7 +200,7 @@ def test_nothing_is_kept_of_tenants_that_came_once() -> None:
 
 @pytest.mark.parametrize("num_tenants", [1, 700])
 def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None:
-    """While nobody can be admitted, thousands come and go; then the order is as ever."""
+    """Thousands of aborted waiting requests leave the queue short and its order unchanged."""
     bench = Bench(max_num_seqs=1)
     bench.add([1], max_tokens=200, ignore_eos=True)
     bench.step()
@@ -208,7 +212,9 @@ def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None
         bench.core.abort(gone)
 
     queue = bench.core.scheduler.waiting
-    assert sum(len(one.heap) for one in queue._tenants.values()) <= 2 * SPARE_ENTRIES
+    assert (
+        sum(len(tenant_queue.heap) for tenant_queue in queue._tenants.values()) <= 2 * SPARE_ENTRIES
+    )
     assert len(queue._tenant_heap) <= SPARE_ENTRIES + 2
     assert len(queue._tenants) <= SPARE_ENTRIES + 2 * SPARE_TENANTS
     ended = [event.request_id for _ in range(210) for event in bench.step() if event.output]
@@ -219,7 +225,7 @@ def test_nothing_is_kept_of_those_that_gave_up_waiting(num_tenants: int) -> None
 
 
 def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -> None:
-    """However much longer its prompt is; and one class is worth PRIORITY_TOKENS, no more."""
+    """A higher priority goes first whatever its length; each level is worth PRIORITY_TOKENS."""
     queue = WaitingQueue()
     bench = Bench()
     for prompt, priority in (([1], 0), ([2] * 900, 1), ([3], -1), ([4] * 9, 1)):
@@ -227,23 +233,23 @@ def test_a_larger_priority_goes_first_and_costs_a_smaller_one_a_bounded_wait() -
     requests = list(bench.core.scheduler.waiting)
     assert drained(bench.core.scheduler.waiting) == [3, 1, 0, 2]
 
-    for one, came in zip(requests, (0, PRIORITY_TOKENS + 1000, 0, 0), strict=True):
-        one.virtual_arrival = came - PRIORITY_TOKENS * one.priority
-        queue.add(one, len(one.prompt_ids))
+    for request, came in zip(requests, (0, PRIORITY_TOKENS + 1000, 0, 0), strict=True):
+        request.virtual_arrival = came - PRIORITY_TOKENS * request.priority
+        queue.add(request, len(request.prompt_ids))
 
     assert drained(queue) == [3, 0, 1, 2]
 
 
 def drained(queue: WaitingQueue) -> list[int]:
-    found = []
-    while (one := queue.peek()) is not None:
-        queue.admit(one)
-        found.append(one.id)
-    return found
+    ids = []
+    while (request := queue.peek()) is not None:
+        queue.admit(request)
+        ids.append(request.id)
+    return ids
 
 
 def test_the_lowest_priority_is_preempted_and_the_first_never() -> None:
-    """Of four that outgrow the pool, those of priority 0 go back; the first that came stays."""
+    """Four requests outgrow the pool: priority 0 is preempted, the first arrival never is."""
     bench = Bench(48, 4, max_batch_tokens=64)
     keys = [
         bench.add([1 + at] * 4, max_tokens=19, ignore_eos=True, priority=priority)
@@ -260,7 +266,7 @@ def test_the_lowest_priority_is_preempted_and_the_first_never() -> None:
 
 
 def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
-    """Not simply the newest: the one that loses the least."""
+    """Among equal priorities, the request with the least computed work is preempted."""
     bench = Bench(64, 4, max_batch_tokens=64)
     first = bench.add([1] * 8, max_tokens=30, ignore_eos=True)
     little = bench.add([2] * 4, max_tokens=30, ignore_eos=True)
@@ -268,9 +274,9 @@ def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
 
     outputs = bench.run()
 
-    told = [outputs[key].metrics.preemptions for key in (first, little, much)]
-    assert told[0] == told[2] == 0
-    assert told[1] > 0
+    preemptions = [outputs[key].metrics.preemptions for key in (first, little, much)]
+    assert preemptions[0] == preemptions[2] == 0
+    assert preemptions[1] > 0
 
 
 # -- tenants ---------------------------------------------------------------------------------
@@ -278,7 +284,7 @@ def test_of_one_priority_whoever_has_computed_least_is_preempted() -> None:
 
 @pytest.mark.parametrize("num_others", [10, 1000])
 def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_others: int) -> None:
-    """The single one begins with the first row that is free after the one being given away."""
+    """A tenant's only request is admitted after at most one more request of the busy tenant."""
     bench = Bench(8000, 4, max_num_seqs=2, max_batch_tokens=32)
     many = [
         bench.add([1 + at % 40, 3], tenant="many", max_tokens=4, ignore_eos=True, priority=at % 3)
@@ -287,15 +293,15 @@ def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_oth
     for _ in range(6):
         bench.step()
     before = len(begun(bench, many))
-    one = bench.add([2] * 90, tenant="one", max_tokens=2)
+    single = bench.add([2] * 90, tenant="one", max_tokens=2)
 
-    while not begun(bench, [one]):
+    while not begun(bench, [single]):
         bench.step()
 
     assert len(begun(bench, many)) <= before + 1
     for _ in range(90 // 30 + 3):
         bench.step()
-    assert one in bench.outputs
+    assert single in bench.outputs
     for key in many:
         if key not in bench.outputs:
             bench.abort(key)
@@ -303,7 +309,7 @@ def test_a_thousand_requests_of_a_tenant_delay_anothers_by_one_admission(num_oth
 
 
 def test_tenants_are_served_the_same_number_of_tokens() -> None:
-    """One asks for much at a time, the other for little: neither gets more than the other."""
+    """Tenants with long and with short prompts get the same number of tokens."""
     bench = Bench(8000, 4, max_num_seqs=3, max_batch_tokens=32)
     heavy = [bench.add([1 + at % 9] * 100 + [at], tenant="heavy", max_tokens=9) for at in range(40)]
     light = [bench.add([20, at % 49], tenant="light", max_tokens=9) for at in range(400)]
@@ -340,24 +346,26 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
     )
 )
 def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
-    """Of any number of tenants, whatever is charged: each is admitted once, least served first."""
+    """Each request is admitted once, and the least served tenant always goes first."""
     queue, bench = WaitingQueue(), Bench()
     live: dict[int, Request] = {}
     for tenant, cost, job in jobs:
         if job == "add":
             key = bench.add([1], tenant=tenant)
-            one = bench.core.lifecycle.requests[key]
-            queue.add(one, cost)
-            live[key] = one
-        elif (found := queue.peek()) is not None:
-            assert live.pop(found.id) is found
-            lowest = min(queue.key(one)[0] for one in (found, *live.values()))
-            assert queue.key(found)[0] == lowest
-            assert queue.key(found) == min(
-                queue.key(one) for one in (found, *live.values()) if one.tenant == found.tenant
+            request = bench.core.lifecycle.requests[key]
+            queue.add(request, cost)
+            live[key] = request
+        elif (first := queue.peek()) is not None:
+            assert live.pop(first.id) is first
+            lowest = min(queue.key(request)[0] for request in (first, *live.values()))
+            assert queue.key(first)[0] == lowest
+            assert queue.key(first) == min(
+                queue.key(request)
+                for request in (first, *live.values())
+                if request.tenant == first.tenant
             )
-            queue.admit(found)
-            queue.charge(found, cost)
+            queue.admit(first)
+            queue.charge(first, cost)
     assert len(queue) == len(live)
 
     rest = drained(queue)
@@ -370,7 +378,7 @@ def test_whoever_waits_is_first_once(jobs: list[tuple[str, int, str]]) -> None:
 
 
 def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
-    """Nothing is queued; those that can never be served are told that instead."""
+    """A full queue raises OverloadedError; a prompt that never fits raises PromptTooLongError."""
     bench = Bench(max_num_seqs=1, options={"max_waiting": 3}, max_model_len=64)
     for at in range(3):
         bench.add([1 + at], max_tokens=2)
@@ -381,8 +389,8 @@ def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
     with pytest.raises(PromptTooLongError):
         bench.core.add_request([9] * 64, SamplingParams())
 
-    told = caught.value
-    assert (told.num_waiting, told.limit, told.retry_after_s) == (3, 3, 15.0)
+    error = caught.value
+    assert (error.num_waiting, error.limit, error.retry_after_s) == (3, 3, 15.0)
     assert len(bench.run()) == 3
     bench.add([9], max_tokens=1)
     bench.run()
@@ -390,14 +398,14 @@ def test_too_many_waiting_requests_are_refused_with_a_time() -> None:
 
 @pytest.mark.parametrize("options", [{"max_waiting": 0}, {"coalesce_steps": -1}])
 def test_options_outside_their_range_are_refused(options: dict[str, Any]) -> None:
-    """By name."""
+    """The error names the option that is out of range."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         Bench(options=options)
 
 
 @pytest.mark.parametrize("hold", [0, 4])
 def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> None:
-    """Held for up to so many steps while another decodes; at once when nobody does."""
+    """Prompts wait up to `coalesce_steps` steps while another request decodes."""
     bench = Bench(options={"coalesce_steps": hold}, max_batch_tokens=64)
     bench.add([1], max_tokens=40, ignore_eos=True)
     assert bench.step()
@@ -412,11 +420,11 @@ def test_prompts_that_trickle_in_are_computed_together_if_asked(hold: int) -> No
 
     assert with_prompt == (20 if not hold else 4)
     waits = [output.metrics.ttft_s for output in bench.outputs.values()]
-    assert max(one for one in waits if one is not None) <= 1 + hold
+    assert max(wait_s for wait_s in waits if wait_s is not None) <= 1 + hold
 
 
 class CountingMatches:
-    """Counts the lookups of a cache."""
+    """Wraps `bench.core.cache.match` and counts its calls."""
 
     def __init__(self, bench: Bench) -> None:
         self.count, self._match = 0, bench.core.cache.match
@@ -432,7 +440,7 @@ class CountingMatches:
 def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
     num_waiting: int, shared: int
 ) -> None:
-    """With and without free rows, and also when all of them wait for one leader."""
+    """Lookups per step are bounded, with free rows or without, also behind a shared leader."""
     rows = 4
     bench = Bench(4096, 4, max_num_seqs=rows, max_batch_tokens=16)
     for at in range(num_waiting):
@@ -447,7 +455,7 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_requests(
 
 
 def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:
-    """When pages run out, the tenant that runs most gives way, whatever it calls important."""
+    """When pages run out, the tenant that runs most is preempted, whatever its priorities."""
     bench = Bench(pool_tokens=128, page_size=4, max_num_seqs=4)
     ids = []
     for tenant, priority, start in (("a", 9, 1), ("b", 0, 2), ("a", 9, 3), ("a", 9, 4)):
@@ -458,6 +466,6 @@ def test_a_tenants_priorities_do_not_push_its_neighbours_out() -> None:
 
     outputs = bench.run()
 
-    preempted = [outputs[one].metrics.preemptions for one in ids]
+    preempted = [outputs[key].metrics.preemptions for key in ids]
     assert preempted[1] <= 1
     assert sum(preempted) > preempted[1]
