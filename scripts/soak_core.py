@@ -69,28 +69,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next add 1")
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     args = parser.parse_args()
-    asked = args.cells.split(",")
-    if unknown := set(asked) - set(cells):
+    selected = args.cells.split(",")
+    if unknown := set(selected) - set(cells):
         parser.error(f"no such cells: {sorted(unknown)}; there are {cells}")
     if args.operations < 1:
         parser.error(f"--operations {args.operations}, but at least 1 is needed")
 
-    each = -(-args.operations // len(asked))
+    each = -(-args.operations // len(selected))
     outcomes = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        running = [pool.submit(soak, cell, each, args.seed) for cell in asked]
+        running = [pool.submit(soak, cell, each, args.seed) for cell in selected]
         for done in as_completed(running):
-            one = done.result()
-            outcomes.append(one)
-            verdict = f"FAILED\n{one.failure}" if one.failure else "ok"
+            outcome = done.result()
+            outcomes.append(outcome)
+            verdict = f"FAILED\n{outcome.failure}" if outcome.failure else "ok"
             print(
-                f"{one.cell:14} {one.operations:9,} operations {one.seconds:6.0f} s  {verdict}",
+                f"{outcome.cell:14} {outcome.operations:9,} operations {outcome.seconds:6.0f} s  {verdict}",
                 flush=True,
             )
-    total = sum(one.operations for one in outcomes)
-    failed = [one.cell for one in outcomes if one.failure]
+    total = sum(outcome.operations for outcome in outcomes)
+    failed = [outcome.cell for outcome in outcomes if outcome.failure]
     print(
-        f"{total:,} operations, {len(failed)} of {len(asked)} cells failed {failed or ''}".rstrip()
+        f"{total:,} operations, {len(failed)} of {len(selected)} cells failed {failed or ''}".rstrip()
     )
     sys.exit(bool(failed))
 

@@ -54,8 +54,8 @@ def _load_one_pass(_: Path) -> Loaded:
 
 
 ENTRIES = {
-    one.name: one
-    for one in (
+    entry.name: entry
+    for entry in (
         Entry(NATIVE, "**Ramify**, radix tree, as installed (compiled)", load_native, NATIVE),
         Entry(OURS, "**Ramify**, radix tree, plain Python", load_radix),
         Entry("ramify-subscribed", "Ramify, radix, with an event subscriber", load_subscribed),

@@ -89,14 +89,14 @@ def audit(make: Make, page_size: int = PAGE_SIZE, num_pages: int = 64) -> int:
         hit = core.match(request)
         if hit % page_size or hit >= len(prompt):
             raise WrongPagesError(f"request {number}: {hit} of {len(prompt)} tokens hit")
-        found = core.read_pages(request)
-        if len(found) != hit // page_size:
-            raise WrongPagesError(f"request {number}: {len(found)} pages for {hit} tokens")
-        for at, page in enumerate(found):
+        pages = core.read_pages(request)
+        if len(pages) != hit // page_size:
+            raise WrongPagesError(f"request {number}: {len(pages)} pages for {hit} tokens")
+        for at, page in enumerate(pages):
             expected = prompt[at * page_size : (at + 1) * page_size]
             if not np.array_equal(held[page], expected):
                 raise WrongPagesError(f"request {number}: page {page} at {at} has other tokens")
-        compared += len(found)
+        compared += len(pages)
         core.alloc(request)
         core.insert(request)
         whole = np.concatenate([prompt, output])

@@ -42,8 +42,8 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or "unknown"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown"
 
 
 def speed_table(workload: Workload, cells: Sequence[Cell], base: Cell | None) -> str:
@@ -151,27 +151,27 @@ def _shown(value: Any) -> str:
 
 def policy_table(trace: str, found: Sequence[HitRates], infinite: float) -> str:
     """Hit rates by policy and capacity; the best of each column in bold."""
-    best = {size: max(one.rates[size] for one in found) for size in CAPACITIES}
+    best = {size: max(result.rates[size] for result in found) for size in CAPACITIES}
     lines = [
         f"### {trace}",
         "",
         "| policy | " + " | ".join(f"{size // 1_000_000} M tokens" for size in CAPACITIES) + " |",
         "|---|" + "---:|" * len(CAPACITIES),
     ]
-    for one in found:
+    for result in found:
         rates = (
-            f"**{one.rates[size]:.2%}**"
-            if one.rates[size] == best[size]
-            else f"{one.rates[size]:.2%}"
+            f"**{result.rates[size]:.2%}**"
+            if result.rates[size] == best[size]
+            else f"{result.rates[size]:.2%}"
             for size in CAPACITIES
         )
-        lines.append(f"| {one.policy} | " + " | ".join(rates) + " |")
-    if any(one.policy == "auto" for one in found) and len(found) > 1:
+        lines.append(f"| {result.policy} | " + " | ".join(rates) + " |")
+    if any(result.policy == "auto" for result in found) and len(found) > 1:
         fixed = {
-            size: max(one.rates[size] for one in found if one.policy != "auto")
+            size: max(result.rates[size] for result in found if result.policy != "auto")
             for size in CAPACITIES
         }
-        auto = next(one.rates for one in found if one.policy == "auto")
+        auto = next(result.rates for result in found if result.policy == "auto")
         points = (f"{100 * (auto[size] - fixed[size]):+.2f} points" for size in CAPACITIES)
         lines.append("| auto beside the best fixed one | " + " | ".join(points) + " |")
     lines.append(f"| infinite cache | {infinite:.2%}" + " |" * len(CAPACITIES))

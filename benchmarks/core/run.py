@@ -63,8 +63,8 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise WorkerGoneError(self._last_words())
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Give a command and wait."""
@@ -85,8 +85,8 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         # A child's message comes before the one in which its parent mourns it.
-        told = [line for line in said if not line.startswith("the child for ")]
-        return (told or said or ["ended without a word"])[-1]
+        worker_lines = [line for line in said if not line.startswith("the child for ")]
+        return (worker_lines or said or ["ended without a word"])[-1]
 
 
 @dataclass(slots=True)
@@ -160,11 +160,11 @@ def _attempt(cell: Cell, call: Any, command: dict[str, Any]) -> dict[str, Any] |
     if cell.failed:
         return None
     try:
-        found: dict[str, Any] | None = call(**command)
+        reply: dict[str, Any] | None = call(**command)
     except WorkerGoneError as gone:
         cell.failed = f"failed: {gone}"
         return None
-    return found
+    return reply
 
 
 def disagreement(cell: Cell, base: Cell) -> str:

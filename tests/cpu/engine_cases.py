@@ -99,9 +99,9 @@ class RecordingRunner(ModelRunner):
         self.last: list[Tensor] = []
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        found = super().logits(hidden, rows)
-        self.last.append(found.clone())
-        return found
+        logits = super().logits(hidden, rows)
+        self.last.append(logits.clone())
+        return logits
 
 
 @dataclass
@@ -156,7 +156,7 @@ def kv_bits(pool: KVPool, slots: Tensor) -> Tensor:
         plane for layer in range(pool.layout.num_layers) for plane in pool.planes(layer).values()
     ]
     num_slots = (pool.num_pages + 1) * pool.page_size
-    return torch.cat([one.view(num_slots, -1).view(torch.uint8)[slots] for one in planes], 1)
+    return torch.cat([plane.view(num_slots, -1).view(torch.uint8)[slots] for plane in planes], 1)
 
 
 class Engine:
@@ -164,7 +164,7 @@ class Engine:
 
     def __init__(self, model: Model, sizes: Sizes, drafter: Drafter | None = None) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype
-        asked = EngineConfig.of(
+        options = EngineConfig.of(
             page_size=sizes.page_size,
             kv_cache_tokens=sizes.num_pages * sizes.page_size,
             max_batch_tokens=sizes.max_batch_tokens,
@@ -174,7 +174,7 @@ class Engine:
             speculative=sizes.speculative,
         )
         resolved = resolve(
-            asked,
+            options,
             model_max_len=config.max_model_len,
             token_bytes=kv_layout(config).token_bytes(resolve_kv_dtype(model.kv_dtype, dtype)),
             free_memory=0,
@@ -204,7 +204,7 @@ class Engine:
                     outputs[event.request_id] = event.output
         assert not self.core.has_unfinished, "the engine runs for ever"
         self.core.cache.check()
-        return [(outputs[one], self.executor.rows.pop(one)) for one in ids]
+        return [(outputs[request_id], self.executor.rows.pop(request_id)) for request_id in ids]
 
     def cached_kv(self, tokens: Prompt) -> Tensor:
         """All that is cached of the longest prefix: see `kv_bits`."""

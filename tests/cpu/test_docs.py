@@ -30,9 +30,9 @@ def test_every_block_of_code_runs() -> None:
 def test_the_table_has_every_call_of_the_paged_cache() -> None:
     """All that is public, and nothing that is gone."""
     rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
-    told = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    documented = {name for row in rows for name in re.findall(r"`(\w+)", row)}
 
-    assert told == {name for name in vars(RadixAttentionWithPagedKVCache) if name[0] != "_"}
+    assert documented == {name for name in vars(RadixAttentionWithPagedKVCache) if name[0] != "_"}
 
 
 def test_links_lead_somewhere() -> None:

@@ -74,7 +74,7 @@ def unigram(scheme: str, normalizer: str) -> Tokenizer:
     """Its pieces have the texts of its special tokens, too."""
     pieces = [("<unk>", -9.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0)]
     made = tokenizers.Tokenizer(
-        models.Unigram([*pieces, *((one, -5.0) for one in "hievl</s>é")], 0)
+        models.Unigram([*pieces, *((letter, -5.0) for letter in "hievl</s>é")], 0)
     )
     if scheme:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -104,7 +104,7 @@ def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_writt
     for text in texts:
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
 
-        assert [at for at, one in enumerate(ids) if one in (1, 2)] == [0, len(ids) - 1], text
+        assert [at for at, token in enumerate(ids) if token in (1, 2)] == [0, len(ids) - 1], text
         if not (scheme or normalizer or set(text) - set("hievl</s>é")):
             assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{text}</s>"
         alone, ends = tokenizer.encode_with_offsets(tokenizer.escape_special_tokens(text))
@@ -124,7 +124,7 @@ def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
     made.train_from_iterator(
         ["x"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens([one for one in texts if one != "a"])
+    made.add_special_tokens([text for text in texts if text != "a"])
     tokenizer = Tokenizer(made, special_tokens={}, chat_templates={})
     rng = random.Random(str(texts))
     for _ in range(200):

@@ -34,8 +34,8 @@ class Talk:
     """A server whose model gives the answers of a script, whatever it is asked."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        asked = EngineConfig.of(kv_cache_tokens=4096, page_size=PAGE)
-        config = resolve(asked, model_max_len=2048, token_bytes=1, free_memory=0)
+        options = EngineConfig.of(kv_cache_tokens=4096, page_size=PAGE)
+        config = resolve(options, model_max_len=2048, token_bytes=1, free_memory=0)
         vocab = tokenizer.vocab_size
         device = FakeExecutor(config.num_pages, PAGE, vocab_size=vocab, next_token=self._next)
         core = EngineCore(
@@ -52,8 +52,8 @@ class Talk:
         self.service.listeners.append(self.generations.append)
 
     def _next(self, context: Sequence[int]) -> int:
-        told = self.generation_len(context)
-        return self.answer[told] if told < len(self.answer) else END
+        num_generated = self.generation_len(context)
+        return self.answer[num_generated] if num_generated < len(self.answer) else END
 
     def generation_len(self, context: Sequence[int]) -> int:
         """Tokens behind the last place at which an answer begins."""
@@ -75,14 +75,14 @@ class Talk:
 
 def letters(text: str) -> list[int]:
     """Tokens of a text as a tokenizer would not make them: one for each letter."""
-    return [token for one in text for token in TALKER.encode(one, add_special_tokens=False)]
+    return [token for letter in text for token in TALKER.encode(letter, add_special_tokens=False)]
 
 
 def ask(client: TestClient, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    payload: dict[str, Any] = answer.json()
+    return payload
 
 
 def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
@@ -150,8 +150,8 @@ def test_thoughts_that_the_template_drops_are_not_kept(
             "messages": said("Who lives in Rome?"),
             "max_tokens": 500,
         }
-        told = client.post(path, json=body | {"stream": stream})
-        assert told.status_code == 200, told.text
+        response = client.post(path, json=body | {"stream": stream})
+        assert response.status_code == 200, response.text
         num_prompt = len(talk.generations[-1].request.prompt.ids)
         cached = talk.cached_tokens(client)
         messages = [*body["messages"], {"role": "assistant", "content": answer}, *said("And?")]

@@ -23,10 +23,10 @@ def keep(cache: PrefixCache, key: CacheKey) -> None:
 def after(cache: PrefixCache, context: list[int], limit: int = 99) -> list[int]:
     """What a request with this context would guess; a lookup changes nothing that is checked."""
     lease = cache.acquire(CacheKey(context))
-    found = cache.continuation(lease, context[lease.num_tokens :], limit)
+    guess = cache.continuation(lease, context[lease.num_tokens :], limit)
     cache.release(lease)
     cache.check()
-    return found.tolist()
+    return guess.tolist()
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
@@ -179,7 +179,7 @@ def test_every_guess_was_said_before(
     known = [text[: len(text) // page_size * page_size] for text in texts]
     before: Lease = cache.acquire(CacheKey(context))
 
-    found = cache.continuation(before, array("i", context[before.num_tokens :]), 99).tolist()
+    guess = cache.continuation(before, array("i", context[before.num_tokens :]), 99).tolist()
 
     ways = [text[len(context) :] for text in known if text[: len(context)] == context]
-    assert found in ways or (not any(ways) and found == [])
+    assert guess in ways or (not any(ways) and guess == [])

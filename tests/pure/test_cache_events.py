@@ -215,16 +215,16 @@ def test_a_queue_keeps_at_least_one_event(capacity: int) -> None:
 def test_subscribers_do_not_disturb_each_other() -> None:
     """Each has a queue of its own; who has closed is told nothing more, and may close again."""
     cache = PrefixCache(16, 2)
-    one, other = cache.subscribe(), cache.subscribe(1)
+    first, second = cache.subscribe(), cache.subscribe(1)
     serve(cache, "ab")
     serve(cache, "cd")
 
-    assert (len(one.take()), len(other.take()), other.num_dropped) == (2, 1, 1)
-    one.close()
-    one.close()
+    assert (len(first.take()), len(second.take()), second.num_dropped) == (2, 1, 1)
+    first.close()
+    first.close()
     serve(cache, "ef")
 
-    assert (len(one.take()), len(other.take())) == (0, 1)
+    assert (len(first.take()), len(second.take())) == (0, 1)
 
 
 @INDICES
@@ -298,11 +298,11 @@ def test_a_mirror_has_the_caches_content_at_every_moment(
         assert mirror.pages == expected
         assert mirror.digest == snapshot.digest
         assert mirror.sequence == snapshot.sequence
-        told = Mirror(snapshot)
-        assert (told.pages, told.parents) == (mirror.pages, mirror.parents)
-        assert told.namespaces == mirror.namespaces
+        restored = Mirror(snapshot)
+        assert (restored.pages, restored.parents) == (mirror.pages, mirror.parents)
+        assert restored.namespaces == mirror.namespaces
         if at == 15:
-            late, late_mirror = cache.subscribe(sys.maxsize), told
+            late, late_mirror = cache.subscribe(sys.maxsize), restored
         elif late is not None and at % 5 == 0:
             late_mirror.apply(late.take())
             assert late_mirror.pages == expected

@@ -74,7 +74,7 @@ def test_page_hashes_of_content_are_the_same_in_every_process() -> None:
     """Whatever the hash seed, and whatever content the process has seen before."""
     media = [Media(CAT, 1, 3), Media(DOG, 5, 2)]
     key = CacheKey(range(9), "n", media=media, salts=[Salt(0, "s"), Salt(5, "t")])
-    told = []
+    outputs = []
     for seed, others in (("1", 0), ("2", 7)):
         run = subprocess.run(
             [sys.executable, "-c", ELSEWHERE.format(others=others)],
@@ -83,10 +83,10 @@ def test_page_hashes_of_content_are_the_same_in_every_process() -> None:
             capture_output=True,
             text=True,
         )
-        told.append(run.stdout.split())
+        outputs.append(run.stdout.split())
 
-    assert [hashes for hashes, _ in told] == [b"".join(key.page_hashes(3)).hex()] * 2
-    assert told[0][1] != told[1][1]  # numbers of content_atoms, which are not the same
+    assert [hashes for hashes, _ in outputs] == [b"".join(key.page_hashes(3)).hex()] * 2
+    assert outputs[0][1] != outputs[1][1]  # numbers of content_atoms, which are not the same
 
 
 @pytest.mark.parametrize(

@@ -119,28 +119,28 @@ def num_calls(call: Callable[..., object], *arguments: object) -> int:
 @pytest.mark.parametrize("policy", ["auto", "lru", "lfu"])
 def test_pb22_the_cost_of_an_eviction_does_not_grow_with_the_cache(policy: str) -> None:
     """One page, or twenty, of 100 leaves or of 10,000: about the same work, no scan and no sort."""
-    told = []
+    counts = []
     for num_leaves in (100, 10_000):
         cache = PrefixCache(num_leaves, 1, policy=policy, log_every=0)
         for at in range(num_leaves):
             lease = cache.acquire(CacheKey([at]))
             cache.release(cache.publish(lease, CacheKey([at]), cache.reserve(1)))
         cache.evict(1)  # the first one may learn or sort what came before
-        told.append([num_calls(cache.evict, 1), num_calls(cache.evict, 20)])
+        counts.append([num_calls(cache.evict, 1), num_calls(cache.evict, 20)])
 
-    assert told[1][0] <= 1.5 * told[0][0] + 10
-    assert told[1][1] <= 1.5 * told[0][1] + 10
+    assert counts[1][0] <= 1.5 * counts[0][0] + 10
+    assert counts[1][1] <= 1.5 * counts[0][1] + 10
 
 
 def test_ab24_positions_and_slots_are_no_loop_over_tokens() -> None:
     """A batch of 10,000 tokens is built with as many calls as one of 100."""
-    told = []
+    counts = []
     for num_tokens in (100, 10_000):
         table = PagedBlockTable.of([range(num_tokens // 10)], 10)
         extend = Extend(0, 0, 0, num_tokens)
-        told.append(num_calls(AttentionBatch.build, [extend], table))
+        counts.append(num_calls(AttentionBatch.build, [extend], table))
 
-    assert told[1] <= told[0] + 10
+    assert counts[1] <= counts[0] + 10
 
 
 # -- the cache -----------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def test_pb26_errors_are_told_apart_by_type_and_numbers(name: str) -> None:
     assert type(caught.value).__name__ == name
     assert isinstance(caught.value, CacheError | ConfigError | ValueError)
     if isinstance(caught.value, OutOfPagesError):
-        told = caught.value
-        assert (told.asked, told.free, told.evictable, told.total) == (99, 2, 2, 4)
+        error = caught.value
+        assert (error.asked, error.free, error.evictable, error.total) == (99, 2, 2, 4)
 
 
 def test_pb29_names_of_the_package_are_those_of_their_modules() -> None:
@@ -230,9 +230,9 @@ def test_ab12_ids_are_pages_and_slots_are_converted_once(page_size: int) -> None
     """Every page of a batch is one of the pool, every slot lies in the page that the table names."""
     bench = Bench(num_pages=40, page_size=page_size)
     bench.warm(range(20))
-    one = sequence_of([*range(20), *range(50, 60)])
+    sequence = sequence_of([*range(20), *range(50, 60)])
 
-    batch = bench.plan(one)
+    batch = bench.plan(sequence)
 
     pages = batch.block_table[0][batch.block_table[0] >= 0]
     assert pages.max() < 40
@@ -244,12 +244,12 @@ def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
     """What is appended and not yet computed makes no page complete, and names none."""
     bench = Bench(num_pages=16, page_size=4)
     subscription = bench.cache.subscribe()
-    one = sequence_of(range(7))
-    bench.run(one)
-    one.tokens.extend([70, 71, 72])
+    sequence = sequence_of(range(7))
+    bench.run(sequence)
+    sequence.tokens.extend([70, 71, 72])
 
-    bench.plan(one, num_new=[1])
-    assert bench.cache.match(one.key(10)).num_tokens == 4
+    bench.plan(sequence, num_new=[1])
+    assert bench.cache.match(sequence.key(10)).num_tokens == 4
     names = [name for event in subscription.take() for name in event.page_hashes]
 
     assert names == CacheKey(range(7)).page_hashes(4)
@@ -259,12 +259,12 @@ def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
 def test_ab19_a_preempted_sequence_has_a_row_left_to_compute(num_generated: int) -> None:
     """All that it had computed is read again but the last tokens, and it goes on as before."""
     bench = Bench(num_pages=16, page_size=2)
-    one = sequence_of(range(5))
+    sequence = sequence_of(range(5))
     for _ in range(num_generated):
-        one.tokens.extend(bench.run(one))
-    bench.planner.release([one])
+        sequence.tokens.extend(bench.run(sequence))
+    bench.planner.release([sequence])
 
-    again = sequence_of(one.tokens)
+    again = sequence_of(sequence.tokens)
     batch = bench.plan(again)
 
     assert 1 <= batch.num_tokens <= (2 if num_generated else 5)

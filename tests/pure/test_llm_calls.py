@@ -39,7 +39,7 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
         [PROMPT] * 4, asked(1), tenant=["a", "a", "b", ""], salt=["", "x", "", ""]
     )
 
-    assert [one.cache.read_tokens for one in outputs] == [4, 0, 0, 0]
+    assert [output.cache.read_tokens for output in outputs] == [4, 0, 0, 0]
     assert llm.generate(PROMPT, asked(1), priority=3)[0].cache.read_tokens == 4
     with pytest.raises(InvalidParamsError, match="2 values"):
         llm.generate([PROMPT] * 3, tenant=["a", "b"])
@@ -53,18 +53,21 @@ def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
     """Whoever unpacks three things goes on working, with several answers too."""
     llm, _ = made()
     request = llm.add_request(PROMPT, asked(5, n=2, temperature=1.0, seed=3))
-    told: dict[int, list[int]] = {0: [], 1: []}
+    streamed: dict[int, list[int]] = {0: [], 1: []}
     ends = []
 
     while llm.has_unfinished():
         for event in llm.step():
             key, tokens, finished = event
             assert key == request
-            told[event.index] += tokens
+            streamed[event.index] += tokens
             ends.append(finished)
 
     output = llm.take_output(request)
-    assert [list(one.token_ids) for one in output.completions] == [told[0], told[1]]
+    assert [list(completion.token_ids) for completion in output.completions] == [
+        streamed[0],
+        streamed[1],
+    ]
     assert ends.count(True) == 1
     assert ends[-1]
 
@@ -77,13 +80,13 @@ def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT[::-1], PROMPT[2:], PROMPT[3:]], asked(3))
-    told: list[int] = []
+    streamed: list[int] = []
     while llm.has_unfinished():
         for key, tokens, _ in llm.step():
             assert key == mine
-            told += tokens
+            streamed += tokens
 
-    assert told == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
+    assert streamed == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
     assert list(llm.generate(PROMPT[2:], asked(3))[0].token_ids) == expected(PROMPT[2:], 3, ends=())
     assert not bench.core.live
     llm.cache.clear()
@@ -115,11 +118,11 @@ def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
         later.append(llm.generate([[*output.prompt_token_ids, 7]], asked(20))[0].token_ids)
 
     prompts, lengths = [[*PROMPT, k] for k in range(4)], [2, 10, 11, 30]
-    outputs = llm.generate(prompts, [asked(one) for one in lengths], on_finished=on_finished)
+    outputs = llm.generate(prompts, [asked(length) for length in lengths], on_finished=on_finished)
 
     for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
         assert list(output.token_ids) == expected(prompt, length, ends=())
-    assert sorted(later) == sorted(tuple(expected([*one, 7], 20, ends=())) for one in prompts)
+    assert sorted(later) == sorted(tuple(expected([*prompt, 7], 20, ends=())) for prompt in prompts)
     assert not llm.has_unfinished()
     assert not bench.core.live
 
@@ -132,7 +135,7 @@ def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
 
     outputs = llm.generate([PROMPT, [7] * 40, PROMPT[1:]], asked(4))
 
-    assert [type(one.error) for one in outputs] == [type(None), OutOfPagesError, type(None)]
+    assert [type(output.error) for output in outputs] == [type(None), OutOfPagesError, type(None)]
     assert outputs[1].finish_reason is FinishReason.ERROR
     for prompt, output in ((PROMPT, outputs[0]), (PROMPT[1:], outputs[2])):
         assert list(output.token_ids) == expected(prompt, 4, ends=())
@@ -190,12 +193,12 @@ def test_a_bar_is_shown_on_a_terminal_or_when_asked(
 
     llm.generate(prompts, asked(4), progress=progress)
 
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert (f"{len(prompts)}/{len(prompts)}" in told.err) == shown
-    assert bool(told.err) == shown
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (f"{len(prompts)}/{len(prompts)}" in captured.err) == shown
+    assert bool(captured.err) == shown
     if shown:
-        assert f"{4 * len(prompts)} tokens" in told.err.replace("\n", " ")
+        assert f"{4 * len(prompts)} tokens" in captured.err.replace("\n", " ")
 
 
 def test_the_bar_counts_outputs_that_failed() -> None:
@@ -236,7 +239,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[7, i] for i in range(6)], asked(2, n=2), tenant="b")
 
-    assert [one.id for one in bench.core.live] == [mine]
+    assert [request.id for request in bench.core.live] == [mine]
     assert bench.core.scheduler.waiting.num_uncached == len(PROMPT)
     (other,) = llm.generate(PROMPT, asked(2), tenant="b")
     assert list(other.token_ids) == expected(PROMPT, 2, ends=())
@@ -249,12 +252,12 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
 def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
     """Each output once."""
     llm, _ = made()
-    told: list[RequestOutput] = []
+    reported: list[RequestOutput] = []
 
-    outputs = llm.generate([PROMPT, [], [1, 2]], asked(1), on_finished=told.append)
+    outputs = llm.generate([PROMPT, [], [1, 2]], asked(1), on_finished=reported.append)
 
-    assert len(told) == 3
-    assert {id(one) for one in told} == {id(one) for one in outputs}
+    assert len(reported) == 3
+    assert {id(output) for output in reported} == {id(output) for output in outputs}
     assert outputs[1].error is not None
 
 
@@ -287,5 +290,5 @@ def test_old_names_work_and_say_the_new_one(old: str, new: str, call: Any) -> No
     with pytest.warns(DeprecationWarning, match=new) as warned:
         call(Bench())
 
-    assert [str(one.message) for one in warned] == [f"{old} is deprecated; use {new}"]
+    assert [str(warning.message) for warning in warned] == [f"{old} is deprecated; use {new}"]
     assert warned[0].filename == __file__

@@ -67,18 +67,20 @@ class PinMachine(RuleBasedStateMachine):
     )
     def pin(self, text: str, owner: str, ttl: float | None) -> None:
         self.expire()
-        found = text[: self.cache.match(key(text + "!")).num_tokens]
-        would = len(self.pinned() | self.pages([found]))
+        prefix = text[: self.cache.match(key(text + "!")).num_tokens]
+        would = len(self.pinned() | self.pages([prefix]))
         before = state(self.cache)[0].cached_pages, self.cache.pins()
-        if not found or would > self.most:
-            with pytest.raises(PinError, match=f"{would} would be pinned" if found else "no whole"):
+        if not prefix or would > self.most:
+            with pytest.raises(
+                PinError, match=f"{would} would be pinned" if prefix else "no whole"
+            ):
                 self.cache.pin(key(text), owner, ttl)
             assert (state(self.cache)[0].cached_pages, self.cache.pins()) == before
             return
         pin = self.cache.pin(key(text), owner, ttl)
-        assert (pin.key, pin.num_pages, pin.owner) == (key(found), len(found) // 2, owner)
+        assert (pin.key, pin.num_pages, pin.owner) == (key(prefix), len(prefix) // 2, owner)
         end = float("inf") if ttl is None else self.clock.now_s + ttl
-        self.model[pin.id] = (owner, found, ttl, end)
+        self.model[pin.id] = (owner, prefix, ttl, end)
 
     @precondition(lambda self: self.model)
     @rule(who=st.integers(0, 9))
@@ -105,7 +107,9 @@ class PinMachine(RuleBasedStateMachine):
 
     def expire(self) -> None:
         """What is over in the model is over in the cache as soon as anybody asks."""
-        self.model = {at: one for at, one in self.model.items() if one[3] > self.clock.now_s}
+        self.model = {
+            pin_id: entry for pin_id, entry in self.model.items() if entry[3] > self.clock.now_s
+        }
         self.cache.pins()
 
     @invariant()
@@ -113,9 +117,12 @@ class PinMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
-        told = {pin.id: (pin.owner, pin.key, pin.ttl_s, pin.expires_s) for pin in self.cache.pins()}
-        assert told == {
-            at: (owner, key(text), ttl, end) for at, (owner, text, ttl, end) in self.model.items()
+        actual = {
+            pin.id: (pin.owner, pin.key, pin.ttl_s, pin.expires_s) for pin in self.cache.pins()
+        }
+        assert actual == {
+            pin_id: (owner, key(text), ttl, end)
+            for pin_id, (owner, text, ttl, end) in self.model.items()
         }
         pinned, stats = self.pinned(), self.cache.stats()
         assert stats.pinned_pages == len(pinned) <= self.most

@@ -43,14 +43,14 @@ def test_the_tail_goes_first_and_page_by_page(policy: str, index: str) -> None:
     """Of one prompt, whatever the policy: what needs the most before it, first."""
     cache = PrefixCache(8, 2, policy=policy, index=index)
     serve(cache, "abcdefgh")
-    found = []
+    num_matched = []
 
     for _ in range(4):
         assert cache.evict(1) == 1
         cache.check()
-        found.append(cache.match(key("abcdefgh!")).num_pages)
+        num_matched.append(cache.match(key("abcdefgh!")).num_pages)
 
-    assert found == [3, 2, 1, 0]
+    assert num_matched == [3, 2, 1, 0]
 
 
 @EVERY
@@ -92,15 +92,15 @@ def test_no_policy_breaks_the_cache(policy: str, index: str, seed: int) -> None:
 @EVERY
 def test_the_same_traffic_is_served_alike(policy: str) -> None:
     """No clock, hash seed or address decides: two runs agree in every count."""
-    told = []
+    states = []
     for _ in range(2):
         random = Random(7)
         cache = PrefixCache(12, 2, policy=policy, clock=Clock())
         for _ in Traffic(cache, random).run(300):
             pass
-        told.append((cache.stats(), cache._store.ledger._free.tolist()))
+        states.append((cache.stats(), cache._store.ledger._free.tolist()))
 
-    assert told[0] == told[1]
+    assert states[0] == states[1]
 
 
 # -- each of them --------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def test_a_predicate_that_raises_leaves_a_whole_cache() -> None:
     cache = PrefixCache(8, 2, ghost_pages=0)
     for text in ("abcd", "abxy"):
         serve(cache, text)
-    told: list[object] = []
-    cache.observe_evictions(told.append)
+    evicted: list[object] = []
+    cache.observe_evictions(evicted.append)
 
     def fail_at_a_parent(node: Node) -> bool:
         if node.start == 0:
@@ -300,12 +300,12 @@ def test_a_predicate_that_raises_leaves_a_whole_cache() -> None:
         cache.evict_if(fail_at_a_parent)
 
     cache.check()
-    assert len(told) == cache.stats().evicted_pages == 2
+    assert len(evicted) == cache.stats().evicted_pages == 2
 
 
 def test_no_priority_costs_a_look_at_all_others() -> None:
     """A thousand different priorities, or ten: one eviction is about the same work."""
-    told = []
+    num_matched = []
     for num_priorities in (10, 1000):
         cache = PrefixCache(1000, 1, policy="priority", log_every=0)
         for at in range(1000):
@@ -314,6 +314,6 @@ def test_no_priority_costs_a_look_at_all_others() -> None:
             cache.set_priority(CacheKey([at, 0]), at % num_priorities)
         assert len(cache._store.queue._segments) == 1
         cache.evict(1)
-        told.append(cache.match(CacheKey([0, 0])).num_pages)
+        num_matched.append(cache.match(CacheKey([0, 0])).num_pages)
 
-    assert told == [0, 0]
+    assert num_matched == [0, 0]

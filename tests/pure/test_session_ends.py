@@ -343,7 +343,7 @@ def test_an_abort_tells_the_text_that_was_kept_back() -> None:
     async def main() -> None:
         async with made.llm as llm:
             stream = llm.stream(PROMPT, asked(1500, n=2, stop="C@@"))
-            request_id, told = await stream.accepted(), ["", ""]
+            request_id, texts = await stream.accepted(), ["", ""]
             for _ in range(4):
                 await made.gate.arrive()
                 made.gate.allowed.release()
@@ -353,10 +353,10 @@ def test_an_abort_tells_the_text_that_was_kept_back() -> None:
             made.gate.open()
             await ended
             async for event in stream:
-                told[event.index] += event.text
+                texts[event.index] += event.text
                 if event.output is not None:
-                    assert told == [one.text for one in event.output.completions]
-            assert set(told[0]) == {"C"}
+                    assert texts == [completion.text for completion in event.output.completions]
+            assert set(texts[0]) == {"C"}
 
     run(main())
     made.assert_nothing_left()
@@ -423,8 +423,8 @@ def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
             idle = asyncio.wrap_future(llm._engine_thread.call_when_idle(lambda core: None))
             held = [asyncio.create_task(llm.generate([i, 5], asked(1))) for i in range(2)]
             await asyncio.sleep(0.05)
-            for one in held:
-                one.cancel()
+            for task in held:
+                task.cancel()
             await asyncio.gather(*held, return_exceptions=True)
             last = asyncio.create_task(llm.generate([9, 5], asked(1)))
             await asyncio.sleep(0.05)

@@ -98,25 +98,25 @@ class Guessing(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         running: list[Request] = self.bench.core.scheduler.running
-        for one in running:
-            assert one.sequence.num_draft == 0
-            assert one.sequence.tokens.tolist() == [*one.prompt_ids, *one.output_ids]
-            assert len(one.sequence.tokens) < one.max_len
-            assert one.num_accepted_tokens <= one.num_draft_tokens
+        for request in running:
+            assert request.sequence.num_draft == 0
+            assert request.sequence.tokens.tolist() == [*request.prompt_ids, *request.output_ids]
+            assert len(request.sequence.tokens) < request.max_len
+            assert request.num_accepted_tokens <= request.num_draft_tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
         outputs = self.bench.run()
         for request_id, (prompt, params) in self.asked.items():
-            for index, found in enumerate(outputs[request_id].completions):
+            for index, completion in enumerate(outputs[request_id].completions):
                 seed = params.get("seed")
                 num_new = min(params["max_tokens"], 60 - len(prompt))
                 expected = answer(prompt, None if seed is None else seed + index, num_new)
-                whole = found.finish_reason is FinishReason.LENGTH
-                assert whole or found.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
-                told = list(found.token_ids)
-                assert told == (expected if whole else expected[: len(told)])
+                whole = completion.finish_reason is FinishReason.LENGTH
+                assert whole or completion.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+                token_ids = list(completion.token_ids)
+                assert token_ids == (expected if whole else expected[: len(token_ids)])
         drafter = self.bench.core.drafter
         assert isinstance(drafter, AdaptiveDrafter)
         for counts in drafter.counts.values():
