@@ -70,7 +70,7 @@ FIGURES = {  # as judged: as a worker names it
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One cell."""
+    """A benchmark cell: batch size, prompt length and decode length."""
 
     batch: int
     prompt: int
@@ -78,16 +78,16 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As the table writes it."""
+        """The cell's name in the table."""
         return f"batch {self.batch}, prompt {self.prompt}, decode {self.decode}"
 
     @property
     def short(self) -> str:
-        """As --cells takes it."""
+        """The cell's name in --cells."""
         return f"{self.batch}x{self.prompt}x{self.decode}"
 
     def task(self, pair: int, vocab: int) -> Task:
-        """Prompts that no pair before had; the same ones for both sides of a pair."""
+        """Return random prompts that are new in each pair and equal for both sides of a pair."""
         rng = random.Random(f"{self.name} {pair}")
         prompts = [[rng.randrange(3, vocab) for _ in range(self.prompt)] for _ in range(self.batch)]
         return Task([], [prompts], self.decode)
@@ -97,7 +97,7 @@ SHAPES = tuple(Shape(*sizes) for sizes in product((1, 8), (128, 512), (32, 128))
 
 
 def shapes(text: str) -> list[Shape]:
-    """The cells of --cells."""
+    """Parse --cells into the shapes that it names."""
     known = {shape.short: shape for shape in SHAPES}
     for name in text.split(","):
         if name not in known:
@@ -109,7 +109,7 @@ Found = dict[str, dict[str, list[float]]]  # cell → figure → values by pair
 
 
 class Sides:
-    """The processes that take turns: this tree, and the baseline's unless it is to be saved."""
+    """The benchmarked worker processes: this tree, and the baseline's commit unless saving one."""
 
     def __init__(self, args: argparse.Namespace, base: Path | None) -> None:
         folder = write_model(args.scratch, args.model, args.dtype)
@@ -130,7 +130,7 @@ class Sides:
                 raise SystemExit(f"{OURS} cannot be loaded: {reply['absent']}")
 
     def measure(self, shapes: Sequence[Shape], pairs: int) -> list[Found]:
-        """What each side needed; the sides change places from pair to pair."""
+        """Run `pairs` pairs of each shape in alternating order; returns the timings of each side."""
         timings: list[Found] = [{} for _ in self._workers]
         for shape in shapes:
             for pair in range(pairs + 1):  # the first one warms up
@@ -147,13 +147,13 @@ class Sides:
         return timings
 
     def end(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         for worker in self._workers:
             worker.end()
 
 
 def metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """What must agree for a baseline to be comparable."""
+    """Return the settings and versions that must agree for a baseline to be comparable."""
     return {
         "model": TITLES[args.model],
         "dtype": args.dtype,
@@ -172,7 +172,7 @@ def _version(name: str) -> str:
 
 
 def sources_of(revision: str, scratch: Path) -> Path:
-    """`src` of a commit, checked out beside the models; made anew each time."""
+    """Extract `src` of a commit next to the models, replacing an earlier copy; returns its path."""
     tree = scratch / "perf-baseline"
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
@@ -190,7 +190,7 @@ def sources_of(revision: str, scratch: Path) -> Path:
 
 
 def save(args: argparse.Namespace) -> None:
-    """Measure this tree and store it."""
+    """Measure this tree and store the result as the baseline."""
     revision = commit()
     if revision == "no git" or revision.endswith("-dirty"):
         raise SystemExit(f"--save needs a clean commit to return to, and this is {revision}")
@@ -214,7 +214,7 @@ def save(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """This tree beside the baseline; the exit status."""
+    """Measure this tree against the baseline's commit; returns the exit status."""
     if not args.baseline.is_file():
         raise SystemExit(f"{args.baseline} is missing; write it on a clean commit with --save")
     stored = json.loads(args.baseline.read_text("utf-8"))

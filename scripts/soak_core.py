@@ -32,7 +32,7 @@ STEPS = 60  # operations in such a life, at most
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one cell."""
+    """Result of one cell."""
 
     cell: str
     operations: int
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def soak(cell: str, operations: int, first_seed: int) -> Outcome:
-    """Run one cell until so many operations are done, or one was wrong."""
+    """Run one cell until the given number of operations is done or an operation fails."""
     begin = time.monotonic()
     tested, failure, number = machine(*cell.split("/")), "", first_seed
     profile = settings(

@@ -1,4 +1,4 @@
-"""One core through one stream of requests: the clock, the memory, and whether the pages are right."""
+"""Replay a stream of requests on one core: time, memory and correctness of the hit pages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class WrongPagesError(Exception):
 
 
 def serve(core: Core, prompt: Any, output: Any) -> Any:
-    """One request from start to end, off the clock."""
+    """Run one request from start to end, untimed."""
     request = core.prepare(prompt, output)
     core.match(request)
     core.alloc(request)
@@ -120,7 +120,7 @@ def serve(core: Core, prompt: Any, output: Any) -> Any:
 
 
 def resident_mb() -> float | None:
-    """Memory of this process now; None where the system does not tell."""
+    """Resident memory of this process in MB, or None where the system does not report it."""
     return _status_mb("VmRSS:")
 
 
@@ -129,7 +129,7 @@ def _peak_mb() -> float | None:
 
 
 def _reset_peak_mb() -> float | None:
-    """Forget the peak so far; the memory in use now."""
+    """Reset the peak memory counter to the memory in use now."""
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

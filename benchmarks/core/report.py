@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Format benchmark results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core.workloads import Workload
 
 
 def setting(versions: Mapping[str, str]) -> dict[str, str]:
-    """What is needed to read a figure: command, commit, machine, versions."""
+    """Return the command, commit, machine and versions of a benchmark run."""
     here = Path(__file__).parent
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -47,7 +47,7 @@ def _cpu_model() -> str:
 
 
 def speed_table(workload: Workload, cells: Sequence[Cell], base: Cell | None) -> str:
-    """One workload: every core, ours first, absent ones too."""
+    """Format one workload: a row per core, ours first, absent cores included."""
     sizes = next((cell.shape for cell in cells if cell.shape), {})
     served = (
         f"{sizes.get('requests', 0):,} requests, {sizes.get('prompt_tokens', 0):,} prompt and "
@@ -86,7 +86,7 @@ def speed_table(workload: Workload, cells: Sequence[Cell], base: Cell | None) ->
 
 
 def absences(entries: Mapping[str, tuple[Entry, str]]) -> str:
-    """Why a core has no row, for all of them."""
+    """List the reasons why cores have no row."""
     return "\n".join(f"- {entry.title}: absent: {reason}" for entry, reason in entries.values())
 
 
@@ -127,7 +127,7 @@ COLUMNS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def scaling_table(name: str, rows: Sequence[tuple[Entry, Mapping[str, Any]]]) -> str:
-    """One kind of scaling rows, of all cores that have them."""
+    """Format one kind of scaling rows, for the cores that have them."""
     title, columns = COLUMNS[name]
     lines = [
         f"### {title}",

@@ -67,13 +67,13 @@ class PagePool:
 
 
 def pages_of(slots: Any, page_size: int) -> list[int]:
-    """The pages behind whole runs of slots."""
+    """Return the page ids of whole runs of slots."""
     return [int(slot) // page_size for slot in slots[::page_size]]
 
 
 @dataclass(slots=True)
 class TreeRequest:
-    """Token ids in the tree's container, and the slots that belong to them."""
+    """Token ids in the tree's container, and their slots."""
 
     ids: Any
     num_prompt: int
@@ -210,7 +210,7 @@ def wheel(folder: Path, package: str) -> Path:
 
 
 def version_of(folder: Path, name: str) -> str:
-    """The version in the name of an unpacked wheel's metadata folder."""
+    """Return the version in the name of an unpacked wheel's metadata folder."""
     folders = sorted(folder.glob(f"{name}-*.dist-info"))
     return folders[-1].name.removesuffix(".dist-info").partition("-")[2] if folders else "unknown"
 
@@ -293,7 +293,7 @@ def load_mini_sglang(folder: Path) -> Loaded:
 
 
 def _lift(package: str, module: str, *names: str) -> None:
-    """What the package's `__init__`, which is not run, would have imported from its module."""
+    """Set the names in the package that its `__init__`, which is not run, imports from `module`."""
     source = importlib.import_module(module)
     for name in names:
         setattr(sys.modules[package], name, getattr(source, name))

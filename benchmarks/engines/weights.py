@@ -25,7 +25,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def as_float32(values: Any) -> Any:
-    """The same numbers in float32; bfloat16 is its upper half."""
+    """Convert to float32 without loss; a bfloat16 value is the upper half of a float32."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return np.asarray(values)

@@ -1,4 +1,4 @@
-"""Engines built piece by piece around a tiny model, and a record of every logit that they make."""
+"""Engines built around a tiny model, which record every row of logits that they compute."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ Logits = dict[int, Tensor]  # position of the token that is drawn → bits of it
 
 @dataclass(frozen=True)
 class Reference:
-    """What some tokens give alone, cold, in one chunk and without a cache."""
+    """Logits and K/V of tokens computed alone, cold, in one chunk and without a cache."""
 
     logits: Tensor  # bits of the rows that were asked for, [rows, vocab] int32
     kv: Tensor  # of all tokens: see `kv_bits`
@@ -50,7 +50,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine may differ in without changing an answer."""
+    """Engine settings that must not change an answer."""
 
     page_size: int = 16
     num_pages: int = 256
@@ -73,11 +73,11 @@ class Model:
 
     @cached_property
     def references(self) -> dict[tuple[Prompt, int], Reference]:
-        """By tokens and first row; `reference` fills it."""
+        """References by tokens and first row; `reference` fills it."""
         return {}
 
     def with_fault(self, **changes: object) -> "Model":
-        """The same model with another backend, pool or row multiple."""
+        """Return the same model with another backend, pool or row multiple."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -151,7 +151,7 @@ def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:
 
 
 def kv_bits(pool: KVPool, slots: Tensor) -> Tensor:
-    """What is in these slots, in all planes of all layers, scales too: [slots, bytes] uint8."""
+    """Read the bytes of `slots` in all planes of all layers, scales too: [slots, bytes] uint8."""
     planes = [
         plane for layer in range(pool.layout.num_layers) for plane in pool.planes(layer).values()
     ]
@@ -189,7 +189,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], num_new: Sequence[int]
     ) -> list[tuple[RequestOutput, Logits]]:
-        """Answer all prompts in one continuous batch, greedily; the cache is checked after it."""
+        """Answer all prompts greedily in one continuous batch, then check the cache."""
         ids = [
             self.core.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
             for prompt, count in zip(prompts, num_new, strict=True)
@@ -207,7 +207,7 @@ class Engine:
         return [(outputs[request_id], self.executor.rows.pop(request_id)) for request_id in ids]
 
     def cached_kv(self, tokens: Prompt) -> Tensor:
-        """All that is cached of the longest prefix: see `kv_bits`."""
+        """Return the `kv_bits` of the longest cached prefix."""
         cache, pool = self.core.cache, self.executor.runner.pool
         lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespaces.base))
         pages = torch.tensor(lease.pages, dtype=torch.int64)
@@ -217,7 +217,7 @@ class Engine:
 
 
 def reference(model: Model, tokens: Prompt, first_row: int) -> Reference:
-    """See `Reference`; logits from `first_row` on. Everything is computed once per model."""
+    """Return the cached `Reference` of these tokens, with logits from `first_row` on."""
     known = model.references.get((tokens, first_row))
     if known is None:
         known = model.references[tokens, first_row] = cold(model, tokens, first_row)
@@ -225,7 +225,7 @@ def reference(model: Model, tokens: Prompt, first_row: int) -> Reference:
 
 
 def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
-    """See `reference`; nothing is kept."""
+    """Compute a `Reference` without storing it."""
     num_pages = -(-len(tokens) // 16)
     runner = RecordingRunner(model, num_pages, 16)
     table = PagedBlockTable.of([range(num_pages)], 16)
@@ -239,7 +239,7 @@ def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
 def differences(
     model: Model, prompt: Prompt, answer: Prompt, logits: Logits, kv: Tensor
 ) -> Iterator[str]:
-    """How an answer, its logits and what is cached of it (`kv_bits`) differ from the reference."""
+    """List how an answer, its logits and its cached K/V (`kv_bits`) differ from the reference."""
     start = len(prompt)
     assert sorted(logits) == list(range(start, start + len(answer)))
     rows = torch.stack([logits[start + i] for i in range(len(answer))])
@@ -254,7 +254,7 @@ def differences(
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request holds anything, and all that is cached can be evicted."""
+    """Assert that no request holds pages and that the whole cache can be evicted."""
     llm.cache.check()
     stats = llm.cache.stats()
     assert not llm.has_unfinished()

@@ -1,4 +1,4 @@
-"""Sequences that are forked, rolled back and resumed at the planner: each branch as if it were alone.
+"""Sequences forked, rolled back and resumed by the planner have the bits of a cold run each.
 
 Branches share pages, go on with tokens of their own in one batch, have drafts rejected, and run out
 of room. After every step the logits of all its rows, and all K/V of every branch, have the bits of
@@ -49,7 +49,7 @@ MODELS = [
 
 @dataclass(frozen=True)
 class Round:
-    """Something that happens to a branch, and then a step of all that have something to compute."""
+    """An action on one branch, followed by a step of all branches that have tokens to compute."""
 
     action: str
     who: int
@@ -61,7 +61,7 @@ class Round:
 
 @dataclass
 class Branches:
-    """Live sequences over one pool, and what their steps computed."""
+    """Live sequences over one pool, and the logits and K/V that their steps computed."""
 
     model: Model
     page_size: int
@@ -77,7 +77,7 @@ class Branches:
         self.planner = RadixAttentionPlanner(self.cache, table)
 
     def play(self, number: int, now: Round) -> None:
-        """One round; without room the youngest branch goes."""
+        """Run one round; if pages run out, drop the youngest branch."""
         if len(self.live) == MAX_BRANCHES and now.action in ("begin", "nest", "fork"):
             self.planner.release([self.live.pop(now.who % MAX_BRANCHES)])
         if now.action == "begin" or not self.live:
@@ -140,7 +140,7 @@ class Branches:
             return self._plan(drafting, chunk)
 
     def differences(self) -> list[str]:
-        """Where logits or K/V are not those of a cold run; one for all that begin it."""
+        """List the logits and K/V that differ from a cold run of the same tokens."""
         mismatches: list[str] = []
         runs: dict[Prompt, Reference] = {}
         for own, logits, kv in sorted(self.seen, key=lambda step: -len(step[0])):
@@ -157,7 +157,7 @@ class Branches:
 
 
 def play(model: Model, page_size: int, spare_pages: int, rounds: list[Round]) -> Branches:
-    """All rounds over a pool that has so many pages more than the longest sequence needs."""
+    """Run all rounds; the pool has `spare_pages` more pages than the longest sequence needs."""
     longest = max(round_.length for round_ in rounds)
     longest += sum(max(round_.drafts) + TAIL * (round_.action == "nest") for round_ in rounds)
     branches = Branches(model, page_size, -(-longest // page_size) + spare_pages)
@@ -181,7 +181,7 @@ ROUNDS = st.builds(
 def test_every_branch_is_as_if_it_were_alone(
     family: str, variant: str, model_of: Callable[[str, str], Model]
 ) -> None:
-    """Forks anywhere, drafts kept in part, rollback, preemption: bit by bit a cold run's."""
+    """Forks, partly accepted drafts, rollback and preemption keep the bits of a cold run."""
     model, num_cases = model_of(family, variant), 0
 
     @settings(max_examples=EXAMPLES)
@@ -217,7 +217,7 @@ FORKED = [
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_forks_behind_one_prompt(page_size: int, model_of: Callable[[str, str], Model]) -> None:
-    """Unlike the random rounds, these are known to copy pages, where a page can be in part."""
+    """A fixed sequence of forks copies partial pages wherever pages hold more than one token."""
     branches = play(model_of("llama", "float32"), page_size, 10, FORKED)
 
     assert branches.differences() == []
@@ -226,7 +226,7 @@ def test_forks_behind_one_prompt(page_size: int, model_of: Callable[[str, str], 
 
 
 def test_a_forgotten_copy_is_found(model_of: Callable[[str, str], Model]) -> None:
-    """The page in which a branch begins is in part its parent's: without its K/V nothing is right."""
+    """A fork that does not copy its parent's partial page is detected."""
     model = model_of("llama", "float32").with_fault(pool=ForgottenCopies)
 
     assert play(model, 16, 10, FORKED).differences()

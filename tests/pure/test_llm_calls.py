@@ -1,4 +1,4 @@
-"""What `LLM` makes of a core, without a model: options, events, statistics, interrupts, the bar."""
+"""`LLM` over a fake device: options, events, statistics, interrupts and the progress bar."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def asked(max_tokens: int, **others: Any) -> SamplingParams:
 
 
 def test_options_are_for_all_prompts_or_for_each() -> None:
-    """Tenants and salts share nothing with each other; a list has one for each prompt."""
+    """An option is one value or a list with a value per prompt; tenants share no cache."""
     llm, _ = made()
 
     llm.generate([PROMPT] * 2, asked(1), tenant="a")
@@ -50,7 +50,7 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
 
 
 def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
-    """Whoever unpacks three things goes on working, with several answers too."""
+    """An event unpacks into three values, and `index` names its completion when n > 1."""
     llm, _ = made()
     request = llm.add_request(PROMPT, asked(5, n=2, temperature=1.0, seed=3))
     streamed: dict[int, list[int]] = {0: [], 1: []}
@@ -74,7 +74,7 @@ def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
 
 @pytest.mark.parametrize("at", range(6))
 def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
-    """Requests of others go on; nobody hears of those that the interrupt has ended."""
+    """Ctrl-C aborts the requests of its `generate` call; requests added before it finish."""
     llm, bench = made(fail_at={at}, error=KeyboardInterrupt(), max_num_seqs=3)
     mine = llm.add_request(PROMPT, asked(9))
 
@@ -96,7 +96,7 @@ def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
 
 
 def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
-    """What a step did for a call that was given up reaches nobody."""
+    """After an interrupt in `on_finished`, no request and no event of that call remains."""
 
     def on_finished(output: RequestOutput) -> None:
         raise KeyboardInterrupt
@@ -110,7 +110,7 @@ def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
 
 
 def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
-    """A question about each answer, while others of the same call end in its steps."""
+    """`on_finished` may call `generate`, also while other requests of the outer call finish."""
     llm, bench = made(max_num_seqs=4)
     later: list[tuple[int, ...]] = []
 
@@ -128,7 +128,7 @@ def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
 
 
 def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
-    """Others of the call are answered, before and after it; nobody waits for a pin to end."""
+    """A request that cannot fit beside pinned pages fails; the rest of its call is answered."""
     llm, bench = made(pool_tokens=64, page_size=4)
     llm.generate([[5] * 33], asked(1))
     pin = llm.cache.pin([5] * 33)
@@ -145,7 +145,7 @@ def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
 
 
 def test_statistics_count_requests_and_work() -> None:
-    """Now and since the beginning."""
+    """Statistics report current values and totals since the start."""
     llm, _ = made(max_num_seqs=1)
     for _ in range(3):
         llm.add_request(PROMPT, asked(2))
@@ -164,7 +164,7 @@ def test_statistics_count_requests_and_work() -> None:
 
 
 def test_an_engine_without_a_model_says_so() -> None:
-    """Instead of an AttributeError."""
+    """Calls that need a model raise ConfigError, not AttributeError."""
     llm, _ = made()
 
     with pytest.raises(ConfigError, match="without a model"):
@@ -188,7 +188,7 @@ def test_a_bar_is_shown_on_a_terminal_or_when_asked(
     shown: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On stderr; with the numbers of answers and tokens."""
+    """The bar writes the number of answers and tokens to stderr, and nothing to stdout."""
     llm, _ = made()
 
     llm.generate(prompts, asked(4), progress=progress)
@@ -202,7 +202,7 @@ def test_a_bar_is_shown_on_a_terminal_or_when_asked(
 
 
 def test_the_bar_counts_outputs_that_failed() -> None:
-    """It says nothing of cached shares when there was no prompt."""
+    """A failed output counts; without prompt tokens the bar shows no cached share."""
     llm, _ = made()
     outputs = llm.generate([PROMPT, [-1]], asked(1), progress=True)
 
@@ -216,7 +216,7 @@ def test_the_bar_counts_outputs_that_failed() -> None:
 def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     where: str, is_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes: before a request is queued, after, or before anybody has noted it."""
+    """Ctrl-C before or after any queue's `add` leaves no request of the interrupted call."""
     llm, bench = made(max_num_seqs=3, check_sample=1.0)
     mine = llm.add_request(PROMPT, asked(3), tenant="a")
     of: Any = {
@@ -250,7 +250,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
 
 
 def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
-    """Each output once."""
+    """`on_finished` is called once per output, also for a refused prompt."""
     llm, _ = made()
     reported: list[RequestOutput] = []
 
@@ -262,7 +262,7 @@ def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
 
 
 def test_what_is_warmed_is_a_list_of_prompts() -> None:
-    """A bare text says neither whose it is nor that it is one."""
+    """`warm` accepts a list of WarmPrompt only, and `unpin` a whole number only."""
     llm, _ = made()
 
     with pytest.raises(InvalidParamsError, match="a list of WarmPrompt"):
@@ -286,7 +286,7 @@ def test_what_is_warmed_is_a_list_of_prompts() -> None:
     ],
 )
 def test_old_names_work_and_say_the_new_one(old: str, new: str, call: Any) -> None:
-    """A user's program goes on, and is told at its own line what to write."""
+    """A deprecated name still works; its warning names the new one and the caller's file."""
     with pytest.warns(DeprecationWarning, match=new) as warned:
         call(Bench())
 

@@ -1,4 +1,4 @@
-"""A state machine over pins, and a dict that says what they must be."""
+"""A state machine that checks pins against a model made of a dict."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ TEXTS = ("ab", "abcd", "abcdef", "abcdxy", "abuv", "uv", "uvwx", "uvwxyz")
 
 
 class PinMachine(RuleBasedStateMachine):
-    """Pins against a dict of them: who keeps what, until when, at which cost."""
+    """Compares pins with a dict: owner, prefix, expiry and number of pinned pages."""
 
     @initialize(
         num_pages=st.integers(4, 14),
@@ -47,7 +47,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS), more=st.booleans())
     def serve(self, text: str, more: bool) -> None:
-        """A prompt is looked up, and computed if there is room; pins that it covers live on."""
+        """Look up a prompt and compute it if pages are free; a hit renews the pins it covers."""
         self.expire()
         text += "!" * more
         lease = self.cache.acquire(key(text))
@@ -106,7 +106,7 @@ class PinMachine(RuleBasedStateMachine):
         assert self.cache.evict(num_pages) == expected
 
     def expire(self) -> None:
-        """What is over in the model is over in the cache as soon as anybody asks."""
+        """Drop expired entries from the model; `pins()` does the same in the cache."""
         self.model = {
             pin_id: entry for pin_id, entry in self.model.items() if entry[3] > self.clock.now_s
         }
@@ -135,7 +135,7 @@ class PinMachine(RuleBasedStateMachine):
 
 
 def test_pins_are_what_the_model_says() -> None:
-    """Prompts come, pins are made, refreshed, ended and expire, pages are evicted, in any order."""
+    """Prompts, pins, refreshes, expiry and evictions in any order agree with the model."""
     run_state_machine_as_test(
         PinMachine, settings=settings(max_examples=60, stateful_step_count=30)
     )
