@@ -1,4 +1,4 @@
-"""Whether the engine became slower than the stored baseline; fails when it did.
+"""Compare the engine's speed with the stored baseline; fail if it became slower.
 
     make perf                          against benchmarks/perf_baseline.json
     make perf ARGS="--save"            measure this commit and store it as the baseline

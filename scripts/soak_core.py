@@ -1,4 +1,4 @@
-"""Random operations against the cache core, as many as are asked for, and all invariants after each.
+"""Run random operations on the cache core and check all invariants after each operation.
 
     make soak-core                                      1,000,000 operations, about 20 minutes
     make soak-core ARGS="--operations 50000"            a first look
@@ -8,7 +8,7 @@ Every pair of an index and an eviction policy is a cell with a state machine of 
 (`tests/pure/cache_life.py`): requests with forks, chunks, drafts, preemption and failed steps; pins
 that expire; eviction by number and by predicate; page sizes 1 to 64. After each operation the cache
 checks itself and is compared with a model made of dicts. A cell that fails prints the shortest
-program that was found for it, and the seed that finds it again.
+failing program and the seed that reproduces it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def build_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one length, and which of their tokens are part of an answer."""
+    """Token rows of equal length, and the answer that each token belongs to."""
 
     tokens: torch.Tensor  # [rows, length] int64, padded on the right
     positions: torch.Tensor  # [rows, length] int64
@@ -150,7 +150,7 @@ def make_batch(
 def hidden_states(model: LlamaForCausalLM, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
     """What the last norm of the model returns, [rows, length, hidden].
 
-    The model's own forward takes a jump in the positions for the start of another sequence.
+    The model's own forward treats a jump in the positions as the start of another sequence.
     """
     states = model.model.embed_tokens(tokens)
     rotary = model.model.rotary_emb(states, positions)

@@ -127,8 +127,7 @@ def run_workload(
 ) -> list[Cell]:
     """Run all cores on one workload, taking turns within each round.
 
-    Before the clock counts, each serves the workload once: that is the warm-up, and where the hits
-    and the peak of the memory come from.
+    An untimed first round warms up each core and supplies the hits and the peak memory.
     """
     cells = {worker: Cell(worker.entry) for worker in workers}
     command = {"open": workload.name, "limit": limit, "trace": str(trace) if trace else None}

@@ -34,8 +34,8 @@ SGLANG_UNUSED = (
 class PagePool:
     """Free pages as a numpy stack that hands out slots, one int per token, as these trees store.
 
-    The same for all of them, so that trees are compared and not ways to keep a free list; their
-    own ones (torch.cat of everything that is free) cost more. Names as SGLang calls them.
+    All trees share it, so that the benchmark compares trees and not free lists; the peers' own
+    free lists (torch.cat of all free slots) cost more. Method names are SGLang's.
     """
 
     device = "cpu"

@@ -62,7 +62,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder, what its K/V is stored in and how it attends; mutants replace the last three."""
+    """A decoder, its KV dtype, attention backend and pool; mutants replace the last three fields."""
 
     name: str
     decoder: Decoder
@@ -84,7 +84,7 @@ class Model:
 class RecordingRunner(ModelRunner):
     """A model over a pool as `LLM` builds it; keeps the logits of the last step.
 
-    Whatever the last layer may leave out is left out, and not by references: they are whole steps.
+    The last layer prunes rows in engine steps. References compute every row.
     """
 
     min_pruned_rows = 1
@@ -106,10 +106,9 @@ class RecordingRunner(ModelRunner):
 
 @dataclass
 class RecordingExecutor:
-    """Keeps every row of logits that a token was drawn from, and spoils whatever page is free.
+    """Records the row of logits of every drawn token, and fills free pages with NaN.
 
-    Before each step the free pages are filled with NaN, so that a page that was ever free holds
-    nothing but what was written to it since.
+    It fills them before each step, so that a step that reads stale K/V gets NaN.
     """
 
     runner: RecordingRunner
@@ -139,9 +138,9 @@ class RecordingExecutor:
 
 
 def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:
-    """Ones in every bit of the pages that nobody owns, and of the padding page.
+    """Set every bit of the free pages and of the padding page.
 
-    That is NaN in every float dtype; codes in int8 get scales that are NaN.
+    This is NaN in every float dtype; int8 codes get scales that are NaN.
     """
     free = [page for page in range(pool.num_pages) if cache.is_free(page)]
     index = torch.tensor([*free, pool.padding_page])

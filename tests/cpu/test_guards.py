@@ -46,7 +46,7 @@ def core(kind: str, rng: random.Random) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "first", "always", "never", "prepend"])
 def test_the_ids_are_those_of_a_tokenizer_that_has_no_such_token(kind: str) -> None:
-    """Escaped user text has the ids of a tokenizer that lacks those special tokens."""
+    """Escaped user text has the ids of a tokenizer without the special tokens it contains."""
     rng = random.Random(kind)
     for _ in range(12):
         oracle = core(kind, rng)

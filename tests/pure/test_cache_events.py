@@ -282,9 +282,9 @@ def test_what_happened_while_nobody_listened_is_a_gap(index: str, once: str) -> 
 def test_a_mirror_has_the_caches_content_at_every_moment(
     seed: int, index: str, page_size: int, ghost_pages: int | None
 ) -> None:
-    """From the beginning, from a snapshot later on, and by digest; and it always agrees.
+    """Mirrors fed from the first event or from a snapshot always equal the cache's content.
 
-    Requests share, announce, fail and leave, pages are pinned and evicted in all ways.
+    Random requests share, announce, fail and leave; pages are pinned and evicted.
     """
     random = Random(seed)
     cache = PrefixCache(random.randint(6, 16), page_size, index=index, ghost_pages=ghost_pages)

@@ -294,7 +294,7 @@ def test_pb12_a_split_below_a_lease_leaves_it_where_it_was() -> None:
 
 
 def test_ab10_warm_prompts_are_packed_by_what_is_left_to_compute() -> None:
-    """Three warm prompts of 60 tokens, 4 of them uncached, fit in a step of 64 tokens."""
+    """Three warm prompts of 60 tokens, each with 4 uncached tokens, fit in a step of 64 tokens."""
     bench = engine_bench.Bench(max_batch_tokens=64)
     prompts = [[1 + at] * 60 for at in range(3)]
     for prompt in prompts:

@@ -67,9 +67,9 @@ def assert_nobody_shares(cache: PrefixCache, tables: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))])
 def test_identical_cold_prompts_in_one_batch_never_use_free_pages(order: tuple[int, ...]) -> None:
-    """Regression 1, PB21: after all have published, in any order, each decodes from its own pages.
+    """Regression 1, PB21: in any order of publishing, no request decodes from a free page.
 
-    A peer engine frees the duplicates of the second request and leaves them in its block table.
+    A peer engine frees the second request's duplicate pages but keeps them in its block table.
     """
     cache = PrefixCache(32, 2)
     requests = [begin(cache, "abcdefg") for _ in order]  # all look up before any publishes
