@@ -1,4 +1,4 @@
-"""Whether the engine became slower than the stored baseline; fails when it did.
+"""Compare the engine's speed with the stored baseline; fail if it became slower.
 
     make perf                          against benchmarks/perf_baseline.json
     make perf ARGS="--save"            measure this commit and store it as the baseline
@@ -70,7 +70,7 @@ FIGURES = {  # as judged: as a worker names it
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One cell."""
+    """A benchmark cell: batch size, prompt length and decode length."""
 
     batch: int
     prompt: int
@@ -78,16 +78,16 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As the table writes it."""
+        """The cell's name in the table."""
         return f"batch {self.batch}, prompt {self.prompt}, decode {self.decode}"
 
     @property
     def short(self) -> str:
-        """As --cells takes it."""
+        """The cell's name in --cells."""
         return f"{self.batch}x{self.prompt}x{self.decode}"
 
     def task(self, pair: int, vocab: int) -> Task:
-        """Prompts that no pair before had; the same ones for both sides of a pair."""
+        """Return random prompts that are new in each pair and equal for both sides of a pair."""
         rng = random.Random(f"{self.name} {pair}")
         prompts = [[rng.randrange(3, vocab) for _ in range(self.prompt)] for _ in range(self.batch)]
         return Task([], [prompts], self.decode)
@@ -97,8 +97,8 @@ SHAPES = tuple(Shape(*sizes) for sizes in product((1, 8), (128, 512), (32, 128))
 
 
 def shapes(text: str) -> list[Shape]:
-    """The cells of --cells."""
-    known = {one.short: one for one in SHAPES}
+    """Parse --cells into the shapes that it names."""
+    known = {shape.short: shape for shape in SHAPES}
     for name in text.split(","):
         if name not in known:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
@@ -109,11 +109,11 @@ Found = dict[str, dict[str, list[float]]]  # cell → figure → values by pair
 
 
 class Sides:
-    """The processes that take turns: this tree, and the baseline's unless it is to be saved."""
+    """The benchmarked worker processes: this tree, and the baseline's commit unless saving one."""
 
     def __init__(self, args: argparse.Namespace, base: Path | None) -> None:
         folder = write_model(args.scratch, args.model, args.dtype)
-        longest = max(one.prompt + one.decode for one in SHAPES)
+        longest = max(shape.prompt + shape.decode for shape in SHAPES)
         setup = Setup(
             folder, args.dtype, args.threads, longest + 64, 16 * longest,
             shape_of(args.model).kv_values * VALUE_BYTES[args.dtype],
@@ -125,35 +125,35 @@ class Sides:
         if base is not None:
             self._workers.append(Worker(planted(1.0), args.scratch, args.threads, source=base))
         for worker in self._workers:
-            found = worker.ask(LOAD_LIMIT_S, setup=given)
-            if "absent" in found:
-                raise SystemExit(f"{OURS} cannot be loaded: {found['absent']}")
+            reply = worker.ask(LOAD_LIMIT_S, setup=given)
+            if "absent" in reply:
+                raise SystemExit(f"{OURS} cannot be loaded: {reply['absent']}")
 
     def measure(self, shapes: Sequence[Shape], pairs: int) -> list[Found]:
-        """What each side needed; the sides change places from pair to pair."""
-        found: list[Found] = [{} for _ in self._workers]
+        """Run `pairs` pairs of each shape in alternating order; returns the timings of each side."""
+        timings: list[Found] = [{} for _ in self._workers]
         for shape in shapes:
             for pair in range(pairs + 1):  # the first one warms up
                 self._pair += 1
                 task = asdict(shape.task(self._pair, self._vocab))
-                sides = list(zip(self._workers, found, strict=True))
-                for worker, one in sides if pair % 2 == 0 else sides[::-1]:
+                sides = list(zip(self._workers, timings, strict=True))
+                for worker, cells in sides if pair % 2 == 0 else sides[::-1]:
                     answer = worker.ask(LIMIT_S, task=task)
                     if pair:
-                        figures = one.setdefault(shape.name, {name: [] for name in FIGURES})
+                        figures = cells.setdefault(shape.name, {name: [] for name in FIGURES})
                         for name, source in FIGURES.items():
                             figures[name].append(answer[source])
             print(f"  {shape.name}: {pairs} pairs", file=sys.stderr)
-        return found
+        return timings
 
     def end(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         for worker in self._workers:
             worker.end()
 
 
 def metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """What must agree for a baseline to be comparable."""
+    """Return the settings and versions that must agree for a baseline to be comparable."""
     return {
         "model": TITLES[args.model],
         "dtype": args.dtype,
@@ -172,7 +172,7 @@ def _version(name: str) -> str:
 
 
 def sources_of(revision: str, scratch: Path) -> Path:
-    """`src` of a commit, checked out beside the models; made anew each time."""
+    """Extract `src` of a commit next to the models, replacing an earlier copy; returns its path."""
     tree = scratch / "perf-baseline"
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
@@ -190,13 +190,13 @@ def sources_of(revision: str, scratch: Path) -> Path:
 
 
 def save(args: argparse.Namespace) -> None:
-    """Measure this tree and store it."""
+    """Measure this tree and store the result as the baseline."""
     revision = commit()
     if revision == "no git" or revision.endswith("-dirty"):
         raise SystemExit(f"--save needs a clean commit to return to, and this is {revision}")
     sides = Sides(args, None)
     try:
-        (found,) = sides.measure(args.cells, args.pairs)
+        (cells,) = sides.measure(args.cells, args.pairs)
     finally:
         sides.end()
     stored = {
@@ -206,15 +206,15 @@ def save(args: argparse.Namespace) -> None:
         "pairs": args.pairs,
         "cells": {
             cell: {name: asdict(Spread.of(values)) for name, values in figures.items()}
-            for cell, figures in found.items()
+            for cell, figures in cells.items()
         },
     }
     args.baseline.write_text(json.dumps(stored, indent=2) + "\n", "utf-8")
-    print(f"stored {len(found)} cells of {revision} in {args.baseline}")
+    print(f"stored {len(cells)} cells of {revision} in {args.baseline}")
 
 
 def compare(args: argparse.Namespace) -> int:
-    """This tree beside the baseline; the exit status."""
+    """Measure this tree against the baseline's commit; returns the exit status."""
     if not args.baseline.is_file():
         raise SystemExit(f"{args.baseline} is missing; write it on a clean commit with --save")
     stored = json.loads(args.baseline.read_text("utf-8"))
@@ -225,7 +225,7 @@ def compare(args: argparse.Namespace) -> int:
             + "\n  ".join(differs)
             + "\nmake both alike, or store a baseline of here with --save"
         )
-    absent = [one.short for one in args.cells if one.name not in stored["cells"]]
+    absent = [shape.short for shape in args.cells if shape.name not in stored["cells"]]
     if absent:
         raise SystemExit(
             f"the baseline has no {', '.join(absent)}; store one with all --cells with --save"
@@ -233,13 +233,13 @@ def compare(args: argparse.Namespace) -> int:
     sides = Sides(args, sources_of(stored["commit"], args.scratch))
     try:
         now, base = sides.measure(args.cells, args.pairs)
-        verdicts = [one for cell in now for one in judge(cell, now[cell], base[cell])]
+        verdicts = [verdict for cell in now for verdict in judge(cell, now[cell], base[cell])]
         print(_table(now, base, stored, verdicts))
         unseen = hidden(verdicts)
-        suspects = {one.cell for one in verdicts if one.suspect}
+        suspects = {verdict.cell for verdict in verdicts if verdict.suspect}
         if suspects:
             print(f"\nmeasured on, {2 * args.pairs} more pairs: {', '.join(sorted(suspects))}")
-            again = [one for one in args.cells if one.name in suspects]
+            again = [shape for shape in args.cells if shape.name in suspects]
             for all_pairs, more in zip(
                 (now, base), sides.measure(again, 2 * args.pairs), strict=True
             ):
@@ -247,16 +247,22 @@ def compare(args: argparse.Namespace) -> int:
                     for name, values in figures.items():
                         all_pairs[cell][name] += values
             verdicts = [
-                one for cell in sorted(suspects) for one in judge(cell, now[cell], base[cell])
+                verdict
+                for cell in sorted(suspects)
+                for verdict in judge(cell, now[cell], base[cell])
             ]
-        slower = [one for one in verdicts if one.slower]
-        for one in verdicts:
-            if one.suspect and not one.slower:
-                print(f"undecided, too much noise: {one.cell}: {one.figure} {_interval(one)}")
+        slower = [verdict for verdict in verdicts if verdict.slower]
+        for verdict in verdicts:
+            if verdict.suspect and not verdict.slower:
+                print(
+                    f"undecided, too much noise: {verdict.cell}: {verdict.figure} {_interval(verdict)}"
+                )
     finally:
         sides.end()
-    for one in slower:
-        print(f"SLOWER: {one.cell}: {one.figure} {_interval(one)} of {stored['commit']}")
+    for verdict in slower:
+        print(
+            f"SLOWER: {verdict.cell}: {verdict.figure} {_interval(verdict)} of {stored['commit']}"
+        )
     if unseen > 1.0:
         print(
             f"\nthe baseline is old: a figure that became up to {unseen:.2f} times as slow as in "
@@ -268,7 +274,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdict]) -> str:
-    told = {(one.cell, one.figure): one for one in verdicts}
+    by_figure = {(verdict.cell, verdict.figure): verdict for verdict in verdicts}
     lines = [
         HEAD,
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -282,11 +288,11 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
         lines.append(
             f"| {cell} | {total.mid * 1e3:.0f} ({total.low * 1e3:.0f}–{total.high * 1e3:.0f}) "
             f"| {shape.batch * shape.decode / total.mid:,.0f} "
-            f"| {_interval(told[cell, 'end_to_end_s'])} "
-            f"| {Spread.of(mine['processor_s']).mid * 1e3:.0f} | {_interval(told[cell, 'processor_s'])} "
-            f"| {Spread.of(mine['ttft_s']).mid * 1e3:.1f} | {_interval(told[cell, 'ttft_s'])} "
+            f"| {_interval(by_figure[cell, 'end_to_end_s'])} "
+            f"| {Spread.of(mine['processor_s']).mid * 1e3:.0f} | {_interval(by_figure[cell, 'processor_s'])} "
+            f"| {Spread.of(mine['ttft_s']).mid * 1e3:.1f} | {_interval(by_figure[cell, 'ttft_s'])} "
             f"| {Spread.of(mine['between_tokens_s']).mid * 1e3:.2f} "
-            f"| {_interval(told[cell, 'between_tokens_s'])} "
+            f"| {_interval(by_figure[cell, 'between_tokens_s'])} "
             f"| {before['mid'] * 1e3:.0f} ({before['low'] * 1e3:.0f}–{before['high'] * 1e3:.0f}) |"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Random operations against the cache core, as many as are asked for, and all invariants after each.
+"""Run random operations on the cache core and check all invariants after each operation.
 
     make soak-core                                      1,000,000 operations, about 20 minutes
     make soak-core ARGS="--operations 50000"            a first look
@@ -8,7 +8,7 @@ Every pair of an index and an eviction policy is a cell with a state machine of 
 (`tests/pure/cache_life.py`): requests with forks, chunks, drafts, preemption and failed steps; pins
 that expire; eviction by number and by predicate; page sizes 1 to 64. After each operation the cache
 checks itself and is compared with a model made of dicts. A cell that fails prints the shortest
-program that was found for it, and the seed that finds it again.
+failing program and the seed that reproduces it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 60  # operations in such a life, at most
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one cell."""
+    """Result of one cell."""
 
     cell: str
     operations: int
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def soak(cell: str, operations: int, first_seed: int) -> Outcome:
-    """Run one cell until so many operations are done, or one was wrong."""
+    """Run one cell until the given number of operations is done or an operation fails."""
     begin = time.monotonic()
     tested, failure, number = machine(*cell.split("/")), "", first_seed
     profile = settings(
@@ -69,28 +69,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next add 1")
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     args = parser.parse_args()
-    asked = args.cells.split(",")
-    if unknown := set(asked) - set(cells):
+    selected = args.cells.split(",")
+    if unknown := set(selected) - set(cells):
         parser.error(f"no such cells: {sorted(unknown)}; there are {cells}")
     if args.operations < 1:
         parser.error(f"--operations {args.operations}, but at least 1 is needed")
 
-    each = -(-args.operations // len(asked))
+    each = -(-args.operations // len(selected))
     outcomes = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        running = [pool.submit(soak, cell, each, args.seed) for cell in asked]
+        running = [pool.submit(soak, cell, each, args.seed) for cell in selected]
         for done in as_completed(running):
-            one = done.result()
-            outcomes.append(one)
-            verdict = f"FAILED\n{one.failure}" if one.failure else "ok"
+            outcome = done.result()
+            outcomes.append(outcome)
+            verdict = f"FAILED\n{outcome.failure}" if outcome.failure else "ok"
             print(
-                f"{one.cell:14} {one.operations:9,} operations {one.seconds:6.0f} s  {verdict}",
+                f"{outcome.cell:14} {outcome.operations:9,} operations {outcome.seconds:6.0f} s  {verdict}",
                 flush=True,
             )
-    total = sum(one.operations for one in outcomes)
-    failed = [one.cell for one in outcomes if one.failure]
+    total = sum(outcome.operations for outcome in outcomes)
+    failed = [outcome.cell for outcome in outcomes if outcome.failure]
     print(
-        f"{total:,} operations, {len(failed)} of {len(asked)} cells failed {failed or ''}".rstrip()
+        f"{total:,} operations, {len(failed)} of {len(selected)} cells failed {failed or ''}".rstrip()
     )
     sys.exit(bool(failed))
 

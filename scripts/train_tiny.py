@@ -69,7 +69,7 @@ def build_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one length, and which of their tokens are part of an answer."""
+    """Token rows of equal length, and the answer that each token belongs to."""
 
     tokens: torch.Tensor  # [rows, length] int64, padded on the right
     positions: torch.Tensor  # [rows, length] int64
@@ -114,7 +114,7 @@ def make_batch(
     tokens = np.full((rows, length), PAD, dtype=np.int64)
     positions = np.tile(np.arange(length), (rows, 1))
     answers = np.zeros((rows, length), dtype=np.int64)
-    asked: list[Fact] = []
+    facts: list[Fact] = []
     first = rows  # of this document's questions and answers in `encoded`
     for row, (rng, document) in enumerate(zip(rngs, documents, strict=True)):
         as_system = rng.random() < 0.8  # else the document is the first part of the user's message
@@ -128,8 +128,8 @@ def make_batch(
                 break
             ids += question if turn == 0 and not as_system else [USER, *question]
             ids += [END, ASSISTANT, *answer, END]
-            asked.append(document.facts[number])
-            answers[row, start:stop] = len(asked)
+            facts.append(document.facts[number])
+            answers[row, start:stop] = len(facts)
         first += 2 * len(document.facts)
         if rng.random() < copies:
             period_len = rng.randint(4, length // 4)
@@ -144,13 +144,13 @@ def make_batch(
             jumps *= room / max(jumps.sum(), 1e-9)
             positions[row, 1:] += np.cumsum(jumps)[:-1].astype(np.int64)
     as_tensor = torch.from_numpy
-    return Batch(as_tensor(tokens), as_tensor(positions), as_tensor(answers), asked)
+    return Batch(as_tensor(tokens), as_tensor(positions), as_tensor(answers), facts)
 
 
 def hidden_states(model: LlamaForCausalLM, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
     """What the last norm of the model returns, [rows, length, hidden].
 
-    The model's own forward takes a jump in the positions for the start of another sequence.
+    The model's own forward treats a jump in the positions as the start of another sequence.
     """
     states = model.model.embed_tokens(tokens)
     rotary = model.model.rotary_emb(states, positions)
@@ -185,7 +185,7 @@ def accuracy_by_kind(
     token. As long as it is, greedy decoding has produced these very tokens: this is exact match.
     """
     right: Counter[str] = Counter()
-    asked: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for number in range(3):
         batch = make_batch(tokenizer, f"eval-{number}", length=length)
         states = hidden_states(model, batch.tokens, batch.positions)[:, :-1].flatten(0, 1)
@@ -195,9 +195,9 @@ def accuracy_by_kind(
         missed = set(answers[rows][wrong].tolist())
         for index, fact in enumerate(batch.asked, 1):
             for name in (fact.kind, "all"):
-                asked[name] += 1
+                totals[name] += 1
                 right[name] += index not in missed
-    return {name: right[name] / asked[name] for name in ("all", *KINDS) if asked[name]}
+    return {name: right[name] / totals[name] for name in ("all", *KINDS) if totals[name]}
 
 
 def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -376,10 +376,10 @@ def demo(args: argparse.Namespace) -> None:
         by_kind = [[fact for fact in document.facts if fact.kind == kind] for kind in KINDS]
         if not 950 <= num_tokens <= 1000 or min(map(len, by_kind)) < 4:
             continue
-        asked = [fact for facts in by_kind for fact in rng.sample(facts, 4)]
-        rng.shuffle(asked)
-        if all(generate(model, tokenizer, document.text, f.question) == f.answer for f in asked):
-            questions = [{"question": fact.question, "answer": fact.answer} for fact in asked]
+        selected = [fact for facts in by_kind for fact in rng.sample(facts, 4)]
+        rng.shuffle(selected)
+        if all(generate(model, tokenizer, document.text, f.question) == f.answer for f in selected):
+            questions = [{"question": fact.question, "answer": fact.answer} for fact in selected]
             text = json.dumps({"document": document.text, "questions": questions}, indent=2)
             (DATA_DIR / "demo.json").write_text(text + "\n", encoding="utf-8")
             print(f"demo-{number}: {num_tokens} tokens, {len(questions)} questions")
@@ -389,7 +389,7 @@ def demo(args: argparse.Namespace) -> None:
 def evaluate(args: argparse.Namespace) -> None:
     """Ask `--questions` questions, each about a document of its own, and compare whole replies."""
     model, tokenizer = load_exported(args.threads)
-    asked: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     right: Counter[str] = Counter()
     for number in range(args.questions):
         rng = random.Random(f"{args.seed}-{number}")
@@ -400,12 +400,12 @@ def evaluate(args: argparse.Namespace) -> None:
         rest = document.text[document.text.index(fact.sentence) :]
         distance = len(tokenizer(rest, add_special_tokens=False).input_ids)
         for name in ("all", fact.kind, f"distance {distance // 256 * 256:4}+"):
-            asked[name] += 1
+            totals[name] += 1
             right[name] += reply == fact.answer
         if reply != fact.answer and args.verbose:
             print(f"{number}: {fact.sentence} {fact.question} -> {reply!r}", flush=True)
-    for name in sorted(asked):
-        print(f"{name:14} {right[name]:4} of {asked[name]:4}  {right[name] / asked[name]:.1%}")
+    for name in sorted(totals):
+        print(f"{name:14} {right[name]:4} of {totals[name]:4}  {right[name] / totals[name]:.1%}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Every row of the tables, in their order."""
+"""The benchmarked cores, in the order of the table rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NATIVE = "ramify-native"
 
 
 class OnePass:
-    """No cache: the same bytes compared once and copied once, as a scale for the others."""
+    """No cache: compares and copies the bytes once, as a yardstick for the other cores."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._ids = np.arange(num_pages, dtype=np.int32)
@@ -54,8 +54,8 @@ def _load_one_pass(_: Path) -> Loaded:
 
 
 ENTRIES = {
-    one.name: one
-    for one in (
+    entry.name: entry
+    for entry in (
         Entry(NATIVE, "**Ramify**, radix tree, as installed (compiled)", load_native, NATIVE),
         Entry(OURS, "**Ramify**, radix tree, plain Python", load_radix),
         Entry("ramify-subscribed", "Ramify, radix, with an event subscriber", load_subscribed),

@@ -1,4 +1,4 @@
-"""One core through one stream of requests: the clock, the memory, and whether the pages are right."""
+"""Replay a stream of requests on one core: time, memory and correctness of the hit pages."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def audit(make: Make, page_size: int = PAGE_SIZE, num_pages: int = 64) -> int:
         hit = core.match(request)
         if hit % page_size or hit >= len(prompt):
             raise WrongPagesError(f"request {number}: {hit} of {len(prompt)} tokens hit")
-        found = core.read_pages(request)
-        if len(found) != hit // page_size:
-            raise WrongPagesError(f"request {number}: {len(found)} pages for {hit} tokens")
-        for at, page in enumerate(found):
+        pages = core.read_pages(request)
+        if len(pages) != hit // page_size:
+            raise WrongPagesError(f"request {number}: {len(pages)} pages for {hit} tokens")
+        for at, page in enumerate(pages):
             expected = prompt[at * page_size : (at + 1) * page_size]
             if not np.array_equal(held[page], expected):
                 raise WrongPagesError(f"request {number}: page {page} at {at} has other tokens")
-        compared += len(found)
+        compared += len(pages)
         core.alloc(request)
         core.insert(request)
         whole = np.concatenate([prompt, output])
@@ -111,7 +111,7 @@ class WrongPagesError(Exception):
 
 
 def serve(core: Core, prompt: Any, output: Any) -> Any:
-    """One request from start to end, off the clock."""
+    """Run one request from start to end, untimed."""
     request = core.prepare(prompt, output)
     core.match(request)
     core.alloc(request)
@@ -120,7 +120,7 @@ def serve(core: Core, prompt: Any, output: Any) -> Any:
 
 
 def resident_mb() -> float | None:
-    """Memory of this process now; None where the system does not tell."""
+    """Resident memory of this process in MB, or None where the system does not report it."""
     return _status_mb("VmRSS:")
 
 
@@ -129,7 +129,7 @@ def _peak_mb() -> float | None:
 
 
 def _reset_peak_mb() -> float | None:
-    """Forget the peak so far; the memory in use now."""
+    """Reset the peak memory counter to the memory in use now."""
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

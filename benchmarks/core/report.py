@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Format benchmark results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core.workloads import Workload
 
 
 def setting(versions: Mapping[str, str]) -> dict[str, str]:
-    """What is needed to read a figure: command, commit, machine, versions."""
+    """Return the command, commit, machine and versions of a benchmark run."""
     here = Path(__file__).parent
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -42,12 +42,12 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or "unknown"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown"
 
 
 def speed_table(workload: Workload, cells: Sequence[Cell], base: Cell | None) -> str:
-    """One workload: every core, ours first, absent ones too."""
+    """Format one workload: a row per core, ours first, absent cores included."""
     sizes = next((cell.shape for cell in cells if cell.shape), {})
     served = (
         f"{sizes.get('requests', 0):,} requests, {sizes.get('prompt_tokens', 0):,} prompt and "
@@ -86,7 +86,7 @@ def speed_table(workload: Workload, cells: Sequence[Cell], base: Cell | None) ->
 
 
 def absences(entries: Mapping[str, tuple[Entry, str]]) -> str:
-    """Why a core has no row, for all of them."""
+    """List the reasons why cores have no row."""
     return "\n".join(f"- {entry.title}: absent: {reason}" for entry, reason in entries.values())
 
 
@@ -127,7 +127,7 @@ COLUMNS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def scaling_table(name: str, rows: Sequence[tuple[Entry, Mapping[str, Any]]]) -> str:
-    """One kind of scaling rows, of all cores that have them."""
+    """Format one kind of scaling rows, for the cores that have them."""
     title, columns = COLUMNS[name]
     lines = [
         f"### {title}",
@@ -151,27 +151,27 @@ def _shown(value: Any) -> str:
 
 def policy_table(trace: str, found: Sequence[HitRates], infinite: float) -> str:
     """Hit rates by policy and capacity; the best of each column in bold."""
-    best = {size: max(one.rates[size] for one in found) for size in CAPACITIES}
+    best = {size: max(result.rates[size] for result in found) for size in CAPACITIES}
     lines = [
         f"### {trace}",
         "",
         "| policy | " + " | ".join(f"{size // 1_000_000} M tokens" for size in CAPACITIES) + " |",
         "|---|" + "---:|" * len(CAPACITIES),
     ]
-    for one in found:
+    for result in found:
         rates = (
-            f"**{one.rates[size]:.2%}**"
-            if one.rates[size] == best[size]
-            else f"{one.rates[size]:.2%}"
+            f"**{result.rates[size]:.2%}**"
+            if result.rates[size] == best[size]
+            else f"{result.rates[size]:.2%}"
             for size in CAPACITIES
         )
-        lines.append(f"| {one.policy} | " + " | ".join(rates) + " |")
-    if any(one.policy == "auto" for one in found) and len(found) > 1:
+        lines.append(f"| {result.policy} | " + " | ".join(rates) + " |")
+    if any(result.policy == "auto" for result in found) and len(found) > 1:
         fixed = {
-            size: max(one.rates[size] for one in found if one.policy != "auto")
+            size: max(result.rates[size] for result in found if result.policy != "auto")
             for size in CAPACITIES
         }
-        auto = next(one.rates for one in found if one.policy == "auto")
+        auto = next(result.rates for result in found if result.policy == "auto")
         points = (f"{100 * (auto[size] - fixed[size]):+.2f} points" for size in CAPACITIES)
         lines.append("| auto beside the best fixed one | " + " | ".join(points) + " |")
     lines.append(f"| infinite cache | {infinite:.2%}" + " |" * len(CAPACITIES))

@@ -1,4 +1,4 @@
-"""The worker processes as their parent sees them, and what it collects from them."""
+"""Worker processes of the core benchmark, and the samples that the parent collects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerGoneError(Exception):
 
 
 class Worker:
-    """A process that holds one core. It loads while the others do; it measures when asked."""
+    """A process that holds one core; it loads in parallel with others and measures on command."""
 
     def __init__(self, entry: Entry, folder: Path) -> None:
         self.entry = entry
@@ -45,7 +45,7 @@ class Worker:
         )
 
     def send(self, **command: Any) -> None:
-        """Give a command; `answer` waits for what comes of it."""
+        """Send a command; `answer` waits for its reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -54,25 +54,25 @@ class Worker:
             raise WorkerGoneError(self._last_words()) from None
 
     def answer(self) -> dict[str, Any]:
-        """The next answer.
+        """Read the worker's next reply.
 
         Raises:
-            WorkerGoneError: there will be none.
+            WorkerGoneError: the worker ended without a reply.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise WorkerGoneError(self._last_words())
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """Give a command and wait."""
+        """Send a command and wait for its reply."""
         self.send(**command)
         return self.answer()
 
     def end(self) -> None:
-        """Let the process end; it has nothing to do any more."""
+        """Close the pipes and wait for the process to exit."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
@@ -85,13 +85,13 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         # A child's message comes before the one in which its parent mourns it.
-        told = [line for line in said if not line.startswith("the child for ")]
-        return (told or said or ["ended without a word"])[-1]
+        worker_lines = [line for line in said if not line.startswith("the child for ")]
+        return (worker_lines or said or ["ended without a word"])[-1]
 
 
 @dataclass(slots=True)
 class Cell:
-    """One core on one workload: a sample for every round, or the reason why there is none."""
+    """Results of one core on one workload: a sample per round, or why there is none."""
 
     entry: Entry
     failed: str = ""
@@ -102,7 +102,7 @@ class Cell:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens found over prompt tokens."""
+        """Hit tokens over prompt tokens."""
         return sum(self.hits) / self.shape["prompt_tokens"]
 
     def mid(self, name: str) -> float:
@@ -118,17 +118,16 @@ class Cell:
         return median(a / b for a, b in zip(self.totals(), base.totals(), strict=True))
 
     def fastest_ratio(self, base: Cell) -> float:
-        """The same from the fastest run of each: what is left when the machine is noisy."""
+        """Ratio of the fastest runs to `base`, which noise affects least."""
         return min(self.totals()) / min(base.totals())
 
 
 def run_workload(
     workers: list[Worker], workload: Workload, *, rounds: int, limit: int | None, trace: Path | None
 ) -> list[Cell]:
-    """All cores on one workload, taking turns within each round.
+    """Run all cores on one workload, taking turns within each round.
 
-    Before the clock counts, each serves the workload once: that is the warm-up, and where the hits
-    and the peak of the memory come from.
+    An untimed first round warms up each core and supplies the hits and the peak memory.
     """
     cells = {worker: Cell(worker.entry) for worker in workers}
     command = {"open": workload.name, "limit": limit, "trace": str(trace) if trace else None}
@@ -160,15 +159,15 @@ def _attempt(cell: Cell, call: Any, command: dict[str, Any]) -> dict[str, Any] |
     if cell.failed:
         return None
     try:
-        found: dict[str, Any] | None = call(**command)
+        reply: dict[str, Any] | None = call(**command)
     except WorkerGoneError as gone:
         cell.failed = f"failed: {gone}"
         return None
-    return found
+    return reply
 
 
 def disagreement(cell: Cell, base: Cell) -> str:
-    """Where two cores that need not evict find different prefixes; empty if nowhere."""
+    """Describe where two cores without evictions match different prefixes; empty if they agree."""
     for at, (mine, theirs) in enumerate(zip(cell.hits, base.hits, strict=True)):
         if mine != theirs:
             return f"hits differ: {mine} tokens instead of {theirs} in request {at}"

@@ -34,8 +34,8 @@ SGLANG_UNUSED = (
 class PagePool:
     """Free pages as a numpy stack that hands out slots, one int per token, as these trees store.
 
-    The same for all of them, so that trees are compared and not ways to keep a free list; their
-    own ones (torch.cat of everything that is free) cost more. Names as SGLang calls them.
+    All trees share it, so that the benchmark compares trees and not free lists; the peers' own
+    free lists (torch.cat of all free slots) cost more. Method names are SGLang's.
     """
 
     device = "cpu"
@@ -67,13 +67,13 @@ class PagePool:
 
 
 def pages_of(slots: Any, page_size: int) -> list[int]:
-    """The pages behind whole runs of slots."""
+    """Return the page ids of whole runs of slots."""
     return [int(slot) // page_size for slot in slots[::page_size]]
 
 
 @dataclass(slots=True)
 class TreeRequest:
-    """Token ids in the tree's container, and the slots that belong to them."""
+    """Token ids in the tree's container, and their slots."""
 
     ids: Any
     num_prompt: int
@@ -125,9 +125,9 @@ class SGLangCore:
     def match(self, request: TreeRequest) -> int:
         cache = self._cache
         key = self._key(request.ids, limit=request.num_prompt - 1)
-        found = cache.match_prefix(self._base.MatchPrefixParams(key=key))
-        node = found.last_device_node
-        request.hit = int(found.device_prefix_len)
+        match = cache.match_prefix(self._base.MatchPrefixParams(key=key))
+        node = match.last_device_node
+        request.hit = int(match.device_prefix_len)
         if self._unified:
             request.pin = cache.lock(node)
         else:
@@ -210,9 +210,9 @@ def wheel(folder: Path, package: str) -> Path:
 
 
 def version_of(folder: Path, name: str) -> str:
-    """The version in the name of an unpacked wheel's metadata folder."""
-    found = sorted(folder.glob(f"{name}-*.dist-info"))
-    return found[-1].name.removesuffix(".dist-info").partition("-")[2] if found else "unknown"
+    """Return the version in the name of an unpacked wheel's metadata folder."""
+    folders = sorted(folder.glob(f"{name}-*.dist-info"))
+    return folders[-1].name.removesuffix(".dist-info").partition("-")[2] if folders else "unknown"
 
 
 # -- mini-sglang ---------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ class MiniSGLangCore:
         return TreeRequest(self._torch.from_numpy(np.concatenate([prompt, output])), len(prompt))
 
     def match(self, request: TreeRequest) -> int:
-        found = self._cache.match_prefix(request.ids[: request.num_prompt - 1]).cuda_handle
-        self._cache.lock_handle(found)
-        request.pin, request.hit = found, int(found.cached_len)
-        request.found = found.get_matched_indices() if request.hit else self._nothing
+        handle = self._cache.match_prefix(request.ids[: request.num_prompt - 1]).cuda_handle
+        self._cache.lock_handle(handle)
+        request.pin, request.hit = handle, int(handle.cached_len)
+        request.found = handle.get_matched_indices() if request.hit else self._nothing
         return request.hit
 
     def alloc(self, request: TreeRequest) -> None:
@@ -293,7 +293,7 @@ def load_mini_sglang(folder: Path) -> Loaded:
 
 
 def _lift(package: str, module: str, *names: str) -> None:
-    """What the package's `__init__`, which is not run, would have imported from its module."""
-    found = importlib.import_module(module)
+    """Set the names in the package that its `__init__`, which is not run, imports from `module`."""
+    source = importlib.import_module(module)
     for name in names:
-        setattr(sys.modules[package], name, getattr(found, name))
+        setattr(sys.modules[package], name, getattr(source, name))

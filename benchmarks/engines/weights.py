@@ -16,16 +16,16 @@ def read_weights(path: Path) -> dict[str, Any]:
         header = json.loads(file.read(length))
     data = np.memmap(path, np.uint8, "r", offset=8 + length)
     kinds = {"F32": np.float32, "BF16": np.uint16}
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            found[name] = data[begin:end].view(kinds[entry["dtype"]]).reshape(entry["shape"])
-    return found
+            tensors[name] = data[begin:end].view(kinds[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
 
 
 def as_float32(values: Any) -> Any:
-    """The same numbers in float32; bfloat16 is its upper half."""
+    """Convert to float32 without loss; a bfloat16 value is the upper half of a float32."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return np.asarray(values)

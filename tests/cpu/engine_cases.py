@@ -1,4 +1,4 @@
-"""Engines built piece by piece around a tiny model, and a record of every logit that they make."""
+"""Engines built around a tiny model, which record every row of logits that they compute."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ Logits = dict[int, Tensor]  # position of the token that is drawn → bits of it
 
 @dataclass(frozen=True)
 class Reference:
-    """What some tokens give alone, cold, in one chunk and without a cache."""
+    """Logits and K/V of tokens computed alone, cold, in one chunk and without a cache."""
 
     logits: Tensor  # bits of the rows that were asked for, [rows, vocab] int32
     kv: Tensor  # of all tokens: see `kv_bits`
@@ -50,7 +50,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine may differ in without changing an answer."""
+    """Engine settings that must not change an answer."""
 
     page_size: int = 16
     num_pages: int = 256
@@ -62,7 +62,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder, what its K/V is stored in and how it attends; mutants replace the last three."""
+    """A decoder, its KV dtype, attention backend and pool; mutants replace the last three fields."""
 
     name: str
     decoder: Decoder
@@ -73,18 +73,18 @@ class Model:
 
     @cached_property
     def references(self) -> dict[tuple[Prompt, int], Reference]:
-        """By tokens and first row; `reference` fills it."""
+        """References by tokens and first row; `reference` fills it."""
         return {}
 
     def with_fault(self, **changes: object) -> "Model":
-        """The same model with another backend, pool or row multiple."""
+        """Return the same model with another backend, pool or row multiple."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 class RecordingRunner(ModelRunner):
     """A model over a pool as `LLM` builds it; keeps the logits of the last step.
 
-    Whatever the last layer may leave out is left out, and not by references: they are whole steps.
+    The last layer prunes rows in engine steps. References compute every row.
     """
 
     min_pruned_rows = 1
@@ -99,17 +99,16 @@ class RecordingRunner(ModelRunner):
         self.last: list[Tensor] = []
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        found = super().logits(hidden, rows)
-        self.last.append(found.clone())
-        return found
+        logits = super().logits(hidden, rows)
+        self.last.append(logits.clone())
+        return logits
 
 
 @dataclass
 class RecordingExecutor:
-    """Keeps every row of logits that a token was drawn from, and spoils whatever page is free.
+    """Records the row of logits of every drawn token, and fills free pages with NaN.
 
-    Before each step the free pages are filled with NaN, so that a page that was ever free holds
-    nothing but what was written to it since.
+    It fills them before each step, so that a step that reads stale K/V gets NaN.
     """
 
     runner: RecordingRunner
@@ -139,9 +138,9 @@ class RecordingExecutor:
 
 
 def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:
-    """Ones in every bit of the pages that nobody owns, and of the padding page.
+    """Set every bit of the free pages and of the padding page.
 
-    That is NaN in every float dtype; codes in int8 get scales that are NaN.
+    This is NaN in every float dtype; int8 codes get scales that are NaN.
     """
     free = [page for page in range(pool.num_pages) if cache.is_free(page)]
     index = torch.tensor([*free, pool.padding_page])
@@ -151,12 +150,12 @@ def spoil_free_pages(pool: KVPool, cache: PrefixCache) -> None:
 
 
 def kv_bits(pool: KVPool, slots: Tensor) -> Tensor:
-    """What is in these slots, in all planes of all layers, scales too: [slots, bytes] uint8."""
+    """Read the bytes of `slots` in all planes of all layers, scales too: [slots, bytes] uint8."""
     planes = [
         plane for layer in range(pool.layout.num_layers) for plane in pool.planes(layer).values()
     ]
     num_slots = (pool.num_pages + 1) * pool.page_size
-    return torch.cat([one.view(num_slots, -1).view(torch.uint8)[slots] for one in planes], 1)
+    return torch.cat([plane.view(num_slots, -1).view(torch.uint8)[slots] for plane in planes], 1)
 
 
 class Engine:
@@ -164,7 +163,7 @@ class Engine:
 
     def __init__(self, model: Model, sizes: Sizes, drafter: Drafter | None = None) -> None:
         config, dtype = model.decoder.config, model.decoder.dtype
-        asked = EngineConfig.of(
+        options = EngineConfig.of(
             page_size=sizes.page_size,
             kv_cache_tokens=sizes.num_pages * sizes.page_size,
             max_batch_tokens=sizes.max_batch_tokens,
@@ -174,7 +173,7 @@ class Engine:
             speculative=sizes.speculative,
         )
         resolved = resolve(
-            asked,
+            options,
             model_max_len=config.max_model_len,
             token_bytes=kv_layout(config).token_bytes(resolve_kv_dtype(model.kv_dtype, dtype)),
             free_memory=0,
@@ -189,7 +188,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], num_new: Sequence[int]
     ) -> list[tuple[RequestOutput, Logits]]:
-        """Answer all prompts in one continuous batch, greedily; the cache is checked after it."""
+        """Answer all prompts greedily in one continuous batch, then check the cache."""
         ids = [
             self.core.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
             for prompt, count in zip(prompts, num_new, strict=True)
@@ -204,10 +203,10 @@ class Engine:
                     outputs[event.request_id] = event.output
         assert not self.core.has_unfinished, "the engine runs for ever"
         self.core.cache.check()
-        return [(outputs[one], self.executor.rows.pop(one)) for one in ids]
+        return [(outputs[request_id], self.executor.rows.pop(request_id)) for request_id in ids]
 
     def cached_kv(self, tokens: Prompt) -> Tensor:
-        """All that is cached of the longest prefix: see `kv_bits`."""
+        """Return the `kv_bits` of the longest cached prefix."""
         cache, pool = self.core.cache, self.executor.runner.pool
         lease = cache.acquire(CacheKey(array("i", tokens), self.core.namespaces.base))
         pages = torch.tensor(lease.pages, dtype=torch.int64)
@@ -217,7 +216,7 @@ class Engine:
 
 
 def reference(model: Model, tokens: Prompt, first_row: int) -> Reference:
-    """See `Reference`; logits from `first_row` on. Everything is computed once per model."""
+    """Return the cached `Reference` of these tokens, with logits from `first_row` on."""
     known = model.references.get((tokens, first_row))
     if known is None:
         known = model.references[tokens, first_row] = cold(model, tokens, first_row)
@@ -225,7 +224,7 @@ def reference(model: Model, tokens: Prompt, first_row: int) -> Reference:
 
 
 def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
-    """See `reference`; nothing is kept."""
+    """Compute a `Reference` without storing it."""
     num_pages = -(-len(tokens) // 16)
     runner = RecordingRunner(model, num_pages, 16)
     table = PagedBlockTable.of([range(num_pages)], 16)
@@ -239,7 +238,7 @@ def cold(model: Model, tokens: Prompt, first_row: int = 0) -> Reference:
 def differences(
     model: Model, prompt: Prompt, answer: Prompt, logits: Logits, kv: Tensor
 ) -> Iterator[str]:
-    """How an answer, its logits and what is cached of it (`kv_bits`) differ from the reference."""
+    """List how an answer, its logits and its cached K/V (`kv_bits`) differ from the reference."""
     start = len(prompt)
     assert sorted(logits) == list(range(start, start + len(answer)))
     rows = torch.stack([logits[start + i] for i in range(len(answer))])
@@ -254,7 +253,7 @@ def differences(
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request holds anything, and all that is cached can be evicted."""
+    """Assert that no request holds pages and that the whole cache can be evicted."""
     llm.cache.check()
     stats = llm.cache.stats()
     assert not llm.has_unfinished()

@@ -1,4 +1,4 @@
-"""Sequences that are forked, rolled back and resumed at the planner: each branch as if it were alone.
+"""Sequences forked, rolled back and resumed by the planner have the bits of a cold run each.
 
 Branches share pages, go on with tokens of their own in one batch, have drafts rejected, and run out
 of room. After every step the logits of all its rows, and all K/V of every branch, have the bits of
@@ -49,7 +49,7 @@ MODELS = [
 
 @dataclass(frozen=True)
 class Round:
-    """Something that happens to a branch, and then a step of all that have something to compute."""
+    """An action on one branch, followed by a step of all branches that have tokens to compute."""
 
     action: str
     who: int
@@ -61,7 +61,7 @@ class Round:
 
 @dataclass
 class Branches:
-    """Live sequences over one pool, and what their steps computed."""
+    """Live sequences over one pool, and the logits and K/V that their steps computed."""
 
     model: Model
     page_size: int
@@ -77,57 +77,62 @@ class Branches:
         self.planner = RadixAttentionPlanner(self.cache, table)
 
     def play(self, number: int, now: Round) -> None:
-        """One round; without room the youngest branch goes."""
+        """Run one round; if pages run out, drop the youngest branch."""
         if len(self.live) == MAX_BRANCHES and now.action in ("begin", "nest", "fork"):
             self.planner.release([self.live.pop(now.who % MAX_BRANCHES)])
         if now.action == "begin" or not self.live:
             self.live.append(RadixSequence(array("i", tokens(now.who % 2, now.length))))
-        one = self.live[now.who % len(self.live)]
+        sequence = self.live[now.who % len(self.live)]
         if now.action == "nest":
-            self.live.append(RadixSequence(one.tokens + array("i", tokens(number, TAIL))))
+            self.live.append(RadixSequence(sequence.tokens + array("i", tokens(number, TAIL))))
         elif now.action == "resume":
-            self.planner.release([one])
-            self.live[self.live.index(one)] = RadixSequence(one.tokens)
-        elif now.action == "fork" and one.lease is not None:
+            self.planner.release([sequence])
+            self.live[self.live.index(sequence)] = RadixSequence(sequence.tokens)
+        elif now.action == "fork" and sequence.lease is not None:
             with suppress(OutOfPagesError):
-                twin, copies = self.planner.fork(one)
+                twin, copies = self.planner.fork(sequence)
                 self.runner.pool.copy_pages(*zip(*copies, strict=True) if copies else ((), ()))
                 self.live.append(twin)
                 self.num_copied += len(copies)
-        elif now.action == "rollback" and one.num_computed:
-            kept = 1 + now.length % one.num_computed
-            self.planner.rollback(one, kept)
-            del one.tokens[kept:]
+        elif now.action == "rollback" and sequence.num_computed:
+            kept = 1 + now.length % sequence.num_computed
+            self.planner.rollback(sequence, kept)
+            del sequence.tokens[kept:]
         self._step(number, now)
 
     def _step(self, number: int, now: Round) -> None:
-        drafting = [one for one in self.live if not one.num_uncomputed]
-        for index, one in enumerate(drafting):
-            one.tokens.extend(tokens(100 * number + index % 3, now.drafts[index]))
+        drafting = [sequence for sequence in self.live if not sequence.num_uncomputed]
+        for index, sequence in enumerate(drafting):
+            sequence.tokens.extend(tokens(100 * number + index % 3, now.drafts[index]))
         # others could attach to drafts that are then rejected
-        rejected = 0 if any(one.lease is None for one in self.live) else now.rejected
+        rejected = 0 if any(sequence.lease is None for sequence in self.live) else now.rejected
         going, batch = self._plan(drafting, now.chunk)
-        ends = [one.num_computed + one.num_planned for one in going]
-        spans = [one.tokens[one.num_computed : end] for one, end in zip(going, ends, strict=True)]
+        ends = [sequence.num_computed + sequence.num_planned for sequence in going]
+        spans = [
+            sequence.tokens[sequence.num_computed : end]
+            for sequence, end in zip(going, ends, strict=True)
+        ]
         spoil_free_pages(self.runner.pool, self.cache)
         ids = np.array([token for span in spans for token in span], np.int64)
         hidden = self.runner.forward(StepPlan(batch, ids, (), (), tuple(range(len(going)))))
         logits = self.runner.logits(hidden, range(len(ids))).view(torch.int32)
-        for i, (one, end) in enumerate(zip(going, ends, strict=True)):
+        for i, (sequence, end) in enumerate(zip(going, ends, strict=True)):
             rows = logits[batch.cu_seqlens_q[i] : batch.cu_seqlens_q[i + 1]]
             kv = kv_bits(self.runner.pool, torch.from_numpy(batch.kv_slots(i)))
-            self.seen.append((tuple(one.tokens[:end]), rows, kv))
-        planned = [(one.num_planned, rejected if one in drafting else 0) for one in going]
+            self.seen.append((tuple(sequence.tokens[:end]), rows, kv))
+        planned = [
+            (sequence.num_planned, rejected if sequence in drafting else 0) for sequence in going
+        ]
         self.planner.commit(going, [max(0, count - lost) for count, lost in planned])
-        for one in drafting:
-            del one.tokens[one.num_computed :]
+        for sequence in drafting:
+            del sequence.tokens[sequence.num_computed :]
         self.cache.check()
 
     def _plan(
         self, drafting: list[RadixSequence], chunk: int
     ) -> tuple[list[RadixSequence], AttentionBatch]:
-        going = [one for one in self.live if one.num_uncomputed]
-        chunks = [MAX_DRAFTS if one in drafting else chunk for one in going]
+        going = [sequence for sequence in self.live if sequence.num_uncomputed]
+        chunks = [MAX_DRAFTS if sequence in drafting else chunk for sequence in going]
         try:
             return going, self.planner.plan(going, chunks)
         except OutOfPagesError:
@@ -135,29 +140,29 @@ class Branches:
             return self._plan(drafting, chunk)
 
     def differences(self) -> list[str]:
-        """Where logits or K/V are not those of a cold run; one for all that begin it."""
-        found: list[str] = []
+        """List the logits and K/V that differ from a cold run of the same tokens."""
+        mismatches: list[str] = []
         runs: dict[Prompt, Reference] = {}
-        for own, logits, kv in sorted(self.seen, key=lambda one: -len(one[0])):
+        for own, logits, kv in sorted(self.seen, key=lambda step: -len(step[0])):
             end = len(own)
             whole = next((known for known in runs if known[:end] == own), own)
             if whole not in runs:
                 runs[whole] = cold(self.model, whole)
             alone = runs[whole]
             if not torch.equal(logits, alone.logits[end - len(logits) : end]):
-                found.append(f"logits of a step up to token {end}")
+                mismatches.append(f"logits of a step up to token {end}")
             if not torch.equal(kv, alone.kv[:end]):
-                found.append(f"K/V of {end} tokens")
-        return found
+                mismatches.append(f"K/V of {end} tokens")
+        return mismatches
 
 
 def play(model: Model, page_size: int, spare_pages: int, rounds: list[Round]) -> Branches:
-    """All rounds over a pool that has so many pages more than the longest sequence needs."""
-    longest = max(one.length for one in rounds)
-    longest += sum(max(one.drafts) + TAIL * (one.action == "nest") for one in rounds)
+    """Run all rounds; the pool has `spare_pages` more pages than the longest sequence needs."""
+    longest = max(round_.length for round_ in rounds)
+    longest += sum(max(round_.drafts) + TAIL * (round_.action == "nest") for round_ in rounds)
     branches = Branches(model, page_size, -(-longest // page_size) + spare_pages)
-    for number, one in enumerate(rounds, 1):
-        branches.play(number, one)
+    for number, round_ in enumerate(rounds, 1):
+        branches.play(number, round_)
     return branches
 
 
@@ -176,7 +181,7 @@ ROUNDS = st.builds(
 def test_every_branch_is_as_if_it_were_alone(
     family: str, variant: str, model_of: Callable[[str, str], Model]
 ) -> None:
-    """Forks anywhere, drafts kept in part, rollback, preemption: bit by bit a cold run's."""
+    """Forks, partly accepted drafts, rollback and preemption keep the bits of a cold run."""
     model, num_cases = model_of(family, variant), 0
 
     @settings(max_examples=EXAMPLES)
@@ -212,7 +217,7 @@ FORKED = [
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_forks_behind_one_prompt(page_size: int, model_of: Callable[[str, str], Model]) -> None:
-    """Unlike the random rounds, these are known to copy pages, where a page can be in part."""
+    """A fixed sequence of forks copies partial pages wherever pages hold more than one token."""
     branches = play(model_of("llama", "float32"), page_size, 10, FORKED)
 
     assert branches.differences() == []
@@ -221,7 +226,7 @@ def test_forks_behind_one_prompt(page_size: int, model_of: Callable[[str, str], 
 
 
 def test_a_forgotten_copy_is_found(model_of: Callable[[str, str], Model]) -> None:
-    """The page in which a branch begins is in part its parent's: without its K/V nothing is right."""
+    """A fork that does not copy its parent's partial page is detected."""
     model = model_of("llama", "float32").with_fault(pool=ForgottenCopies)
 
     assert play(model, 16, 10, FORKED).differences()

@@ -1,4 +1,4 @@
-"""The page about building blocks says what is so: its code runs, and prints what it shows."""
+"""The page about building blocks is correct: its code runs and prints what the page shows."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ PAGE = (DOCS / "building-blocks.md").read_text(encoding="utf-8")
 
 
 def test_every_block_of_code_runs() -> None:
-    """One after the other, in one namespace, with the assertions in them; nothing is left held."""
+    """All code blocks run in order in one namespace, and leave no lease and no private page."""
     names: dict[str, Any] = {}
     printed = io.StringIO()
 
@@ -28,15 +28,15 @@ def test_every_block_of_code_runs() -> None:
 
 
 def test_the_table_has_every_call_of_the_paged_cache() -> None:
-    """All that is public, and nothing that is gone."""
+    """The table lists exactly the public names of the paged cache."""
     rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
-    told = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    documented = {name for row in rows for name in re.findall(r"`(\w+)", row)}
 
-    assert told == {name for name in vars(RadixAttentionWithPagedKVCache) if name[0] != "_"}
+    assert documented == {name for name in vars(RadixAttentionWithPagedKVCache) if name[0] != "_"}
 
 
 def test_links_lead_somewhere() -> None:
-    """To files that are there."""
+    """Every link of the page names an existing file."""
     targets = re.findall(r"\]\(([^)\s]+)\)", PAGE)
 
     assert len(targets) > 3

@@ -1,4 +1,4 @@
-"""Special tokens that users write, beside those of the template: the same ids as if there were none."""
+"""Special tokens in user text are encoded as plain text, beside the template's real ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}<user>\n{{ m.content }} <end>\n{% endfor %}<b
 
 
 def core(kind: str, rng: random.Random) -> tokenizers.Tokenizer:
-    """Trained, with the template's tokens, which may take the space around them along."""
+    """Return a trained tokenizer whose template tokens may strip the space around them."""
     if kind == "bytes":
         made = tokenizers.Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=rng.random() < 0.5)
@@ -46,7 +46,7 @@ def core(kind: str, rng: random.Random) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "first", "always", "never", "prepend"])
 def test_the_ids_are_those_of_a_tokenizer_that_has_no_such_token(kind: str) -> None:
-    """What users write is a token of one tokenizer, and plain text of the other."""
+    """Escaped user text has the ids of a tokenizer without the special tokens it contains."""
     rng = random.Random(kind)
     for _ in range(12):
         oracle = core(kind, rng)
@@ -71,10 +71,10 @@ def test_the_ids_are_those_of_a_tokenizer_that_has_no_such_token(kind: str) -> N
 
 
 def unigram(scheme: str, normalizer: str) -> Tokenizer:
-    """Its pieces have the texts of its special tokens, too."""
+    """Return a Unigram tokenizer whose pieces include the texts of its special tokens."""
     pieces = [("<unk>", -9.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0)]
     made = tokenizers.Tokenizer(
-        models.Unigram([*pieces, *((one, -5.0) for one in "hievl</s>é")], 0)
+        models.Unigram([*pieces, *((letter, -5.0) for letter in "hievl</s>é")], 0)
     )
     if scheme:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -96,7 +96,7 @@ def unigram(scheme: str, normalizer: str) -> Tokenizer:
 def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_written(
     scheme: str, normalizer: str
 ) -> None:
-    """Unigram models have it as a piece; only the template writes the token itself."""
+    """User text never becomes a special token, also when the vocabulary has its text as a piece."""
     tokenizer, rng = unigram(scheme, normalizer), random.Random(f"{scheme} {normalizer}")
     signs = ("<s>", "</s>", " ", "\n", "hi", "é", "<", "/s>", "ﬁ")
     texts = ["</s>", "hi</s>evil", "é</s></s>", "<</s>/s>", "hi"]
@@ -104,7 +104,7 @@ def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_writt
     for text in texts:
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
 
-        assert [at for at, one in enumerate(ids) if one in (1, 2)] == [0, len(ids) - 1], text
+        assert [at for at, token in enumerate(ids) if token in (1, 2)] == [0, len(ids) - 1], text
         if not (scheme or normalizer or set(text) - set("hievl</s>é")):
             assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{text}</s>"
         alone, ends = tokenizer.encode_with_offsets(tokenizer.escape_special_tokens(text))
@@ -116,7 +116,7 @@ def test_a_vocabulary_that_has_a_special_tokens_text_makes_none_of_what_is_writt
 
 @pytest.mark.parametrize("texts", [("ab", "bc"), ("[[I]", "[I]"), ("☃☃", "☃"), ("aba", "ba", "a")])
 def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
-    """What is left of one is not another."""
+    """Escaping one special token never leaves the text of another."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -124,7 +124,7 @@ def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
     made.train_from_iterator(
         ["x"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens([one for one in texts if one != "a"])
+    made.add_special_tokens([text for text in texts if text != "a"])
     tokenizer = Tokenizer(made, special_tokens={}, chat_templates={})
     rng = random.Random(str(texts))
     for _ in range(200):
@@ -137,7 +137,7 @@ def test_special_tokens_may_overlap(texts: tuple[str, ...]) -> None:
 
 
 def test_many_special_tokens_that_are_written_take_no_longer_each() -> None:
-    """Were it quadratic, as it was once, this would take minutes."""
+    """Escaping 40,000 special tokens takes linear time; a quadratic version took minutes."""
     tokenizer = unigram("always", "")
 
     ids, ends = tokenizer.encode_with_offsets(tokenizer.escape_special_tokens("</s>" * 40_000))

@@ -1,4 +1,4 @@
-"""What a conversation's next turn reads again, over a fake device whose answers are scripted."""
+"""Tokens that a conversation's next turn reads from the cache, with scripted answers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ASSISTANT = TALKER.encode("<|assistant|>", add_special_tokens=False)[0]
 
 
 class Talk:
-    """A server whose model gives the answers of a script, whatever it is asked."""
+    """A server whose model always answers with the scripted `answer`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        asked = EngineConfig.of(kv_cache_tokens=4096, page_size=PAGE)
-        config = resolve(asked, model_max_len=2048, token_bytes=1, free_memory=0)
+        options = EngineConfig.of(kv_cache_tokens=4096, page_size=PAGE)
+        config = resolve(options, model_max_len=2048, token_bytes=1, free_memory=0)
         vocab = tokenizer.vocab_size
         device = FakeExecutor(config.num_pages, PAGE, vocab_size=vocab, next_token=self._next)
         core = EngineCore(
@@ -52,11 +52,11 @@ class Talk:
         self.service.listeners.append(self.generations.append)
 
     def _next(self, context: Sequence[int]) -> int:
-        told = self.generation_len(context)
-        return self.answer[told] if told < len(self.answer) else END
+        num_generated = self.generation_len(context)
+        return self.answer[num_generated] if num_generated < len(self.answer) else END
 
     def generation_len(self, context: Sequence[int]) -> int:
-        """Tokens behind the last place at which an answer begins."""
+        """Count the tokens after the last assistant marker."""
         ids = list(context)
         begin = len(ids) - ids[::-1].index(ASSISTANT)
         start = list(self.tokenizer.encode("<think></think>", add_special_tokens=False))
@@ -74,19 +74,19 @@ class Talk:
 
 
 def letters(text: str) -> list[int]:
-    """Tokens of a text as a tokenizer would not make them: one for each letter."""
-    return [token for one in text for token in TALKER.encode(one, add_special_tokens=False)]
+    """Encode a text one letter at a time, unlike the tokenizer."""
+    return [token for letter in text for token in TALKER.encode(letter, add_special_tokens=False)]
 
 
 def ask(client: TestClient, path: str, **body: Any) -> dict[str, Any]:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    payload: dict[str, Any] = answer.json()
+    return payload
 
 
 def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
-    """Prompt and answer as they were computed, though a tokenizer would write the text otherwise."""
+    """The next turn reuses the drawn tokens, though the tokenizer would split the text otherwise."""
     talk = Talk(TALKER)
     with talk.client() as client:
         talk.answer = letters("Ann lives in Rome")
@@ -115,7 +115,7 @@ def test_the_next_response_begins_with_the_tokens_of_the_last() -> None:
 
 
 def test_an_answer_cut_at_a_stop_text_is_told_again_as_it_was_shown() -> None:
-    """The model wrote more than that: the next prompt has the tokens of the shown text."""
+    """After a stop string, the next prompt encodes the shown text, not the drawn tokens."""
     talk = Talk(TALKER)
     with talk.client() as client:
         talk.answer = letters("Ann. Bob.")
@@ -141,7 +141,7 @@ THOUGHT = "<think>" + "Let me see. " * 20 + "</think>Ann."
 def test_thoughts_that_the_template_drops_are_not_kept(
     path: str, stream: bool, answer: str
 ) -> None:
-    """Of such an answer nothing is left in the cache; another one is read by the next turn."""
+    """The next turn reads the answer from the cache, unless the template drops its thoughts."""
     talk = Talk(TALKER)
     with talk.client() as client:
         talk.answer = list(TALKER.encode(answer, add_special_tokens=False))
@@ -150,8 +150,8 @@ def test_thoughts_that_the_template_drops_are_not_kept(
             "messages": said("Who lives in Rome?"),
             "max_tokens": 500,
         }
-        told = client.post(path, json=body | {"stream": stream})
-        assert told.status_code == 200, told.text
+        response = client.post(path, json=body | {"stream": stream})
+        assert response.status_code == 200, response.text
         num_prompt = len(talk.generations[-1].request.prompt.ids)
         cached = talk.cached_tokens(client)
         messages = [*body["messages"], {"role": "assistant", "content": answer}, *said("And?")]
@@ -168,7 +168,7 @@ def test_thoughts_that_the_template_drops_are_not_kept(
 
 
 def test_thoughts_before_a_call_are_kept_for_its_result() -> None:
-    """Until the user speaks again the conversation goes on from them."""
+    """An answer with a tool call keeps its thoughts in the cache for the turn with the result."""
     talk = Talk(TALKER)
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
     call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
@@ -188,7 +188,7 @@ def test_thoughts_before_a_call_are_kept_for_its_result() -> None:
 
 
 def test_a_volatile_end_of_the_prompt_is_not_stored() -> None:
-    """Nor what comes behind it; the next turn reads all that is stored."""
+    """Only the stable part of the prompt is cached, and the next turn reads all of it."""
     talk = Talk(HASTY)
     with talk.client() as client:
         talk.answer = list(HASTY.encode("Ann lives there. " * 4, add_special_tokens=False))
@@ -222,7 +222,7 @@ TEXTS = st.text(alphabet="abé \n<>|/think", max_size=12)
 def test_every_next_turn_begins_with_the_stable_part(
     tokenizer: Tokenizer, texts: list[str], answer: str, more: str
 ) -> None:
-    """Whatever is answered and asked next; and a growing chat has the tokens of one from scratch."""
+    """The next turn starts with the stable tokens and equals the prompt rendered from scratch."""
     roles = ["user", "assistant"]
     talk = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
     maker = PromptRenderer(tokenizer)

@@ -1,4 +1,4 @@
-"""What came after a context before: the tree as a source of guesses."""
+"""`continuation`: the prefix tree as a source of draft tokens."""
 
 from array import array
 
@@ -14,25 +14,25 @@ TEXT = list(range(10, 31))  # 5 pages of 4 and a token
 
 
 def keep(cache: PrefixCache, key: CacheKey) -> None:
-    """A request computes a text and ends."""
+    """Publish the pages of `key` and release them."""
     lease = cache.acquire(key)
     pages = cache.reserve(key.num_pages(cache.page_size) - len(lease.pages))
     cache.release(cache.publish(lease, key, pages))
 
 
 def after(cache: PrefixCache, context: list[int], limit: int = 99) -> list[int]:
-    """What a request with this context would guess; a lookup changes nothing that is checked."""
+    """Return the drafts for `context`, and check that the lookup breaks no invariant."""
     lease = cache.acquire(CacheKey(context))
-    found = cache.continuation(lease, context[lease.num_tokens :], limit)
+    guess = cache.continuation(lease, context[lease.num_tokens :], limit)
     cache.release(lease)
     cache.check()
-    return found.tolist()
+    return guess.tolist()
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 @pytest.mark.parametrize("length", range(21))
 def test_a_context_goes_on_as_it_did_before(index: str, length: int) -> None:
-    """From any place, also inside a page; what is told ends with the last whole page."""
+    """A context continues from any position, also inside a page, up to the last full page."""
     cache = PrefixCache(16, 4, index=index)
     keep(cache, CacheKey(TEXT))
 
@@ -46,7 +46,7 @@ def test_a_context_goes_on_as_it_did_before(index: str, length: int) -> None:
     "tail", [[99], [10, 99], [*TEXT[:3], 99], [*TEXT[:17], 99], [*TEXT[:6], 99]]
 )
 def test_a_context_that_nobody_had_has_no_continuation(index: str, tail: list[int]) -> None:
-    """Also when it differs in the last token, or in the middle of a page."""
+    """An unknown context has no continuation, also if it differs only in the last token."""
     cache = PrefixCache(16, 4, index=index)
     keep(cache, CacheKey(TEXT))
 
@@ -54,7 +54,7 @@ def test_a_context_that_nobody_had_has_no_continuation(index: str, tail: list[in
 
 
 def test_a_tail_of_several_pages_is_followed() -> None:
-    """A lease may lag behind what is known: pages that wait for their leader are not published."""
+    """The tail after the lease may span several pages, since a lease can lag behind the tree."""
     cache = PrefixCache(16, 4)
     keep(cache, CacheKey(TEXT[:8]))
     keep(cache, CacheKey(TEXT))
@@ -66,7 +66,7 @@ def test_a_tail_of_several_pages_is_followed() -> None:
 
 
 def test_the_way_that_was_used_last_is_told() -> None:
-    """Not the one that was made last."""
+    """Among branches, the most recently used continues the context, not the newest node."""
     now = [0.0]
     cache = PrefixCache(64, 4, clock=lambda: now[0])
     for tail in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_the_way_that_was_used_last_is_told() -> None:
 
 
 def test_evicted_pages_tell_too() -> None:
-    """The tree remembers what was in them."""
+    """Ghosts of evicted pages still continue a context."""
     cache = PrefixCache(16, 4)
     keep(cache, CacheKey(TEXT))
     cache.clear()
@@ -92,7 +92,7 @@ def test_evicted_pages_tell_too() -> None:
 
 
 def test_pages_that_are_being_computed_tell_too() -> None:
-    """Their tokens are known."""
+    """Pending pages continue a context, since their tokens are known."""
     cache = PrefixCache(16, 4)
     leader = cache.acquire(CacheKey(TEXT))
     leader = cache.announce(leader, CacheKey(TEXT), cache.reserve(5))
@@ -103,7 +103,7 @@ def test_pages_that_are_being_computed_tell_too() -> None:
 
 
 def test_another_namespace_tells_nothing() -> None:
-    """A guess is no way to learn what others have asked."""
+    """Tokens of another namespace are never proposed as drafts."""
     cache = PrefixCache(16, 4)
     keep(cache, CacheKey(TEXT, "theirs"))
     lease = cache.acquire(CacheKey(TEXT[:6], "ours"))
@@ -112,7 +112,7 @@ def test_another_namespace_tells_nothing() -> None:
 
 
 def test_media_and_salts_end_it() -> None:
-    """No atom that stands for content is taken for a token, and nothing behind it is told."""
+    """A continuation ends before the first media or salted atom."""
     cache = PrefixCache(32, 4)
     image = Media(Media.digest_of(b"image"), start=6, length=3)
     keep(cache, CacheKey(TEXT, media=[image]))
@@ -127,7 +127,7 @@ def test_media_and_salts_end_it() -> None:
 
 
 def test_at_most_so_many_siblings_are_looked_at() -> None:
-    """The newest ones: a prompt that thousands have begun with costs no more than a few."""
+    """Only the newest MAX_SIBLINGS branches are searched, which bounds the cost."""
     cache = PrefixCache(1024, 4)
     for number in range(MAX_SIBLINGS + 2):
         keep(cache, CacheKey([*TEXT[:4], 1, 100 + number, 3, 4]))
@@ -137,7 +137,7 @@ def test_at_most_so_many_siblings_are_looked_at() -> None:
 
 
 def test_draft_tokens_is_the_same_by_another_name() -> None:
-    """Its arguments are those of `continuation`."""
+    """`draft_tokens` equals `continuation`."""
     cache = PrefixCache(16, 4)
     keep(cache, CacheKey(TEXT))
     lease = cache.acquire(CacheKey(TEXT[:10]))
@@ -148,7 +148,7 @@ def test_draft_tokens_is_the_same_by_another_name() -> None:
 
 
 def test_a_lease_that_has_ended_is_refused() -> None:
-    """And so is a tail that is no text."""
+    """`continuation` refuses a released lease and negative token ids."""
     cache = PrefixCache(16, 4)
     keep(cache, CacheKey(TEXT))
     lease = cache.acquire(CacheKey(TEXT))
@@ -171,7 +171,7 @@ def test_a_lease_that_has_ended_is_refused() -> None:
 def test_every_guess_was_said_before(
     texts: list[list[int]], context: list[int], page_size: int, index: str, evicted: int
 ) -> None:
-    """Whatever is told followed this very context in some text; if any did, something is told."""
+    """Every continuation followed this context in a cached text; it is empty if no text did."""
     cache = PrefixCache(256, page_size, index=index)
     for text in texts:
         keep(cache, CacheKey(text))
@@ -179,7 +179,7 @@ def test_every_guess_was_said_before(
     known = [text[: len(text) // page_size * page_size] for text in texts]
     before: Lease = cache.acquire(CacheKey(context))
 
-    found = cache.continuation(before, array("i", context[before.num_tokens :]), 99).tolist()
+    guess = cache.continuation(before, array("i", context[before.num_tokens :]), 99).tolist()
 
     ways = [text[len(context) :] for text in known if text[: len(context)] == context]
-    assert found in ways or (not any(ways) and found == [])
+    assert guess in ways or (not any(ways) and guess == [])

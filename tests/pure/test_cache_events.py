@@ -1,4 +1,4 @@
-"""Events: whoever listens has the cache's content, whenever it began to, at no cost when nobody does."""
+"""Events: a subscriber can mirror the cache's content; without subscribers nothing is hashed."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def kinds(events: Iterable[CacheEvent]) -> list[tuple[str, int]]:
 
 @INDICES
 def test_what_is_published_is_stored_under_the_hashes_of_its_key(index: str) -> None:
-    """So that whoever has the key finds the page elsewhere; parents come before what follows."""
+    """Published pages are `stored` under the page hashes of their key, parents first."""
     cache = PrefixCache(16, 2, index=index)
     subscription = cache.subscribe()
 
@@ -44,7 +44,7 @@ def test_what_is_published_is_stored_under_the_hashes_of_its_key(index: str) -> 
 
 
 def test_a_hit_stores_only_what_is_new() -> None:
-    """A second turn tells of the pages behind the first one's, and names the page before them."""
+    """A second turn stores only the pages after the hit, under the hash of its last page."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     subscription = cache.subscribe()
@@ -58,7 +58,7 @@ def test_a_hit_stores_only_what_is_new() -> None:
 
 
 def test_a_hit_on_whole_nodes_tells_nothing() -> None:
-    """Nothing came, nothing went: reuse emits no removal, and neither do queries and pins."""
+    """Hits on whole nodes, queries and pins emit no event; only the split by `serve` does."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     subscription = cache.subscribe()
@@ -83,7 +83,7 @@ def test_a_hit_on_whole_nodes_tells_nothing() -> None:
 
 
 def test_pb11_a_split_is_told() -> None:
-    """The run that ends a node of its own from now on, once per split; the pages stay as they are."""
+    """Each split emits one event with the pages of the upper node; the pages stay as they are."""
     cache = PrefixCache(16, 2)
     pages = list(serve(cache, "abcdef"))
     subscription = cache.subscribe()
@@ -110,7 +110,7 @@ def test_pb11_a_split_is_told() -> None:
 def test_an_eviction_is_told_with_its_reason(
     evict: Callable[[PrefixCache], object], reason: str, index: str
 ) -> None:
-    """Which pages, from the tail on, and behind which page they were."""
+    """`removed` events name the reason, the pages and the page before them."""
     cache = PrefixCache(8, 2, index=index)
     pages = list(serve(cache, "abcdef"))
     subscription = cache.subscribe()
@@ -126,7 +126,7 @@ def test_an_eviction_is_told_with_its_reason(
 
 
 def test_clear_is_one_event_when_all_goes() -> None:
-    """And the pages that go, when a lease keeps others."""
+    """`clear` emits one `cleared` event, or `removed` events when a lease keeps pages."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     serve(cache, "uvwx", "n")
@@ -147,7 +147,7 @@ def test_clear_is_one_event_when_all_goes() -> None:
 
 
 def test_pending_pages_are_told_when_they_are_computed() -> None:
-    """Not when they are announced, and never if their step fails."""
+    """Pages are `stored` when published, not when announced, and never if withdrawn."""
     cache = PrefixCache(16, 2)
     subscription = cache.subscribe()
     lease, private = begin(cache, "abcdef")
@@ -170,7 +170,7 @@ def test_pending_pages_are_told_when_they_are_computed() -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 5])
 def test_pb27_a_full_queue_drops_the_oldest_and_counts_them(capacity: int) -> None:
-    """The sequence shows the gap; no event is paid for by those that wait."""
+    """A full queue drops its oldest events and counts them; sequence numbers show the gap."""
     cache = PrefixCache(32, 2)
     subscription = cache.subscribe(capacity)
 
@@ -186,7 +186,7 @@ def test_pb27_a_full_queue_drops_the_oldest_and_counts_them(capacity: int) -> No
 
 
 def test_who_lost_events_goes_on_from_a_snapshot() -> None:
-    """Then nothing is missing and nothing is there twice."""
+    """After lost events, a snapshot and the queue rebuild the exact content."""
     cache = PrefixCache(8, 2)
     subscription = cache.subscribe(2)
     for text in ("abcd", "abxy", "uvwx", "uv", "klmnop"):
@@ -203,7 +203,7 @@ def test_who_lost_events_goes_on_from_a_snapshot() -> None:
 
 @pytest.mark.parametrize("capacity", [0, -3])
 def test_a_queue_keeps_at_least_one_event(capacity: int) -> None:
-    """Anything less is refused, and nobody has subscribed."""
+    """A capacity below 1 is refused and creates no subscription."""
     cache = PrefixCache(8, 2)
 
     with pytest.raises(ConfigError, match=f"capacity={capacity}"):
@@ -213,23 +213,23 @@ def test_a_queue_keeps_at_least_one_event(capacity: int) -> None:
 
 
 def test_subscribers_do_not_disturb_each_other() -> None:
-    """Each has a queue of its own; who has closed is told nothing more, and may close again."""
+    """Subscriptions have separate queues; a closed one receives no events and may close again."""
     cache = PrefixCache(16, 2)
-    one, other = cache.subscribe(), cache.subscribe(1)
+    first, second = cache.subscribe(), cache.subscribe(1)
     serve(cache, "ab")
     serve(cache, "cd")
 
-    assert (len(one.take()), len(other.take()), other.num_dropped) == (2, 1, 1)
-    one.close()
-    one.close()
+    assert (len(first.take()), len(second.take()), second.num_dropped) == (2, 1, 1)
+    first.close()
+    first.close()
     serve(cache, "ef")
 
-    assert (len(one.take()), len(other.take())) == (0, 1)
+    assert (len(first.take()), len(second.take())) == (0, 1)
 
 
 @INDICES
 def test_nothing_is_hashed_while_nobody_listens(index: str) -> None:
-    """Before the first subscription, after the last one was closed, and after a snapshot."""
+    """Without a subscriber the event log holds no hashes, also after a close or a snapshot."""
     cache = PrefixCache(16, 2, index=index)
     log = cache._store.log
     serve(cache, "abcd")
@@ -252,7 +252,7 @@ def test_nothing_is_hashed_while_nobody_listens(index: str) -> None:
 @INDICES
 @pytest.mark.parametrize("once", ["snapshot", "subscription"])
 def test_what_happened_while_nobody_listened_is_a_gap(index: str, once: str) -> None:
-    """Who read before and subscribes again notices that events are missing."""
+    """Events missed between two subscriptions leave a gap in the sequence numbers."""
     cache = PrefixCache(16, 2, index=index)
     if once == "snapshot":
         last = cache.snapshot().sequence
@@ -282,9 +282,9 @@ def test_what_happened_while_nobody_listened_is_a_gap(index: str, once: str) -> 
 def test_a_mirror_has_the_caches_content_at_every_moment(
     seed: int, index: str, page_size: int, ghost_pages: int | None
 ) -> None:
-    """From the beginning, from a snapshot later on, and by digest; and it always agrees.
+    """Mirrors fed from the first event or from a snapshot always equal the cache's content.
 
-    Requests share, announce, fail and leave, pages are pinned and evicted in all ways.
+    Random requests share, announce, fail and leave; pages are pinned and evicted.
     """
     random = Random(seed)
     cache = PrefixCache(random.randint(6, 16), page_size, index=index, ghost_pages=ghost_pages)
@@ -298,11 +298,11 @@ def test_a_mirror_has_the_caches_content_at_every_moment(
         assert mirror.pages == expected
         assert mirror.digest == snapshot.digest
         assert mirror.sequence == snapshot.sequence
-        told = Mirror(snapshot)
-        assert (told.pages, told.parents) == (mirror.pages, mirror.parents)
-        assert told.namespaces == mirror.namespaces
+        restored = Mirror(snapshot)
+        assert (restored.pages, restored.parents) == (mirror.pages, mirror.parents)
+        assert restored.namespaces == mirror.namespaces
         if at == 15:
-            late, late_mirror = cache.subscribe(sys.maxsize), told
+            late, late_mirror = cache.subscribe(sys.maxsize), restored
         elif late is not None and at % 5 == 0:
             late_mirror.apply(late.take())
             assert late_mirror.pages == expected
@@ -313,7 +313,7 @@ def test_a_mirror_has_the_caches_content_at_every_moment(
 
 
 def test_a_published_page_is_mirrored_in_pieces_too() -> None:
-    """A node that grows chunk by chunk is told chunk by chunk."""
+    """A node that grows by chunks emits its pages chunk by chunk."""
     cache = PrefixCache(16, 2)
     subscription, mirror = cache.subscribe(), Mirror()
     lease, private = begin(cache, "abcdefgh")

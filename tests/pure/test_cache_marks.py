@@ -1,4 +1,4 @@
-"""What stands for content in a process: named alike in all of them, and gone when unused."""
+"""Marks, the numbers that stand for content: equal hashes in every process, freed when unused."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ SOURCES = Path(ramify.__file__).parents[1]
 
 
 def alive() -> set[tuple[bytes, bytes]]:
-    """(kind, digest) of all marks that anybody still uses."""
+    """Return (kind, digest) of all marks in use."""
     gc.collect()
     return set(_interned)
 
@@ -45,7 +45,7 @@ def alive() -> set[tuple[bytes, bytes]]:
 
 
 def test_page_hashes_of_content_follow_the_rule() -> None:
-    """-2 stands for a marked atom, -1 for what continues it, and the digests follow the page."""
+    """A hash encodes a marked atom as -2 and its continuation as -1, then the page's digests."""
     key = prompt(5, (CAT, 4), 6, 7, 8, salts={6: "s"}, namespace="n")
     salted = hashlib.blake2b(struct.pack("<i", 7), digest_size=32, person=b"ramify-salt")
     salted.update(b"s")
@@ -71,10 +71,10 @@ print(b"".join(key.page_hashes(3)).hex(), key.tokens()[5])
 
 
 def test_page_hashes_of_content_are_the_same_in_every_process() -> None:
-    """Whatever the hash seed, and whatever content the process has seen before."""
+    """Page hashes depend on neither the hash seed nor content seen earlier in the process."""
     media = [Media(CAT, 1, 3), Media(DOG, 5, 2)]
     key = CacheKey(range(9), "n", media=media, salts=[Salt(0, "s"), Salt(5, "t")])
-    told = []
+    outputs = []
     for seed, others in (("1", 0), ("2", 7)):
         run = subprocess.run(
             [sys.executable, "-c", ELSEWHERE.format(others=others)],
@@ -83,17 +83,17 @@ def test_page_hashes_of_content_are_the_same_in_every_process() -> None:
             capture_output=True,
             text=True,
         )
-        told.append(run.stdout.split())
+        outputs.append(run.stdout.split())
 
-    assert [hashes for hashes, _ in told] == [b"".join(key.page_hashes(3)).hex()] * 2
-    assert told[0][1] != told[1][1]  # numbers of content_atoms, which are not the same
+    assert [hashes for hashes, _ in outputs] == [b"".join(key.page_hashes(3)).hex()] * 2
+    assert outputs[0][1] != outputs[1][1]  # numbers of content_atoms, which are not the same
 
 
 @pytest.mark.parametrize(
     "clone", [copy.copy, copy.deepcopy, lambda key: pickle.loads(pickle.dumps(key))]
 )
 def test_a_copy_of_a_key_is_the_same_key(clone: Any) -> None:
-    """It finds what the original finds, and names its pages alike."""
+    """A copied or unpickled key equals the original, with the same matches and page hashes."""
     key = prompt(1, 2, (CAT, 3), 3, salts={5: "s"}, namespace="n")
     cache = PrefixCache(8, 2)
     serve(cache, key)
@@ -106,7 +106,7 @@ def test_a_copy_of_a_key_is_the_same_key(clone: Any) -> None:
 
 
 def test_a_pickled_key_outlives_its_marks() -> None:
-    """Who reads it back later, when other numbers stand for its content, has the same key."""
+    """A key unpickled after its marks were freed equals the original."""
     stored = pickle.dumps(prompt(1, (Media.digest_of(b"stored"), 2), 3, salts={3: "s"}))
     assert (b"media", Media.digest_of(b"stored")) not in alive()
 
@@ -125,7 +125,7 @@ sys.stdout.buffer.write(pickle.dumps(CacheKey(range(4), "n", media=media, salts=
 
 
 def test_a_key_pickled_in_another_process_is_the_same_key() -> None:
-    """Numbers of marks are no part of it: over there, they stand for other content."""
+    """A pickled key stores digests, not mark numbers, which differ between processes."""
     run = subprocess.run(
         [sys.executable, "-c", PICKLED],
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
@@ -140,7 +140,7 @@ def test_a_key_pickled_in_another_process_is_the_same_key() -> None:
 def test_a_prefix_of_a_key_has_the_content_that_lies_in_it(
     one: tuple[CacheKey, list], cut: int
 ) -> None:
-    """Its page hashes are the first ones of the whole key."""
+    """A prefix has the first page hashes and the first marks of the whole key."""
     key, prefix = one[0], one[0].prefix(cut)
 
     assert prefix.page_hashes(2) == key.page_hashes(2)[: min(cut, len(key)) // 2]
@@ -152,14 +152,14 @@ def test_a_prefix_of_a_key_has_the_content_that_lies_in_it(
 
 @pytest.fixture
 def clean() -> Iterator[None]:
-    """No mark that this test makes is left by it."""
+    """Assert that the test leaves no new mark."""
     before = alive()
     yield
     assert alive() <= before
 
 
 def test_a_refused_key_leaves_no_mark() -> None:
-    """What its first segments stood for is forgotten again."""
+    """A key that is refused frees the marks of its first segments."""
     digest = Media.digest_of(b"refused")
 
     with pytest.raises(InvalidKeyError):
@@ -170,7 +170,7 @@ def test_a_refused_key_leaves_no_mark() -> None:
 
 @pytest.mark.usefixtures("clean")
 def test_a_mark_dies_with_its_last_key() -> None:
-    """A server that has seen a million images remembers none that nobody uses."""
+    """A mark lives while a key or a prefix of it does, and no longer."""
     for i in range(20):
         key = prompt((Media.digest_of(b"seen", i), 2), 1, salts={2: f"{i}"})
         prefix = key.prefix(2)
@@ -182,7 +182,7 @@ def test_a_mark_dies_with_its_last_key() -> None:
 @pytest.mark.usefixtures("clean")
 @INDICES
 def test_a_mark_lives_as_long_as_a_page_that_has_it(index: str) -> None:
-    """Cached and remembered pages keep the number, so that the same image finds them later."""
+    """Cached pages and ghosts keep their mark, so that the same image hits again."""
     digest = Media.digest_of(b"kept")
     cache = PrefixCache(8, 2, index=index)
     serve(cache, prompt(1, 2, (digest, 3), 3))
@@ -199,7 +199,7 @@ def test_a_mark_lives_as_long_as_a_page_that_has_it(index: str) -> None:
 @pytest.mark.usefixtures("clean")
 @INDICES
 def test_a_mark_dies_with_the_last_memory_of_its_page(index: str) -> None:
-    """Evicting the page of an image frees its number, also when the text before it stays."""
+    """Evicting an image's page frees its mark, also when the text before it stays."""
     digest = Media.digest_of(b"gone")
     cache = PrefixCache(8, 2, index=index, ghost_pages=0)
     serve(cache, prompt(1, 2, 3, 4, (digest, 2)))
@@ -222,7 +222,7 @@ def test_a_mark_dies_with_the_last_memory_of_its_page(index: str) -> None:
 def test_marks_follow_their_atoms_through_splits_evictions_and_revivals(
     index: str, ghost_pages: int, steps: list, page_size: int
 ) -> None:
-    """Whatever becomes of a node, the content in it is known by its digest and found again."""
+    """Nodes keep the right marks through splits, evictions, withdrawals and revivals."""
     cache = PrefixCache(40, page_size, index=index, ghost_pages=ghost_pages)
 
     for (key, _), evicted, pending in steps:
@@ -245,7 +245,7 @@ def test_marks_follow_their_atoms_through_splits_evictions_and_revivals(
 
 
 def test_a_number_is_given_again_when_nothing_uses_it() -> None:
-    """Not before: a key, or a cached page, keeps it."""
+    """A mark's number is reused only when no key and no cached page uses it."""
     kept = prompt(1, salts={0: "kept"})
     atoms = {prompt(1, salts={0: f"{at}"}).atoms for at in range(100)}
 
@@ -260,7 +260,7 @@ def test_a_number_is_given_again_when_nothing_uses_it() -> None:
 
 
 def test_when_all_numbers_are_used_new_content_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in use already still has its own."""
+    """With all numbers in use, new content is refused and known content still works."""
     old = prompt(1, (b"o" * 32, 2))
     monkeypatch.setattr(content_atoms, "_LAST", 2)
 
@@ -271,7 +271,7 @@ def test_when_all_numbers_are_used_new_content_is_refused(monkeypatch: pytest.Mo
 
 
 def test_threads_that_make_the_same_mark_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes second through the lock finds what the first has made."""
+    """A thread that enters the lock second gets the mark that the first thread made."""
     kind, digest, theirs, lock = (
         b"media\0",
         b"t" * 32,
@@ -294,7 +294,7 @@ def test_threads_that_make_the_same_mark_have_one(monkeypatch: pytest.MonkeyPatc
 def test_a_page_is_spelled_the_same_on_big_endian_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Atoms go into hashes as little-endian, whatever they are in memory."""
+    """Atoms are hashed as little-endian, whatever the machine's byte order."""
     page = array("i", [1, 2, 3])
     here = content_atoms.bytes_for_hash(page.tobytes(), ())
     page.byteswap()

@@ -1,4 +1,4 @@
-"""Long prompts are kept as views of their own keys: nothing is copied, and little is kept too long."""
+"""Edges of long prompts are views of their keys: no copy, and little unused memory kept alive."""
 
 from random import Random
 
@@ -13,13 +13,13 @@ LONG = 1024  # tokens in a page: a single one is long enough for a view
 
 
 def views(tree: RadixTree) -> list[memoryview]:
-    """The edges that are views."""
+    """Return the edges that are memoryviews."""
     edges = (tree.edges[node] for node in tree.nodes())
     return [edge for edge in edges if isinstance(edge, memoryview)]
 
 
 def test_a_long_prompt_is_not_copied() -> None:
-    """What is cached of it is the key's own memory, also after a split near an end."""
+    """A long cached prompt is a view of its key's buffer, also after a split near the start."""
     cache = PrefixCache(128, 16, log_every=0)
     key = CacheKey(range(1, 2000))
 
@@ -35,7 +35,7 @@ def test_a_long_prompt_is_not_copied() -> None:
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
 def test_a_view_is_most_of_what_it_keeps_alive(length: int, one: int, other: int) -> None:
-    """Of a buffer, or of a view of it: the same bytes, and never less than three quarters."""
+    """`piece` returns the right bytes; a view spans at least three quarters of its buffer."""
     unit = MIN_VIEW_BYTES // 16
     atoms = bytes(range(256)) * length
     begin, end = sorted((min(one, length), min(other, length)))
@@ -55,7 +55,7 @@ def test_a_view_is_most_of_what_it_keeps_alive(length: int, one: int, other: int
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from([None, 6, 0]))
 def test_prompts_of_long_pages_break_no_invariant(seed: int, ghost_pages: int | None) -> None:
-    """Splits, evictions, revivals and forgotten pages where every edge may be a view."""
+    """Random traffic on long pages keeps the invariants when any edge may be a view."""
     cache = PrefixCache(12, LONG, ghost_pages=ghost_pages, log_every=0)
     tree, traffic = cache._tree, Traffic(cache, Random(seed))
 

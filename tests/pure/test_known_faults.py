@@ -1,4 +1,4 @@
-"""Faults of four earlier systems, numbered: each has a test named after it, or cannot exist here."""
+"""Numbered faults of four earlier systems: each has a test named after it, or cannot exist here."""
 
 import ast
 import re
@@ -83,7 +83,7 @@ EXEMPT = {
 
 
 def test_every_fault_has_a_test_or_a_reason_why_it_cannot_exist() -> None:
-    """Each of `FAULTS`: a test has it in its name, or `EXEMPT` says why there is none."""
+    """Each entry of `FAULTS` has a test named after it, or a reason in `EXEMPT`."""
     tested = set[str]()
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -101,7 +101,7 @@ def test_every_fault_has_a_test_or_a_reason_why_it_cannot_exist() -> None:
 
 
 def num_calls(call: Callable[..., object], *arguments: object) -> int:
-    """Function calls that a call makes, built-in ones included: a measure that no load disturbs."""
+    """Count the Python and built-in calls that `call` makes: a cost that ignores machine load."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -118,29 +118,29 @@ def num_calls(call: Callable[..., object], *arguments: object) -> int:
 
 @pytest.mark.parametrize("policy", ["auto", "lru", "lfu"])
 def test_pb22_the_cost_of_an_eviction_does_not_grow_with_the_cache(policy: str) -> None:
-    """One page, or twenty, of 100 leaves or of 10,000: about the same work, no scan and no sort."""
-    told = []
+    """Evicting 1 or 20 pages costs about the same among 100 leaves and among 10,000."""
+    counts = []
     for num_leaves in (100, 10_000):
         cache = PrefixCache(num_leaves, 1, policy=policy, log_every=0)
         for at in range(num_leaves):
             lease = cache.acquire(CacheKey([at]))
             cache.release(cache.publish(lease, CacheKey([at]), cache.reserve(1)))
         cache.evict(1)  # the first one may learn or sort what came before
-        told.append([num_calls(cache.evict, 1), num_calls(cache.evict, 20)])
+        counts.append([num_calls(cache.evict, 1), num_calls(cache.evict, 20)])
 
-    assert told[1][0] <= 1.5 * told[0][0] + 10
-    assert told[1][1] <= 1.5 * told[0][1] + 10
+    assert counts[1][0] <= 1.5 * counts[0][0] + 10
+    assert counts[1][1] <= 1.5 * counts[0][1] + 10
 
 
 def test_ab24_positions_and_slots_are_no_loop_over_tokens() -> None:
-    """A batch of 10,000 tokens is built with as many calls as one of 100."""
-    told = []
+    """Building a batch of 10,000 tokens takes as many calls as building one of 100."""
+    counts = []
     for num_tokens in (100, 10_000):
         table = PagedBlockTable.of([range(num_tokens // 10)], 10)
         extend = Extend(0, 0, 0, num_tokens)
-        told.append(num_calls(AttentionBatch.build, [extend], table))
+        counts.append(num_calls(AttentionBatch.build, [extend], table))
 
-    assert told[1] <= told[0] + 10
+    assert counts[1] <= counts[0] + 10
 
 
 # -- the cache -----------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_ab24_positions_and_slots_are_no_loop_over_tokens() -> None:
 @pytest.mark.parametrize("ends", ["publish", "withdraw"])
 @pytest.mark.parametrize("index", ["radix", "hash"])
 def test_pb8_a_split_of_pending_pages_loses_neither_half(index: str, ends: str) -> None:
-    """A follower cuts what its leader is computing: both halves become ready, or free."""
+    """Splitting a leader's pending node: both halves become ready, or free."""
     cache = PrefixCache(8, 2, index=index)
     lease, private = begin(cache, "abcdefgh")
     leader = cache.announce(lease, key("abcdefgh"), private)
@@ -169,7 +169,7 @@ def test_pb8_a_split_of_pending_pages_loses_neither_half(index: str, ends: str) 
 
 
 def refused(cache: PrefixCache) -> dict[str, Callable[[], object]]:
-    """One call for each way in which a cache says no."""
+    """Return a call for each error type, by the type's name, that makes `cache` raise it."""
     lease = cache.acquire(key("abcde"))
     cache.release(lease)
     return {
@@ -184,7 +184,7 @@ def refused(cache: PrefixCache) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("name", list(refused(PrefixCache(4, 2))))
 def test_pb26_errors_are_told_apart_by_type_and_numbers(name: str) -> None:
-    """Raised where they arise, as what they are; nobody has to read messages."""
+    """Each failure raises its own error type; OutOfPagesError carries the page counts."""
     cache = PrefixCache(4, 2)
     serve(cache, "abcd")
 
@@ -194,12 +194,12 @@ def test_pb26_errors_are_told_apart_by_type_and_numbers(name: str) -> None:
     assert type(caught.value).__name__ == name
     assert isinstance(caught.value, CacheError | ConfigError | ValueError)
     if isinstance(caught.value, OutOfPagesError):
-        told = caught.value
-        assert (told.asked, told.free, told.evictable, told.total) == (99, 2, 2, 4)
+        error = caught.value
+        assert (error.asked, error.free, error.evictable, error.total) == (99, 2, 2, 4)
 
 
 def test_pb29_names_of_the_package_are_those_of_their_modules() -> None:
-    """Found on first use, the same object each time; what is not there is an AttributeError."""
+    """The package's lazy names are their modules' objects; an unknown name is an AttributeError."""
     from ramify.cache import prefix_cache
 
     assert ramify.PrefixCache is ramify.PrefixCache is prefix_cache.PrefixCache
@@ -209,7 +209,7 @@ def test_pb29_names_of_the_package_are_those_of_their_modules() -> None:
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 def test_a_new_namespace_takes_over_nothing_from_a_forgotten_node(index: str) -> None:
-    """Its root may have the number of one; its prompts begin at page 0 all the same."""
+    """A namespace root may reuse an evicted node's number and inherits nothing from it."""
     cache = PrefixCache(8, 1, policy="lru", ghost_pages=0, index=index)
     serve(cache, "abc")
     serve(cache, "xyz")
@@ -227,12 +227,12 @@ def test_a_new_namespace_takes_over_nothing_from_a_forgotten_node(index: str) ->
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_ab12_ids_are_pages_and_slots_are_converted_once(page_size: int) -> None:
-    """Every page of a batch is one of the pool, every slot lies in the page that the table names."""
+    """Page ids lie in the pool, and every slot lies in the page that the block table names."""
     bench = Bench(num_pages=40, page_size=page_size)
     bench.warm(range(20))
-    one = sequence_of([*range(20), *range(50, 60)])
+    sequence = sequence_of([*range(20), *range(50, 60)])
 
-    batch = bench.plan(one)
+    batch = bench.plan(sequence)
 
     pages = batch.block_table[0][batch.block_table[0] >= 0]
     assert pages.max() < 40
@@ -241,15 +241,15 @@ def test_ab12_ids_are_pages_and_slots_are_converted_once(page_size: int) -> None
 
 
 def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
-    """What is appended and not yet computed makes no page complete, and names none."""
+    """Tokens that are appended but not computed are neither matched nor published."""
     bench = Bench(num_pages=16, page_size=4)
     subscription = bench.cache.subscribe()
-    one = sequence_of(range(7))
-    bench.run(one)
-    one.tokens.extend([70, 71, 72])
+    sequence = sequence_of(range(7))
+    bench.run(sequence)
+    sequence.tokens.extend([70, 71, 72])
 
-    bench.plan(one, num_new=[1])
-    assert bench.cache.match(one.key(10)).num_tokens == 4
+    bench.plan(sequence, num_new=[1])
+    assert bench.cache.match(sequence.key(10)).num_tokens == 4
     names = [name for event in subscription.take() for name in event.page_hashes]
 
     assert names == CacheKey(range(7)).page_hashes(4)
@@ -257,14 +257,14 @@ def test_ab18_a_token_whose_kv_is_not_written_is_published_by_nobody() -> None:
 
 @pytest.mark.parametrize("num_generated", range(6))
 def test_ab19_a_preempted_sequence_has_a_row_left_to_compute(num_generated: int) -> None:
-    """All that it had computed is read again but the last tokens, and it goes on as before."""
+    """A preempted sequence hits all full pages that it computed, and computes at least one row."""
     bench = Bench(num_pages=16, page_size=2)
-    one = sequence_of(range(5))
+    sequence = sequence_of(range(5))
     for _ in range(num_generated):
-        one.tokens.extend(bench.run(one))
-    bench.planner.release([one])
+        sequence.tokens.extend(bench.run(sequence))
+    bench.planner.release([sequence])
 
-    again = sequence_of(one.tokens)
+    again = sequence_of(sequence.tokens)
     batch = bench.plan(again)
 
     assert 1 <= batch.num_tokens <= (2 if num_generated else 5)
@@ -275,7 +275,7 @@ def test_ab19_a_preempted_sequence_has_a_row_left_to_compute(num_generated: int)
 
 
 def test_pb12_a_split_below_a_lease_leaves_it_where_it_was() -> None:
-    """A lease is an object that follows its prefix, no pointer to what was there."""
+    """Splits below a lease change none of its pages, and eviction spares them."""
     cache = PrefixCache(16, 2)
     lease, private = publish(cache, "abcdef", *begin(cache, "abcdef"))
     pages = list(lease.pages)
@@ -294,7 +294,7 @@ def test_pb12_a_split_below_a_lease_leaves_it_where_it_was() -> None:
 
 
 def test_ab10_warm_prompts_are_packed_by_what_is_left_to_compute() -> None:
-    """Three of 60 tokens, of which 4 are new each, fit in a step of 64."""
+    """Three warm prompts of 60 tokens, each with 4 uncached tokens, fit in a step of 64 tokens."""
     bench = engine_bench.Bench(max_batch_tokens=64)
     prompts = [[1 + at] * 60 for at in range(3)]
     for prompt in prompts:
@@ -310,7 +310,7 @@ def test_ab10_warm_prompts_are_packed_by_what_is_left_to_compute() -> None:
 
 
 def test_ab11_a_prompt_longer_than_the_budget_blocks_nobody() -> None:
-    """It is computed in pieces; the short one behind it begins with its last piece at the latest."""
+    """A long prompt is chunked; a short one behind it starts with its last chunk at the latest."""
     bench = engine_bench.Bench(max_batch_tokens=16)
     long = bench.add([1] * 200, max_tokens=2)
     short = bench.add([2] * 5, max_tokens=2)
@@ -324,7 +324,7 @@ def test_ab11_a_prompt_longer_than_the_budget_blocks_nobody() -> None:
 
 
 def test_ab17_a_cache_that_finds_nothing_would_be_seen_from_outside() -> None:
-    """Through the engine, a second turn reads prompt and answer of the first."""
+    """A second turn through the engine hits the first turn's prompt and answer."""
     bench = engine_bench.Bench()
     first = bench.add([1] * 21, max_tokens=9)
     answer = list(bench.run()[first].token_ids)

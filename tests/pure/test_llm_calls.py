@@ -1,4 +1,4 @@
-"""What `LLM` makes of a core, without a model: options, events, statistics, interrupts, the bar."""
+"""`LLM` over a fake device: options, events, statistics, interrupts and the progress bar."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def asked(max_tokens: int, **others: Any) -> SamplingParams:
 
 
 def test_options_are_for_all_prompts_or_for_each() -> None:
-    """Tenants and salts share nothing with each other; a list has one for each prompt."""
+    """An option is one value or a list with a value per prompt; tenants share no cache."""
     llm, _ = made()
 
     llm.generate([PROMPT] * 2, asked(1), tenant="a")
@@ -39,7 +39,7 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
         [PROMPT] * 4, asked(1), tenant=["a", "a", "b", ""], salt=["", "x", "", ""]
     )
 
-    assert [one.cache.read_tokens for one in outputs] == [4, 0, 0, 0]
+    assert [output.cache.read_tokens for output in outputs] == [4, 0, 0, 0]
     assert llm.generate(PROMPT, asked(1), priority=3)[0].cache.read_tokens == 4
     with pytest.raises(InvalidParamsError, match="2 values"):
         llm.generate([PROMPT] * 3, tenant=["a", "b"])
@@ -50,40 +50,43 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
 
 
 def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
-    """Whoever unpacks three things goes on working, with several answers too."""
+    """An event unpacks into three values, and `index` names its completion when n > 1."""
     llm, _ = made()
     request = llm.add_request(PROMPT, asked(5, n=2, temperature=1.0, seed=3))
-    told: dict[int, list[int]] = {0: [], 1: []}
+    streamed: dict[int, list[int]] = {0: [], 1: []}
     ends = []
 
     while llm.has_unfinished():
         for event in llm.step():
             key, tokens, finished = event
             assert key == request
-            told[event.index] += tokens
+            streamed[event.index] += tokens
             ends.append(finished)
 
     output = llm.take_output(request)
-    assert [list(one.token_ids) for one in output.completions] == [told[0], told[1]]
+    assert [list(completion.token_ids) for completion in output.completions] == [
+        streamed[0],
+        streamed[1],
+    ]
     assert ends.count(True) == 1
     assert ends[-1]
 
 
 @pytest.mark.parametrize("at", range(6))
 def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
-    """Requests of others go on; nobody hears of those that the interrupt has ended."""
+    """Ctrl-C aborts the requests of its `generate` call; requests added before it finish."""
     llm, bench = made(fail_at={at}, error=KeyboardInterrupt(), max_num_seqs=3)
     mine = llm.add_request(PROMPT, asked(9))
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT[::-1], PROMPT[2:], PROMPT[3:]], asked(3))
-    told: list[int] = []
+    streamed: list[int] = []
     while llm.has_unfinished():
         for key, tokens, _ in llm.step():
             assert key == mine
-            told += tokens
+            streamed += tokens
 
-    assert told == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
+    assert streamed == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
     assert list(llm.generate(PROMPT[2:], asked(3))[0].token_ids) == expected(PROMPT[2:], 3, ends=())
     assert not bench.core.live
     llm.cache.clear()
@@ -93,7 +96,7 @@ def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
 
 
 def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
-    """What a step did for a call that was given up reaches nobody."""
+    """After an interrupt in `on_finished`, no request and no event of that call remains."""
 
     def on_finished(output: RequestOutput) -> None:
         raise KeyboardInterrupt
@@ -107,7 +110,7 @@ def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
 
 
 def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
-    """A question about each answer, while others of the same call end in its steps."""
+    """`on_finished` may call `generate`, also while other requests of the outer call finish."""
     llm, bench = made(max_num_seqs=4)
     later: list[tuple[int, ...]] = []
 
@@ -115,24 +118,24 @@ def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
         later.append(llm.generate([[*output.prompt_token_ids, 7]], asked(20))[0].token_ids)
 
     prompts, lengths = [[*PROMPT, k] for k in range(4)], [2, 10, 11, 30]
-    outputs = llm.generate(prompts, [asked(one) for one in lengths], on_finished=on_finished)
+    outputs = llm.generate(prompts, [asked(length) for length in lengths], on_finished=on_finished)
 
     for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
         assert list(output.token_ids) == expected(prompt, length, ends=())
-    assert sorted(later) == sorted(tuple(expected([*one, 7], 20, ends=())) for one in prompts)
+    assert sorted(later) == sorted(tuple(expected([*prompt, 7], 20, ends=())) for prompt in prompts)
     assert not llm.has_unfinished()
     assert not bench.core.live
 
 
 def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
-    """Others of the call are answered, before and after it; nobody waits for a pin to end."""
+    """A request that cannot fit beside pinned pages fails; the rest of its call is answered."""
     llm, bench = made(pool_tokens=64, page_size=4)
     llm.generate([[5] * 33], asked(1))
     pin = llm.cache.pin([5] * 33)
 
     outputs = llm.generate([PROMPT, [7] * 40, PROMPT[1:]], asked(4))
 
-    assert [type(one.error) for one in outputs] == [type(None), OutOfPagesError, type(None)]
+    assert [type(output.error) for output in outputs] == [type(None), OutOfPagesError, type(None)]
     assert outputs[1].finish_reason is FinishReason.ERROR
     for prompt, output in ((PROMPT, outputs[0]), (PROMPT[1:], outputs[2])):
         assert list(output.token_ids) == expected(prompt, 4, ends=())
@@ -142,7 +145,7 @@ def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
 
 
 def test_statistics_count_requests_and_work() -> None:
-    """Now and since the beginning."""
+    """Statistics report current values and totals since the start."""
     llm, _ = made(max_num_seqs=1)
     for _ in range(3):
         llm.add_request(PROMPT, asked(2))
@@ -161,7 +164,7 @@ def test_statistics_count_requests_and_work() -> None:
 
 
 def test_an_engine_without_a_model_says_so() -> None:
-    """Instead of an AttributeError."""
+    """Calls that need a model raise ConfigError, not AttributeError."""
     llm, _ = made()
 
     with pytest.raises(ConfigError, match="without a model"):
@@ -185,21 +188,21 @@ def test_a_bar_is_shown_on_a_terminal_or_when_asked(
     shown: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On stderr; with the numbers of answers and tokens."""
+    """The bar writes the number of answers and tokens to stderr, and nothing to stdout."""
     llm, _ = made()
 
     llm.generate(prompts, asked(4), progress=progress)
 
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert (f"{len(prompts)}/{len(prompts)}" in told.err) == shown
-    assert bool(told.err) == shown
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (f"{len(prompts)}/{len(prompts)}" in captured.err) == shown
+    assert bool(captured.err) == shown
     if shown:
-        assert f"{4 * len(prompts)} tokens" in told.err.replace("\n", " ")
+        assert f"{4 * len(prompts)} tokens" in captured.err.replace("\n", " ")
 
 
 def test_the_bar_counts_outputs_that_failed() -> None:
-    """It says nothing of cached shares when there was no prompt."""
+    """A failed output counts; without prompt tokens the bar shows no cached share."""
     llm, _ = made()
     outputs = llm.generate([PROMPT, [-1]], asked(1), progress=True)
 
@@ -213,7 +216,7 @@ def test_the_bar_counts_outputs_that_failed() -> None:
 def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     where: str, is_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes: before a request is queued, after, or before anybody has noted it."""
+    """Ctrl-C before or after any queue's `add` leaves no request of the interrupted call."""
     llm, bench = made(max_num_seqs=3, check_sample=1.0)
     mine = llm.add_request(PROMPT, asked(3), tenant="a")
     of: Any = {
@@ -236,7 +239,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[7, i] for i in range(6)], asked(2, n=2), tenant="b")
 
-    assert [one.id for one in bench.core.live] == [mine]
+    assert [request.id for request in bench.core.live] == [mine]
     assert bench.core.scheduler.waiting.num_uncached == len(PROMPT)
     (other,) = llm.generate(PROMPT, asked(2), tenant="b")
     assert list(other.token_ids) == expected(PROMPT, 2, ends=())
@@ -247,19 +250,19 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
 
 
 def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
-    """Each output once."""
+    """`on_finished` is called once per output, also for a refused prompt."""
     llm, _ = made()
-    told: list[RequestOutput] = []
+    reported: list[RequestOutput] = []
 
-    outputs = llm.generate([PROMPT, [], [1, 2]], asked(1), on_finished=told.append)
+    outputs = llm.generate([PROMPT, [], [1, 2]], asked(1), on_finished=reported.append)
 
-    assert len(told) == 3
-    assert {id(one) for one in told} == {id(one) for one in outputs}
+    assert len(reported) == 3
+    assert {id(output) for output in reported} == {id(output) for output in outputs}
     assert outputs[1].error is not None
 
 
 def test_what_is_warmed_is_a_list_of_prompts() -> None:
-    """A bare text says neither whose it is nor that it is one."""
+    """`warm` accepts a list of WarmPrompt only, and `unpin` a whole number only."""
     llm, _ = made()
 
     with pytest.raises(InvalidParamsError, match="a list of WarmPrompt"):
@@ -283,9 +286,9 @@ def test_what_is_warmed_is_a_list_of_prompts() -> None:
     ],
 )
 def test_old_names_work_and_say_the_new_one(old: str, new: str, call: Any) -> None:
-    """A user's program goes on, and is told at its own line what to write."""
+    """A deprecated name still works; its warning names the new one and the caller's file."""
     with pytest.warns(DeprecationWarning, match=new) as warned:
         call(Bench())
 
-    assert [str(one.message) for one in warned] == [f"{old} is deprecated; use {new}"]
+    assert [str(warning.message) for warning in warned] == [f"{old} is deprecated; use {new}"]
     assert warned[0].filename == __file__

@@ -1,4 +1,4 @@
-"""A state machine over pins, and a dict that says what they must be."""
+"""A state machine that checks pins against a model made of a dict."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ TEXTS = ("ab", "abcd", "abcdef", "abcdxy", "abuv", "uv", "uvwx", "uvwxyz")
 
 
 class PinMachine(RuleBasedStateMachine):
-    """Pins against a dict of them: who keeps what, until when, at which cost."""
+    """Compares pins with a dict: owner, prefix, expiry and number of pinned pages."""
 
     @initialize(
         num_pages=st.integers(4, 14),
@@ -47,7 +47,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS), more=st.booleans())
     def serve(self, text: str, more: bool) -> None:
-        """A prompt is looked up, and computed if there is room; pins that it covers live on."""
+        """Look up a prompt and compute it if pages are free; a hit renews the pins it covers."""
         self.expire()
         text += "!" * more
         lease = self.cache.acquire(key(text))
@@ -67,18 +67,20 @@ class PinMachine(RuleBasedStateMachine):
     )
     def pin(self, text: str, owner: str, ttl: float | None) -> None:
         self.expire()
-        found = text[: self.cache.match(key(text + "!")).num_tokens]
-        would = len(self.pinned() | self.pages([found]))
+        prefix = text[: self.cache.match(key(text + "!")).num_tokens]
+        would = len(self.pinned() | self.pages([prefix]))
         before = state(self.cache)[0].cached_pages, self.cache.pins()
-        if not found or would > self.most:
-            with pytest.raises(PinError, match=f"{would} would be pinned" if found else "no whole"):
+        if not prefix or would > self.most:
+            with pytest.raises(
+                PinError, match=f"{would} would be pinned" if prefix else "no whole"
+            ):
                 self.cache.pin(key(text), owner, ttl)
             assert (state(self.cache)[0].cached_pages, self.cache.pins()) == before
             return
         pin = self.cache.pin(key(text), owner, ttl)
-        assert (pin.key, pin.num_pages, pin.owner) == (key(found), len(found) // 2, owner)
+        assert (pin.key, pin.num_pages, pin.owner) == (key(prefix), len(prefix) // 2, owner)
         end = float("inf") if ttl is None else self.clock.now_s + ttl
-        self.model[pin.id] = (owner, found, ttl, end)
+        self.model[pin.id] = (owner, prefix, ttl, end)
 
     @precondition(lambda self: self.model)
     @rule(who=st.integers(0, 9))
@@ -104,8 +106,10 @@ class PinMachine(RuleBasedStateMachine):
         assert self.cache.evict(num_pages) == expected
 
     def expire(self) -> None:
-        """What is over in the model is over in the cache as soon as anybody asks."""
-        self.model = {at: one for at, one in self.model.items() if one[3] > self.clock.now_s}
+        """Drop expired entries from the model; `pins()` does the same in the cache."""
+        self.model = {
+            pin_id: entry for pin_id, entry in self.model.items() if entry[3] > self.clock.now_s
+        }
         self.cache.pins()
 
     @invariant()
@@ -113,9 +117,12 @@ class PinMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
-        told = {pin.id: (pin.owner, pin.key, pin.ttl_s, pin.expires_s) for pin in self.cache.pins()}
-        assert told == {
-            at: (owner, key(text), ttl, end) for at, (owner, text, ttl, end) in self.model.items()
+        actual = {
+            pin.id: (pin.owner, pin.key, pin.ttl_s, pin.expires_s) for pin in self.cache.pins()
+        }
+        assert actual == {
+            pin_id: (owner, key(text), ttl, end)
+            for pin_id, (owner, text, ttl, end) in self.model.items()
         }
         pinned, stats = self.pinned(), self.cache.stats()
         assert stats.pinned_pages == len(pinned) <= self.most
@@ -128,7 +135,7 @@ class PinMachine(RuleBasedStateMachine):
 
 
 def test_pins_are_what_the_model_says() -> None:
-    """Prompts come, pins are made, refreshed, ended and expire, pages are evicted, in any order."""
+    """Prompts, pins, refreshes, expiry and evictions in any order agree with the model."""
     run_state_machine_as_test(
         PinMachine, settings=settings(max_examples=60, stateful_step_count=30)
     )

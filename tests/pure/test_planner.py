@@ -1,4 +1,4 @@
-"""`RadixAttentionPlanner.plan`: its metadata, its errors, and what a batch shares."""
+"""`RadixAttentionPlanner.plan`: its metadata, its errors, and the pages that a batch shares."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from tests.pure.planner_bench import VOCAB, Bench, pages_of, sequence_of
 
 
 def test_a_fresh_sequence_gets_pages_for_all_its_tokens() -> None:
-    """Three tokens in pages of one: three slots, positions 0..2, three query rows."""
+    """Three tokens with page size 1 get three slots, positions 0..2 and three query rows."""
     bench = Bench(page_size=1)
     sequence = sequence_of([7, 8, 9])
 
@@ -252,7 +252,7 @@ def test_an_interrupt_inside_a_plan_leaves_a_whole_planner() -> None:
 
 @pytest.mark.parametrize("page_size", range(1, 17))
 def test_identical_cold_prompts_compute_their_prefix_once(page_size: int) -> None:
-    """The first one computes, the others attach to its pages and compute one page at most."""
+    """The first prompt computes the prefix; the others attach and compute at most one page."""
     bench = Bench(num_pages=120, page_size=page_size)
     batch = [sequence_of(range(1, 41)) for _ in range(3)]
 

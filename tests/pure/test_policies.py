@@ -1,4 +1,4 @@
-"""What each eviction policy promises, by small examples."""
+"""The order in which each eviction policy evicts, by small examples."""
 
 from collections.abc import Iterable, Sequence
 from random import Random
@@ -25,7 +25,7 @@ def left(cache: PrefixCache, texts: Iterable[str]) -> list[str]:
 
 
 def order(cache: PrefixCache, texts: Sequence[str]) -> list[str]:
-    """The prompts in the order in which they are evicted, one page each."""
+    """Evict page by page; returns the prompts, one page each, in the order of their eviction."""
     gone: list[str] = []
     while len(gone) < len(texts):
         assert cache.evict(1) == 1
@@ -40,23 +40,23 @@ def order(cache: PrefixCache, texts: Sequence[str]) -> list[str]:
 @EVERY
 @INDICES
 def test_the_tail_goes_first_and_page_by_page(policy: str, index: str) -> None:
-    """Of one prompt, whatever the policy: what needs the most before it, first."""
+    """Every policy evicts a prompt page by page from its end."""
     cache = PrefixCache(8, 2, policy=policy, index=index)
     serve(cache, "abcdefgh")
-    found = []
+    num_matched = []
 
     for _ in range(4):
         assert cache.evict(1) == 1
         cache.check()
-        found.append(cache.match(key("abcdefgh!")).num_pages)
+        num_matched.append(cache.match(key("abcdefgh!")).num_pages)
 
-    assert found == [3, 2, 1, 0]
+    assert num_matched == [3, 2, 1, 0]
 
 
 @EVERY
 @INDICES
 def test_output_goes_before_the_prompt_it_belongs_to(policy: str, index: str) -> None:
-    """A prompt that two answers hang below outlives both, also when it is the oldest page."""
+    """A prompt outlives the two answers below it, also when it is the oldest page."""
     cache = PrefixCache(8, 2, policy=policy, index=index)
     lease, private = publish(cache, "pr", *begin(cache, "pr"))
     answers = [cache.fork(lease), cache.fork(lease)]
@@ -76,7 +76,7 @@ def test_output_goes_before_the_prompt_it_belongs_to(policy: str, index: str) ->
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32))
 def test_no_policy_breaks_the_cache(policy: str, index: str, seed: int) -> None:
-    """Random traffic: all is recounted after every step, and in the end every page returns."""
+    """Random traffic keeps the invariants after every step, and all pages return in the end."""
     random, clock = Random(seed), Clock()
     cache = PrefixCache(random.randint(6, 12), 2, policy=policy, index=index, clock=clock)
     traffic = Traffic(cache, random, clock)
@@ -91,23 +91,23 @@ def test_no_policy_breaks_the_cache(policy: str, index: str, seed: int) -> None:
 
 @EVERY
 def test_the_same_traffic_is_served_alike(policy: str) -> None:
-    """No clock, hash seed or address decides: two runs agree in every count."""
-    told = []
+    """Two runs agree in every count: no clock, hash seed or address decides."""
+    states = []
     for _ in range(2):
         random = Random(7)
         cache = PrefixCache(12, 2, policy=policy, clock=Clock())
         for _ in Traffic(cache, random).run(300):
             pass
-        told.append((cache.stats(), cache._store.ledger._free.tolist()))
+        states.append((cache.stats(), cache._store.ledger._free.tolist()))
 
-    assert told[0] == told[1]
+    assert states[0] == states[1]
 
 
 # -- each of them --------------------------------------------------------------------------
 
 
 def test_lru_goes_by_release() -> None:
-    """The one that was let go of first; a lookup that is under way counts when it ends."""
+    """LRU evicts the prompt that was released first; a lookup counts when its lease ends."""
     cache = PrefixCache(8, 2, policy="lru")
     for text in ("aa", "bb", "cc"):
         serve(cache, text)
@@ -119,7 +119,7 @@ def test_lru_goes_by_release() -> None:
 
 
 def test_fifo_goes_by_birth() -> None:
-    """However often, and however lately, something was looked up."""
+    """FIFO evicts the oldest prompt, however often and recently it was looked up."""
     cache = PrefixCache(8, 2, policy="fifo")
     for text in ("aa", "bb", "cc"):
         serve(cache, text)
@@ -129,7 +129,7 @@ def test_fifo_goes_by_birth() -> None:
 
 
 def test_pb4_lfu_goes_by_number_of_lookups() -> None:
-    """50 lookups of one and 1 of the other, which is newer: the former stays."""
+    """LFU keeps an old prompt with 50 lookups over a newer one with 1."""
     cache = PrefixCache(8, 2, policy="lfu")
     for text in ("aa", "bb", "cc"):
         serve(cache, text)
@@ -141,7 +141,7 @@ def test_pb4_lfu_goes_by_number_of_lookups() -> None:
 
 
 def test_lfu_forgets_what_was_popular_long_ago() -> None:
-    """After some pools of other traffic, three lookups now outweigh ten then."""
+    """After three half-lives of other traffic, three new lookups outweigh ten old ones."""
     cache = PrefixCache(8, 2, policy="lfu")
     serve(cache, "aa")
     look_up(cache, "aa", 10)
@@ -157,7 +157,7 @@ def test_lfu_forgets_what_was_popular_long_ago() -> None:
 
 
 def test_pb4_slru_protects_what_was_looked_up_again() -> None:
-    """One lookup is enough; a scan of new prompts goes before it, in both groups the oldest."""
+    """SLRU evicts prompts without a lookup first, and the oldest first in each segment."""
     cache = PrefixCache(8, 2, policy="slru")
     texts = ["aa", "bb", "cc", "dd"]
     for text in texts:
@@ -169,7 +169,7 @@ def test_pb4_slru_protects_what_was_looked_up_again() -> None:
 
 
 def test_priority_goes_by_what_was_set() -> None:
-    """The lowest first, 0 unless it was set; among equals the least recent."""
+    """The lowest priority is evicted first (default 0), the least recent first among equals."""
     cache = PrefixCache(8, 2, policy="priority")
     texts = ["aa", "bb", "cc", "dd"]
     for text in texts:
@@ -183,7 +183,7 @@ def test_priority_goes_by_what_was_set() -> None:
 
 
 def test_pb10_priorities_survive_splits_and_reach_the_pages_above() -> None:
-    """What a prompt needs is worth at least what it is worth itself; its other branches are not."""
+    """A prefix has at least the priority of a prompt below it; sibling branches do not."""
     cache = PrefixCache(16, 2, policy="priority")
     serve(cache, "abcdef")
     assert cache.set_priority(key("abcdef!"), 100) == 6
@@ -199,7 +199,7 @@ def test_pb10_priorities_survive_splits_and_reach_the_pages_above() -> None:
 
 
 def test_cost_keeps_what_lies_deep() -> None:
-    """Of two leaves as old and as often used, the one with the longer prefix is dearer."""
+    """Of two equally old and equally used leaves, the one with the shorter prefix is evicted."""
     cache = PrefixCache(20_000, 2, policy="cost", ghost_pages=0)
     stem = [1] * 30_000
     for tokens in ([*stem, 2, 2], [3, 3], [*stem, 4, 4]):
@@ -212,7 +212,7 @@ def test_cost_keeps_what_lies_deep() -> None:
 
 
 def test_cost_keeps_what_is_used_often() -> None:
-    """At equal depth, until others have been used as often since."""
+    """Of two leaves at equal depth, the less used one is evicted first."""
     cache = PrefixCache(8, 2, policy="cost")
     for text in ("aa", "bb"):
         serve(cache, text)
@@ -233,7 +233,7 @@ def gone_by(cache: PrefixCache, predicate: object, texts: Sequence[str]) -> set[
 
 @INDICES
 def test_pages_go_by_age_hits_namespace_and_step(index: str) -> None:
-    """Whatever a node knows can decide, and nothing else goes."""
+    """`evict_if` can decide by namespace, age, hits and last access, and evicts nothing else."""
     clock = Clock()
     cache = PrefixCache(32, 2, index=index, clock=clock)
     texts = ["aa", "bb", "cc", "dd"]
@@ -256,7 +256,7 @@ def test_pages_go_by_age_hits_namespace_and_step(index: str) -> None:
 
 
 def test_pb13_what_came_after_the_step_survives() -> None:
-    """A window of lookups never takes what is younger than the window."""
+    """A predicate on `last_access` never evicts pages younger than its window."""
     cache = PrefixCache(16, 2)
     for text in ("aa", "bb", "cc"):
         serve(cache, text)
@@ -268,7 +268,7 @@ def test_pb13_what_came_after_the_step_survives() -> None:
 
 
 def test_a_predicate_is_asked_of_leaves_and_of_parents_that_become_leaves() -> None:
-    """A parent of which it is not true stays, and so does what is pinned; at most so many go."""
+    """`evict_if` keeps pinned nodes and parents it does not match, and obeys its page limit."""
     cache = PrefixCache(32, 2)
     for text in ("abcd", "abef", "uvwx"):
         serve(cache, text)
@@ -284,12 +284,12 @@ def test_a_predicate_is_asked_of_leaves_and_of_parents_that_become_leaves() -> N
 
 
 def test_a_predicate_that_raises_leaves_a_whole_cache() -> None:
-    """Half-way: what went is gone, told and forgotten within the budget."""
+    """When a predicate raises, pages evicted before it are reported and the cache is consistent."""
     cache = PrefixCache(8, 2, ghost_pages=0)
     for text in ("abcd", "abxy"):
         serve(cache, text)
-    told: list[object] = []
-    cache.observe_evictions(told.append)
+    evicted: list[object] = []
+    cache.observe_evictions(evicted.append)
 
     def fail_at_a_parent(node: Node) -> bool:
         if node.start == 0:
@@ -300,12 +300,12 @@ def test_a_predicate_that_raises_leaves_a_whole_cache() -> None:
         cache.evict_if(fail_at_a_parent)
 
     cache.check()
-    assert len(told) == cache.stats().evicted_pages == 2
+    assert len(evicted) == cache.stats().evicted_pages == 2
 
 
 def test_no_priority_costs_a_look_at_all_others() -> None:
-    """A thousand different priorities, or ten: one eviction is about the same work."""
-    told = []
+    """1,000 different priorities still use one queue segment, like 10."""
+    num_matched = []
     for num_priorities in (10, 1000):
         cache = PrefixCache(1000, 1, policy="priority", log_every=0)
         for at in range(1000):
@@ -314,6 +314,6 @@ def test_no_priority_costs_a_look_at_all_others() -> None:
             cache.set_priority(CacheKey([at, 0]), at % num_priorities)
         assert len(cache._store.queue._segments) == 1
         cache.evict(1)
-        told.append(cache.match(CacheKey([0, 0])).num_pages)
+        num_matched.append(cache.match(CacheKey([0, 0])).num_pages)
 
-    assert told == [0, 0]
+    assert num_matched == [0, 0]

@@ -1,4 +1,4 @@
-"""The prefix cache by example. Prompts are text, a token per letter; a page holds two.
+"""The prefix cache by example: prompts are text, a token per letter, two tokens per page.
 
 Tags such as PB1 and AB3 number the faults of earlier systems, which the tests keep out.
 """
@@ -17,7 +17,7 @@ def key(text: str, namespace: str = "") -> CacheKey:
 
 
 def begin(cache: PrefixCache, text: str, namespace: str = "") -> tuple[Lease, Sequence[int]]:
-    """A request that has its pages: those found, and private ones for the rest."""
+    """Acquire a prompt's cached prefix and reserve private pages for the rest; returns both."""
     lease = cache.acquire(key(text, namespace))
     return lease, cache.reserve(-(-len(text) // cache.page_size) - len(lease.pages))
 
@@ -30,7 +30,7 @@ def publish(
 
 
 def serve(cache: PrefixCache, text: str, namespace: str = "") -> Sequence[int]:
-    """A request from begin to end; returns the pages that stay warm."""
+    """Run a request from begin to end; returns the pages that stay cached."""
     lease, private = publish(cache, text, *begin(cache, text, namespace))
     cache.release(lease, private)
     return lease.pages
@@ -41,13 +41,13 @@ def state(cache: PrefixCache) -> tuple:
 
 
 def cached_nodes(cache: PrefixCache) -> list[Node]:
-    """The nodes that have pages; those that are only remembered are left out."""
+    """Return the nodes that have pages, without ghosts."""
     nodes = [cache._tree.node(number) for number in cache._tree.nodes()]
     return [node for node in nodes if node.pages]
 
 
 def drained(cache: PrefixCache) -> bool:
-    """Whether evicting everything gives every page back."""
+    """Clear the cache; returns whether every page is free again."""
     cache.clear()
     cache.check()
     stats = cache.stats()
@@ -58,7 +58,7 @@ def drained(cache: PrefixCache) -> bool:
 
 
 def assert_nobody_shares(cache: PrefixCache, tables: list[list[int]]) -> None:
-    """No page in use is free, and whoever comes next gets none of them."""
+    """Assert that no page in use is free and that new reservations get none of them."""
     used = {page for table in tables for page in table}
     assert not any(cache.is_free(page) for page in used)
     assert used.isdisjoint(cache.reserve(cache.num_available))
@@ -67,9 +67,9 @@ def assert_nobody_shares(cache: PrefixCache, tables: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))])
 def test_identical_cold_prompts_in_one_batch_never_use_free_pages(order: tuple[int, ...]) -> None:
-    """Regression 1, PB21: after all have published, in any order, each decodes from its own pages.
+    """Regression 1, PB21: in any order of publishing, no request decodes from a free page.
 
-    A peer engine frees the duplicates of the second request and leaves them in its block table.
+    A peer engine frees the second request's duplicate pages but keeps them in its block table.
     """
     cache = PrefixCache(32, 2)
     requests = [begin(cache, "abcdefg") for _ in order]  # all look up before any publishes
@@ -85,7 +85,7 @@ def test_identical_cold_prompts_in_one_batch_never_use_free_pages(order: tuple[i
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_a_leader_a_follower_and_a_stranger_never_use_free_pages(order: tuple[int, ...]) -> None:
-    """Regression 1 with sharing in flight: one announces, one attaches, one knows of neither."""
+    """Regression 1: a leader, a follower and an independent request never use free pages."""
     cache = PrefixCache(32, 2)
     stranger = begin(cache, "abcdefg")
     lease, private = begin(cache, "abcdefg")
@@ -107,7 +107,7 @@ def test_a_leader_a_follower_and_a_stranger_never_use_free_pages(order: tuple[in
 
 
 def test_pb21_duplicates_behind_somebody_elses_pending_pages_stay_private() -> None:
-    """Who computed what a leader still owes keeps its own pages, and can publish them later."""
+    """A request that computed a leader's pending pages too keeps its own until it can publish."""
     cache = PrefixCache(16, 2)
     other = begin(cache, "abcdefg")
     lease, private = begin(cache, "abcdefg")
@@ -132,7 +132,7 @@ def test_pb21_duplicates_behind_somebody_elses_pending_pages_stay_private() -> N
 def test_pb20_ab2_a_match_is_whole_pages_and_shorter_than_the_prompt(
     prompt: str, found: int
 ) -> None:
-    """At least one token is always left to compute, also for a prompt that is cached in full."""
+    """A match leaves at least one token to compute, also for a fully cached prompt."""
     cache = PrefixCache(16, 2)
     pages = serve(cache, "abcdef")
 
@@ -144,7 +144,7 @@ def test_pb20_ab2_a_match_is_whole_pages_and_shorter_than_the_prompt(
 
 
 def test_pb18_match_changes_nothing() -> None:
-    """A query leaves nodes, order of eviction and statistics alone; acquire is what splits."""
+    """`match` changes neither nodes, eviction order nor statistics; `acquire` splits."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef")
     serve(cache, "xyz")
@@ -160,7 +160,7 @@ def test_pb18_match_changes_nothing() -> None:
 
 
 def test_ab22_a_page_is_found_behind_its_own_ancestors_only() -> None:
-    """The same page of text after another beginning holds other K/V."""
+    """The same page of tokens behind another prefix is a miss."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef")
 
@@ -169,7 +169,7 @@ def test_ab22_a_page_is_found_behind_its_own_ancestors_only() -> None:
 
 
 def test_ab28_namespaces_never_share() -> None:
-    """The same prompt for another model, adapter or tenant finds nothing, ready or pending."""
+    """A prompt in another namespace matches no page, ready or pending."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef", "one")
     lease, private = begin(cache, "uvwxyz", "one")
@@ -181,7 +181,7 @@ def test_ab28_namespaces_never_share() -> None:
 
 
 def test_ab16_a_second_turn_finds_the_answer_of_the_first() -> None:
-    """What was decoded is published like what was prefilled."""
+    """Decoded tokens are published like prefilled ones, and a second turn hits them."""
     cache = PrefixCache(16, 2)
     lease, private = publish(cache, "promp", *begin(cache, "promp"))
     private = [*private, *cache.reserve(3)]
@@ -192,7 +192,7 @@ def test_ab16_a_second_turn_finds_the_answer_of_the_first() -> None:
 
 
 def test_eb12_a_prompt_of_90000_tokens_is_nothing_special() -> None:
-    """No recursion, however long the prompt or deep the tree."""
+    """A prompt of 90,000 tokens works: no operation recurses with length or depth."""
     cache = PrefixCache(6000, 16)
     tokens = [i % 7 for i in range(90_000)]
     lease = cache.acquire(CacheKey(tokens))
@@ -211,7 +211,7 @@ def test_eb12_a_prompt_of_90000_tokens_is_nothing_special() -> None:
 
 
 def test_pb1_a_split_below_a_pin_leaks_nothing() -> None:
-    """A deep pin, a shorter match that splits under it, both released: every page returns."""
+    """A deep pin and a shorter match that splits it: after both releases every page returns."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdefghij")
     deep, shallow = cache.acquire(key("abcdefghijk")), cache.acquire(key("abcdefx"))
@@ -226,7 +226,7 @@ def test_pb1_a_split_below_a_pin_leaks_nothing() -> None:
 
 
 def test_pb10_a_split_keeps_what_is_known_of_a_node_on_both_halves() -> None:
-    """Priority, hits, recency, pins and pending state are those of the whole node."""
+    """Both halves of a split keep priority, hits, recency, pins and pending state."""
     cache = PrefixCache(16, 2)
     lease, private = begin(cache, "abcdefgh")
     cache.announce(lease, key("abcdefgh"), private)
@@ -245,7 +245,7 @@ def test_pb10_a_split_keeps_what_is_known_of_a_node_on_both_halves() -> None:
 
 
 def test_pb4_hits_are_counted() -> None:
-    """Every request that uses a node counts on it and on what lies above, and on nothing else."""
+    """A request counts as a hit on its node and its ancestors, and on no other node."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     serve(cache, "abxy")
@@ -259,7 +259,7 @@ def test_pb4_hits_are_counted() -> None:
 
 
 def test_the_least_recently_used_leaf_goes_first_and_its_tail_before_its_head() -> None:
-    """One page at a time: the oldest leaf from its end, then the next oldest."""
+    """Eviction takes the oldest leaf from its end, page by page, then the next oldest."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     serve(cache, "uvwx")
@@ -273,7 +273,7 @@ def test_the_least_recently_used_leaf_goes_first_and_its_tail_before_its_head() 
 
 
 def test_ab7_use_refreshes_recency() -> None:
-    """The page that was just used again is not the next victim."""
+    """A page that was just reused is not the next victim."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     serve(cache, "uvwx")
@@ -286,7 +286,7 @@ def test_ab7_use_refreshes_recency() -> None:
 
 
 def test_pb2_parents_become_leaves_within_one_call() -> None:
-    """A chain of three nodes is evicted at once, not one node per call."""
+    """One call evicts a chain of three nodes."""
     cache = PrefixCache(8, 2)
     for text in ("abcdefghij", "abcdef!!", "ab!!"):
         serve(cache, text)
@@ -296,7 +296,7 @@ def test_pb2_parents_become_leaves_within_one_call() -> None:
 
 
 def test_neither_pinned_nor_pending_pages_are_evicted() -> None:
-    """Whatever is asked for, a reader keeps its prefix and a leader its announced pages."""
+    """No eviction takes a leased prefix or a leader's announced pages."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef")
     reader = cache.acquire(key("abcde"))
@@ -313,7 +313,7 @@ def test_neither_pinned_nor_pending_pages_are_evicted() -> None:
 
 @pytest.mark.parametrize("ask", [9, 100])
 def test_pb3_a_request_beyond_capacity_evicts_nothing(ask: int) -> None:
-    """It is refused with the numbers, and every cached prefix is still there."""
+    """A request that cannot fit is refused with page counts and evicts nothing."""
     cache = PrefixCache(10, 2)
     serve(cache, "abcd")
     lease, _ = begin(cache, "uv")
@@ -329,7 +329,7 @@ def test_pb3_a_request_beyond_capacity_evicts_nothing(ask: int) -> None:
 
 
 def test_ab1_what_is_said_to_be_available_can_be_had() -> None:
-    """A warm page stops counting as soon as somebody pins it; then all that counts is given."""
+    """`num_available` excludes leased pages, and exactly that many can be reserved."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcdef")
     assert cache.num_available == 8
@@ -353,7 +353,7 @@ def test_a_tree_of_empty_pages_is_refused() -> None:
 
 
 def test_pb19_prefixes_pinned_first_survive_each_others_reservations() -> None:
-    """Two requests in a tight pool: one's eviction never takes what the other has matched."""
+    """A reservation for one request never evicts the prefix that another has acquired."""
     cache = PrefixCache(6, 2)
     first, second = serve(cache, "abcd"), serve(cache, "uvwx")
     leases = [cache.acquire(key("abcd!!!")), cache.acquire(key("uvwx!!!"))]
@@ -366,7 +366,7 @@ def test_pb19_prefixes_pinned_first_survive_each_others_reservations() -> None:
 
 
 def test_ab6_the_queue_is_bounded_when_every_request_is_a_hit() -> None:
-    """A thousand full hits leave no trace in the order of eviction."""
+    """1,000 full hits leave a single entry in the eviction queue."""
     cache = PrefixCache(8, 2)
     serve(cache, "abcdef")
 
@@ -377,7 +377,7 @@ def test_ab6_the_queue_is_bounded_when_every_request_is_a_hit() -> None:
 
 
 def test_clear_keeps_what_is_in_use_and_gives_the_rest_back() -> None:
-    """It returns how many pages it freed; the others follow when their leases end."""
+    """`clear` returns how many pages it freed; leased pages stay until their lease ends."""
     cache = PrefixCache(16, 2)
     serve(cache, "abcdef")
     serve(cache, "uvwx", "other")
@@ -391,7 +391,7 @@ def test_clear_keeps_what_is_in_use_and_gives_the_rest_back() -> None:
 
 
 def test_a_cancelled_lookup_leaves_the_eviction_order_as_it_was() -> None:
-    """A plan that finds too little room looks up prefixes first: LRU must not learn of it."""
+    """A cancelled lookup does not refresh recency: LRU order stays as before."""
     cache = PrefixCache(4, 1)
     old, new = serve(cache, "a"), serve(cache, "b")
 

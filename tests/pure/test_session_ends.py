@@ -1,4 +1,4 @@
-"""Sessions whose answer is left, cancelled, or overtaken by the end of the engine or of the session."""
+"""Sessions whose answer is abandoned, cancelled, or cut off by closing the engine or session."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ def asked(max_tokens: int, **others: Any) -> SamplingParams:
 
 
 def test_a_drained_engine_gives_a_pinned_session_its_answer() -> None:
-    """The pin is refused, as the engine is gone; the answer is not."""
+    """Draining the engine refuses the session's pin and still returns its answer."""
     made = AsyncBench(closed=True, page_size=1)
 
     async def main() -> None:
@@ -43,7 +43,7 @@ def test_a_drained_engine_gives_a_pinned_session_its_answer() -> None:
 
 
 def test_a_session_may_be_closed_after_its_engine() -> None:
-    """Its pin ended with the cache."""
+    """Closing a session after its engine works; a pin is refused with the reason."""
     made = AsyncBench(page_size=1)
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def test_a_session_may_be_closed_after_its_engine() -> None:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
-    """At once with the last reference, else when it is closed."""
+    """A session is free once its stream has no reference left, or is closed."""
     made = AsyncBench(page_size=1)
 
     async def main() -> None:
@@ -100,7 +100,7 @@ def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
 
 
 def test_an_answer_that_is_cancelled_is_not_remembered_whenever_that_is() -> None:
-    """While it is pinned, too: nobody has got it."""
+    """A cancelled answer is not added to the session, at whatever point it is cancelled."""
     made = AsyncBench(page_size=1)
 
     async def main() -> None:
@@ -123,7 +123,7 @@ def test_an_answer_that_is_cancelled_is_not_remembered_whenever_that_is() -> Non
 
 
 def test_a_session_that_is_closed_in_the_middle_of_an_answer_pins_nothing() -> None:
-    """The next answer is pinned again."""
+    """A session closed during an answer pins nothing; its next answer is pinned."""
     made = AsyncBench(page_size=1)
 
     async def main() -> None:
@@ -146,7 +146,7 @@ def test_a_session_that_is_closed_in_the_middle_of_an_answer_pins_nothing() -> N
 
 @pytest.mark.parametrize("ttl_s", [0, -1.0, "1", True, float("nan")])
 def test_a_time_to_live_is_checked_before_the_first_answer(ttl_s: Any) -> None:
-    """And so is whatever else could not be served."""
+    """An invalid `ttl_s` is refused when the session is created."""
     llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="ttl_s"):
         llm.session(PROMPT, pin=True, ttl_s=ttl_s)
@@ -155,7 +155,7 @@ def test_a_time_to_live_is_checked_before_the_first_answer(ttl_s: Any) -> None:
 
 
 def test_what_looks_like_a_session_option_is_none_is_refused() -> None:
-    """A mistyped tenant would be no tenant at all; bytes would be read as they lie in memory."""
+    """Misspelled options, bytes as tokens and a dict as SamplingParams are refused."""
     llm = LLM.from_core(Bench().core)
     with pytest.raises(InvalidParamsError, match="tennant"):
         llm.session(PROMPT, tennant="a")
@@ -169,7 +169,7 @@ def test_what_looks_like_a_session_option_is_none_is_refused() -> None:
 
 
 def test_who_gives_up_waiting_for_an_idle_engine_holds_up_nobody() -> None:
-    """New requests waited for it, and for those before it; now they need not."""
+    """Cancelling `call_when_idle` releases the requests that were held back for it."""
     made = AsyncBench(closed=True)
 
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_who_gives_up_waiting_for_an_idle_engine_holds_up_nobody() -> None:
 
 
 def test_draining_tells_when_somebody_else_has_ended_it() -> None:
-    """Closed meanwhile: not all have finished."""
+    """`drain` returns False if the engine is closed before all requests have finished."""
     made = AsyncBench(closed=True)
 
     async def main() -> None:
@@ -217,7 +217,7 @@ def test_draining_tells_when_somebody_else_has_ended_it() -> None:
 
 
 def test_a_call_may_raise_what_no_future_holds() -> None:
-    """`next` of nothing, say."""
+    """A StopIteration inside `run` reaches the caller as a RuntimeError."""
     made = AsyncBench()
 
     async def main() -> None:
@@ -230,7 +230,7 @@ def test_a_call_may_raise_what_no_future_holds() -> None:
 
 
 def test_an_abort_tells_the_end_of_every_answer() -> None:
-    """Once each, and with the last of them everything."""
+    """An abort ends each completion once; the last event carries the request's output."""
     made = AsyncBench()
 
     async def main() -> None:
@@ -252,7 +252,7 @@ def test_an_abort_tells_the_end_of_every_answer() -> None:
 
 
 def test_an_event_loop_that_is_closed_before_it_looks_holds_nothing() -> None:
-    """Something was on its way to it: the engine notices all the same."""
+    """The engine aborts a request whose event loop was closed with events undelivered."""
     made = AsyncBench()
     loop = asyncio.new_event_loop()
     stream = made.llm.stream(PROMPT, asked(1500))
@@ -273,7 +273,7 @@ def test_an_event_loop_that_is_closed_before_it_looks_holds_nothing() -> None:
 
 
 def test_a_stream_that_another_task_closes_lets_its_reader_go() -> None:
-    """While it waits, and before it was queued; the session is free again."""
+    """Closing a stream from another task ends its reader and frees the session."""
     made = AsyncBench(closed=True, page_size=1)
 
     async def main() -> None:
@@ -299,7 +299,7 @@ def test_a_stream_that_another_task_closes_lets_its_reader_go() -> None:
 
 
 def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
-    """Whoever closes the stream meanwhile ends nothing; cancelled, it takes back its own alone."""
+    """While an answer is being pinned, closing its stream does not free the session."""
     made = AsyncBench(page_size=1)
 
     async def main() -> None:
@@ -337,13 +337,13 @@ def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
 
 
 def test_an_abort_tells_the_text_that_was_kept_back() -> None:
-    """It might have begun a stop text; now nothing follows it."""
+    """An abort emits the text that was held back as a possible start of a stop string."""
     made = AsyncBench(closed=True, next_token=lambda _: 2)  # whose letter is C
 
     async def main() -> None:
         async with made.llm as llm:
             stream = llm.stream(PROMPT, asked(1500, n=2, stop="C@@"))
-            request_id, told = await stream.accepted(), ["", ""]
+            request_id, texts = await stream.accepted(), ["", ""]
             for _ in range(4):
                 await made.gate.arrive()
                 made.gate.allowed.release()
@@ -353,17 +353,17 @@ def test_an_abort_tells_the_text_that_was_kept_back() -> None:
             made.gate.open()
             await ended
             async for event in stream:
-                told[event.index] += event.text
+                texts[event.index] += event.text
                 if event.output is not None:
-                    assert told == [one.text for one in event.output.completions]
-            assert set(told[0]) == {"C"}
+                    assert texts == [completion.text for completion in event.output.completions]
+            assert set(texts[0]) == {"C"}
 
     run(main())
     made.assert_nothing_left()
 
 
 def test_two_tasks_that_wait_for_one_stream_make_one_request() -> None:
-    """Also while its prompt is still being prepared."""
+    """Two tasks on one stream submit it once, also while its prompt is being prepared."""
     made = AsyncBench()
 
     async def main() -> None:
@@ -396,7 +396,7 @@ def test_two_tasks_that_wait_for_one_stream_make_one_request() -> None:
 def test_a_session_that_is_interrupted_while_it_pins_is_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer never came: asked again, it is the same."""
+    """Ctrl-C while pinning leaves the session unchanged; the next call gives the same answer."""
     llm = LLM.from_core(Bench(page_size=1).core)
     session = llm.session(PROMPT, pin=True)
 
@@ -413,7 +413,7 @@ def test_a_session_that_is_interrupted_while_it_pins_is_as_before(
 
 
 def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
-    """Held back requests wait like others, as long as somebody waits for them."""
+    """A cancelled request that was held back no longer counts against `max_waiting`."""
     made = AsyncBench(closed=True, options={"max_waiting": 2})
 
     async def main() -> None:
@@ -423,8 +423,8 @@ def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
             idle = asyncio.wrap_future(llm._engine_thread.call_when_idle(lambda core: None))
             held = [asyncio.create_task(llm.generate([i, 5], asked(1))) for i in range(2)]
             await asyncio.sleep(0.05)
-            for one in held:
-                one.cancel()
+            for task in held:
+                task.cancel()
             await asyncio.gather(*held, return_exceptions=True)
             last = asyncio.create_task(llm.generate([9, 5], asked(1)))
             await asyncio.sleep(0.05)

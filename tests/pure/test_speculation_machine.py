@@ -1,4 +1,4 @@
-"""Random requests, aborts, failed steps and tiny pools with both sources of guesses at work."""
+"""Random requests, aborts, failed steps and tiny pools with both drafters at work."""
 
 import random
 from typing import Any
@@ -19,7 +19,7 @@ SEEN = {"accepted": 0, "rejected": 0}
 
 
 def answer(prompt: list[int], seed: int | None, count: int) -> list[int]:
-    """What an engine without cache or guesses answers."""
+    """Return the answer of an engine without cache and without speculation."""
     context = list(prompt)
     while len(context) < len(prompt) + count:
         draw = None if seed is None else (seed, len(context))
@@ -28,7 +28,7 @@ def answer(prompt: list[int], seed: int | None, count: int) -> list[int]:
 
 
 class Guessing(RuleBasedStateMachine):
-    """Every answer is that of the same request alone, and nothing is held when all have ended."""
+    """Every answer equals that of the request alone, and all resources are freed at the end."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 16]),
@@ -94,29 +94,29 @@ class Guessing(RuleBasedStateMachine):
 
     @invariant()
     def guesses_are_in_order(self) -> None:
-        """Between steps no guess is in a sequence, and each request ends where it must."""
+        """Between steps no sequence holds drafts, and running requests are below their max_len."""
         if not hasattr(self, "bench"):
             return
         running: list[Request] = self.bench.core.scheduler.running
-        for one in running:
-            assert one.sequence.num_draft == 0
-            assert one.sequence.tokens.tolist() == [*one.prompt_ids, *one.output_ids]
-            assert len(one.sequence.tokens) < one.max_len
-            assert one.num_accepted_tokens <= one.num_draft_tokens
+        for request in running:
+            assert request.sequence.num_draft == 0
+            assert request.sequence.tokens.tolist() == [*request.prompt_ids, *request.output_ids]
+            assert len(request.sequence.tokens) < request.max_len
+            assert request.num_accepted_tokens <= request.num_draft_tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
         outputs = self.bench.run()
         for request_id, (prompt, params) in self.asked.items():
-            for index, found in enumerate(outputs[request_id].completions):
+            for index, completion in enumerate(outputs[request_id].completions):
                 seed = params.get("seed")
                 num_new = min(params["max_tokens"], 60 - len(prompt))
                 expected = answer(prompt, None if seed is None else seed + index, num_new)
-                whole = found.finish_reason is FinishReason.LENGTH
-                assert whole or found.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
-                told = list(found.token_ids)
-                assert told == (expected if whole else expected[: len(told)])
+                whole = completion.finish_reason is FinishReason.LENGTH
+                assert whole or completion.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+                token_ids = list(completion.token_ids)
+                assert token_ids == (expected if whole else expected[: len(token_ids)])
         drafter = self.bench.core.drafter
         assert isinstance(drafter, AdaptiveDrafter)
         for counts in drafter.counts.values():
@@ -130,7 +130,7 @@ TestGuessing = Guessing.TestCase
 
 
 def test_a_long_life_accepts_and_rejects_guesses() -> None:
-    """The same rules in one fixed, long order: the machine does see guesses of both kinds."""
+    """One long fixed run of the machine's rules both accepts and rejects drafts."""
     rng, machine = random.Random(11), Guessing()
     machine.begin(4, 96, 512, "auto", 15, {30, 31, 90})
     before = dict(SEEN)
