@@ -375,7 +375,7 @@ def test_a_lease_that_cannot_be_forked_says_why(fault: str) -> None:
     cache = PrefixCache(16, 2)
     serve(cache, "abcd")
     lease, private = begin(cache, "abcdefgh")
-    length, message = {"long": (6, "6 tokens asked"), "negative": (-1, "-1 tokens")}.get(
+    length, message = {"long": (6, "num_tokens=6"), "negative": (-1, "num_tokens=-1")}.get(
         fault, (2, "not computed yet")
     )
     if fault == "released":
