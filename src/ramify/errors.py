@@ -29,6 +29,7 @@ RamifyError
 │  └─ InvariantError              check() found a contradiction: a bug in Ramify
 ├─ StepMemoryError                a forward pass ran out of memory
 ├─ StepFailedError                a request failed in its steps; its caller was notified
+├─ ConcurrentCallError            a second thread called what one thread at a time may use
 ├─ DrainingError                  the engine is shutting down and takes no new requests
 └─ EngineStoppedError             the engine was closed, or a bug has ended it
 """
@@ -263,6 +264,20 @@ class StepMemoryError(RamifyError, MemoryError):
 
 class StepFailedError(RamifyError):
     """A request failed in its steps, or by a fault of the engine; its pages are released."""
+
+
+class ConcurrentCallError(RamifyError):
+    """A thread made a call while another thread was inside the same engine or cache; it had no effect."""
+
+    def __init__(self, call: str, thread: str, running_call: str, running_thread: str) -> None:
+        self.call, self.thread = call, thread
+        self.running_call, self.running_thread = running_call, running_thread
+        super().__init__(
+            f"{call}() was called by thread {thread!r} while thread {running_thread!r} was in "
+            f"{running_call}; use one thread for a loop of add_request and step, and for an "
+            "EngineCore, planner or PrefixCache of your own, or hold a lock around your calls; "
+            "LLM.generate, LLM.chat, LLM.cache and AsyncLLM may be called by several threads"
+        )
 
 
 class DrainingError(RamifyError):

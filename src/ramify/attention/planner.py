@@ -17,6 +17,7 @@ import numpy as np
 from ramify.attention.batch import AttentionBatch, sharing_arrays
 from ramify.attention.page_demand import PlanEntry, pages_needed, split_decodes, validate_plannable
 from ramify.attention.sequence import RadixSequence
+from ramify.cache.call_guard import guarded
 from ramify.cache.key import CacheKey, pack
 from ramify.cache.leases import Lease
 from ramify.cache.pages import ID_BYTES
@@ -32,6 +33,8 @@ UndoEntry = tuple[RadixSequence, int, int]
 
 class RadixAttentionPlanner:
     """Plans steps over a prefix cache and a block table: `plan`, `commit`, `release`.
+
+    For one thread at a time, like the cache.
 
     Args:
         cache: owns the pages.
@@ -55,6 +58,7 @@ class RadixAttentionPlanner:
         if max_pool_pages is not None and cache.num_pages > max_pool_pages:
             raise ConfigError(f"cache of {cache.num_pages} pages over a pool of {max_pool_pages}")
         self.cache, self.table, self.share = cache, table, share
+        self.guard = cache.guard
         self.page_size = cache.page_size
         self._order = count(1)
         self._by_lease: dict[int, RadixSequence] = {}  # by lease id
@@ -67,6 +71,7 @@ class RadixAttentionPlanner:
 
     # -- plan ------------------------------------------------------------------------------
 
+    @guarded
     def plan(
         self, sequences: Sequence[RadixSequence], num_new: Sequence[int] | None = None
     ) -> AttentionBatch:
@@ -271,6 +276,7 @@ class RadixAttentionPlanner:
 
     # -- after the forward pass --------------------------------------------------------------
 
+    @guarded
     def commit(self, sequences: Sequence[RadixSequence], kept: Sequence[int] | None = None) -> None:
         """Record that the planned K/V is computed: publish whole pages, share duplicates.
 
@@ -349,6 +355,7 @@ class RadixAttentionPlanner:
         held = len(sequence.lease.pages) + len(sequence.private)
         return self.cache.can_reserve(max(0, -(-total // self.page_size) - held))
 
+    @guarded
     def can_allocate(self, sequences: Sequence[RadixSequence], num_tokens: int = 0) -> bool:
         """Whether `plan` would take these fresh sequences, `num_tokens` longer each, in one batch.
 
@@ -375,6 +382,7 @@ class RadixAttentionPlanner:
                 if sequence.lease is not None:
                     self._detach(sequence)
 
+    @guarded
     def fork(self, sequence: RadixSequence) -> tuple[RadixSequence, list[tuple[int, int]]]:
         """Branch off a second sequence with the same tokens and K/V.
 
@@ -407,6 +415,7 @@ class RadixAttentionPlanner:
         self._by_lease[clone.lease.id] = clone
         return clone, list(zip(sequence.private, pages, strict=False))
 
+    @guarded
     def rollback(self, sequence: RadixSequence, num_tokens: int) -> None:
         """Drop the K/V of a sequence beyond its first `num_tokens`; the caller cuts `tokens`.
 
@@ -431,6 +440,7 @@ class RadixAttentionPlanner:
             num_tokens = sequence.lease.num_tokens
         sequence.num_computed = num_tokens
 
+    @guarded
     def abandon(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:
         """Reset sequences whose step failed, so that none of its planned K/V counts as computed.
 
@@ -452,6 +462,7 @@ class RadixAttentionPlanner:
             self._release_sequence(sequence)
         return list(reset.values())
 
+    @guarded
     def release(self, sequences: Sequence[RadixSequence]) -> list[RadixSequence]:
         """End sequences: published pages stay cached, the others are freed. Idempotent.
 

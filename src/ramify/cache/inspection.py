@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
+from ramify.cache.call_guard import guarded
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.prefix_cache import PrefixCache
@@ -45,6 +46,7 @@ class TreeDump:
     num_nodes: int  # in all
 
 
+@guarded
 def top_nodes(cache: PrefixCache, max_nodes: int) -> TreeDump:
     """The `max_nodes` nodes reached by following the most hits, in depth-first order.
 
@@ -91,6 +93,7 @@ def top_nodes(cache: PrefixCache, max_nodes: int) -> TreeDump:
     return TreeDump(tuple(walk), tree.num_nodes - tree.num_ghosts)
 
 
+@guarded
 def nodes_under(cache: PrefixCache, key: CacheKey) -> frozenset[int]:
     """Ids of the nodes on the path of `key` and below it.
 
@@ -111,6 +114,7 @@ def nodes_under(cache: PrefixCache, key: CacheKey) -> frozenset[int]:
     return frozenset(ids)
 
 
+@guarded
 def count_pages(cache: PrefixCache, predicate: Callable[[Node], bool]) -> int:
     """Count the cached pages of nodes that satisfy `predicate`. Cost: a visit to every node."""
     tree = cache._tree  # noqa: SLF001

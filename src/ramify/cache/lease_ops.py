@@ -30,8 +30,8 @@ class LeaseOps:
 
     def matchable_bytes(self, key: Any) -> int:
         """Bytes of a key's atoms that a lookup may match; at least one token is left to compute."""
-        page_bytes = self._tree.page_bytes
-        return max(0, len(atoms_of(key)) - 1) // page_bytes * page_bytes
+        num_bytes, page_bytes = len(atoms_of(key)), self._tree.page_bytes
+        return (num_bytes - 1) // page_bytes * page_bytes if num_bytes else 0
 
     def acquire(self, key: Any, pending: bool) -> Lease:
         """Pin the longest cached proper prefix of a key, and count the lookup.
@@ -39,7 +39,7 @@ class LeaseOps:
         Args:
             pending: match announced pages too.
         """
-        lease = self.pin_prefix(key, self.matchable_bytes(key), pending, count_lookup=True)
+        lease = self.pin_prefix(key, self.matchable_bytes(key), pending, True)
         if self.pins.next_expiry_s < NEVER_S:
             self.pins.refresh(self._tree.path(lease.node))
         return lease

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from ramify.cache.call_guard import guarded
 from ramify.cache.ghosts import ASKED
 from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.prefix_cache import PrefixCache
 
 
+@guarded
 def evict_suffix(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
     """Evict the cached pages of `key` after the whole pages of its first `num_tokens` tokens.
 
@@ -44,6 +46,7 @@ def evict_suffix(cache: PrefixCache, key: CacheKey, num_tokens: int) -> int:
     return evicted
 
 
+@guarded
 def evict_suspect_prefix(cache: PrefixCache, key: CacheKey) -> list[int]:
     """Evict the first cached node of `key` and everything below it: its K/V may be wrong.
 
@@ -72,6 +75,7 @@ def evict_suspect_prefix(cache: PrefixCache, key: CacheKey) -> list[int]:
     return pages
 
 
+@guarded
 def reset(cache: PrefixCache) -> int:
     """Empty a cache whose bookkeeping is wrong, in place: afterwards every page is free.
 

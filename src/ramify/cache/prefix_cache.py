@@ -11,10 +11,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from ramify.cache.call_guard import UNNAMED, CallGuard, guarded
 from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
 from ramify.cache.explain import Explanation, explain_key
-from ramify.cache.ghosts import ASKED, REASONS, WITHDRAWN
+from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
 from ramify.cache.invariants import check_cache
 from ramify.cache.key import CacheKey, atoms_of, pack
@@ -24,6 +25,7 @@ from ramify.cache.node_store import NodeStore
 from ramify.cache.pages import Pages, pack_pages
 from ramify.cache.pins import Pin, validate_ttl
 from ramify.cache.policies import POLICIES
+from ramify.cache.statistics import collect_stats
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
 from ramify.errors import ConfigError
@@ -34,7 +36,7 @@ FLOAT_SLACK = 1e-9  # pages; 0.29 * 100 is 28.999… but means 29
 
 
 class PrefixCache:
-    """Maps token prefixes to the pages with their K/V. Not thread-safe.
+    """Maps token prefixes to the pages with their K/V; for one thread at a time (`CallGuard`).
 
     Args:
         num_pages: pages 0 .. num_pages - 1 of the caller's storage.
@@ -78,6 +80,7 @@ class PrefixCache:
             )
         if not callable(clock):
             raise ConfigError(f"clock={clock!r} but it must be a function that returns seconds")
+        self.guard = CallGuard()
         self.page_size = page_size
         self.policy, self.index = policy, index
         self._tree = tree = RadixTree(page_size)
@@ -96,11 +99,13 @@ class PrefixCache:
         return self._store.ledger.num_pages
 
     @property
+    @guarded
     def num_available(self) -> int:
         """Pages that `reserve` could hand out now: the free and the evictable pages."""
         self._pin_table.expire()
         return self._store.ledger.num_free + self._store.num_evictable
 
+    @guarded
     def is_free(self, page: int) -> bool:
         """Whether nobody owns this page. O(num_pages): for checks.
 
@@ -114,6 +119,17 @@ class PrefixCache:
 
         Cost: a few memcmps per node on the path.
         """
+        guard = self.guard
+        if guard.thread:
+            guard.require("PrefixCache.match")
+            return self._match(key)
+        guard.thread = UNNAMED
+        try:
+            return self._match(key)
+        finally:
+            guard.thread = 0
+
+    def _match(self, key: CacheKey) -> Match:
         tree = self._tree
         end = self._lease_ops.matchable_bytes(key)
         root = tree.roots.get(key.namespace)
@@ -122,6 +138,7 @@ class PrefixCache:
         pages = tree.num_matched_pages(*tree.find(root, key.atoms, end, pending=False))
         return Match(pages * self.page_size, pages)
 
+    @guarded
     def explain(
         self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
     ) -> Explanation:
@@ -129,6 +146,7 @@ class PrefixCache:
         store, refusal = self._store, self._pin_table.last_refusal(key)
         return explain_key(self._tree, store.ghosts, key, store.clock(), refusal, may_tell)
 
+    @guarded
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
         """Up to `limit` tokens that once followed a lease's prefix and `tail`; often none.
 
@@ -149,10 +167,12 @@ class PrefixCache:
         """
         return self.continuation(lease, tail, limit)
 
+    @guarded
     def can_reserve(self, num_pages: int) -> bool:
         """Whether `reserve` would succeed now."""
         return 0 <= validate_int("num_pages", num_pages, None) <= self.num_available
 
+    @guarded
     def can_allocate(self, key: CacheKey, num_tokens: int = 0) -> bool:
         """Whether `acquire(key)`, then `reserve` for the rest of it and `num_tokens` more, succeed.
 
@@ -163,43 +183,26 @@ class PrefixCache:
         num_pages = -(-(len(key) + validate_int("num_tokens", num_tokens)) // self.page_size)
         return num_pages <= self._store.num_available_after_match(key, end)
 
+    @guarded
     def stats(self) -> CacheStats:
         """Counters since the cache was made, and how its pages are used now."""
-        pins, tree, store = self._pin_table, self._tree, self._store
-        pins.expire()
-        ledger, counters = store.ledger, store.counters
-        recent_tokens, recent_hit_tokens = counters.recent
-        residency, idle, reuse_gap = counters.histograms
-        return CacheStats(
-            num_pages=ledger.num_pages,
-            page_size=self.page_size,
-            free_pages=ledger.num_free,
-            private_pages=ledger.num_private,
-            cached_pages=ledger.num_tree,
-            evictable_pages=store.num_evictable,
-            pinned_pages=pins.num_pages,
-            ghost_pages=tree.num_ghost_pages,
-            num_nodes=tree.num_nodes - tree.num_ghosts,
-            num_leases=len(self._registry) - len(pins),
-            lookups=counters.lookups,
-            lookup_tokens=counters.tokens,
-            hit_tokens=counters.hit_tokens,
-            ideal_hit_tokens=counters.ideal_tokens,
-            recent_tokens=recent_tokens,
-            recent_hit_tokens=recent_hit_tokens,
-            evicted_pages=sum(counters.evictions),
-            evictions=dict(zip(REASONS[:WITHDRAWN], counters.evictions, strict=False)),
-            residency=residency,
-            idle=idle,
-            reuse_gap=reuse_gap,
-        )
+        return collect_stats(self._store, self._registry, self._pin_table)
 
     # -- leases ----------------------------------------------------------------------------
 
     def acquire(self, key: CacheKey) -> Lease:
         """Pin the longest computed proper prefix of `key`, which may be empty; counts a lookup."""
-        return self._lease_ops.acquire(key, False)
+        guard = self.guard
+        if guard.thread:
+            guard.require("PrefixCache.acquire")
+            return self._lease_ops.acquire(key, False)
+        guard.thread = UNNAMED
+        try:
+            return self._lease_ops.acquire(key, False)
+        finally:
+            guard.thread = 0
 
+    @guarded
     def attach(self, key: CacheKey) -> Lease:
         """Like `acquire`, but it also hits pages that a live leader announced and still computes.
 
@@ -207,6 +210,7 @@ class PrefixCache:
         """
         return self._lease_ops.acquire(key, True)
 
+    @guarded
     def fork(self, lease: Lease, num_tokens: int | None = None) -> Lease:
         """A second, independent lease on the same prefix; no page is copied.
 
@@ -220,6 +224,7 @@ class PrefixCache:
         """
         return self._lease_ops.fork(lease, num_tokens)
 
+    @guarded
     def cancel(self, lease: Lease) -> None:
         """End an unused lease of `acquire` or `attach`, and take its lookup off the statistics.
 
@@ -238,8 +243,17 @@ class PrefixCache:
                 (`withdraw` first).
             PageOwnershipError: a page of `private` is not private.
         """
-        self._lease_ops.release(lease, private)
+        guard = self.guard
+        if guard.thread:
+            guard.require("PrefixCache.release")
+            return self._lease_ops.release(lease, private)
+        guard.thread = UNNAMED
+        try:
+            self._lease_ops.release(lease, private)
+        finally:
+            guard.thread = 0
 
+    @guarded
     def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
         """Keep the longest computed prefix of `key`, up to all its whole pages, from eviction.
 
@@ -261,6 +275,7 @@ class PrefixCache:
         lease = self._lease_ops.pin_prefix(key, end)
         return self._pin_table.add(lease, owner, ttl_s)
 
+    @guarded
     def unpin(self, pin: Pin | int) -> None:
         """End a pin; its pages are ordinary cached pages again.
 
@@ -270,6 +285,7 @@ class PrefixCache:
         self._pin_table.expire()
         self._pin_table.remove(pin)
 
+    @guarded
     def pins(self, owner: str | None = None) -> list[Pin]:
         """The live pins, oldest first; with `owner`, only that owner's."""
         self._pin_table.expire()
@@ -283,12 +299,22 @@ class PrefixCache:
         Raises:
             OutOfPagesError: evicting every evictable page would not free enough.
         """
-        return self._lease_ops.reserve(num_pages)
+        guard = self.guard
+        if guard.thread:
+            guard.require("PrefixCache.reserve")
+            return self._lease_ops.reserve(num_pages)
+        guard.thread = UNNAMED
+        try:
+            return self._lease_ops.reserve(num_pages)
+        finally:
+            guard.thread = 0
 
+    @guarded
     def give_back(self, pages: Sequence[int]) -> None:
         """Free private pages that belong to no lease."""
         self._store.ledger.give_back(pack_pages(pages))
 
+    @guarded
     def evict(self, num_pages: int) -> int:
         """Evict up to `num_pages` pages in the policy's order, leaves first; returns how many.
 
@@ -297,6 +323,7 @@ class PrefixCache:
         self._pin_table.expire()
         return self._store.evict(validate_int("num_pages", num_pages), ASKED)
 
+    @guarded
     def evict_if(self, predicate: Callable[[Node], bool], num_pages: int | None = None) -> int:
         """Evict the unpinned leaves for which `predicate` is true; returns how many pages.
 
@@ -310,6 +337,7 @@ class PrefixCache:
         limit = self.num_pages if num_pages is None else validate_int("num_pages", num_pages)
         return self._store.evict_if(lambda node: bool(predicate(node)), limit)
 
+    @guarded
     def set_priority(self, key: CacheKey, priority: int) -> int:
         """Set the priority of the prefix that `match` finds; returns its number of tokens.
 
@@ -321,6 +349,7 @@ class PrefixCache:
         self._lease_ops.cancel_pin(lease)
         return lease.num_tokens
 
+    @guarded
     def clear(self) -> int:
         """Evict every cached page that no lease and no pin holds; returns how many."""
         self._pin_table.expire()
@@ -328,6 +357,7 @@ class PrefixCache:
 
     # -- publishing: from private pages to shared ones ------------------------------------------------------
 
+    @guarded
     def announce(self, lease: Lease, key: CacheKey, private: Sequence[int]) -> Lease:
         """Insert the pages that the caller is about to compute as pending nodes.
 
@@ -355,8 +385,17 @@ class PrefixCache:
                 (publish the leader first).
             PageOwnershipError: too few pages, or a page that is not private.
         """
-        return self._lease_ops.publish(lease, key, private)
+        guard = self.guard
+        if guard.thread:
+            guard.require("PrefixCache.publish")
+            return self._lease_ops.publish(lease, key, private)
+        guard.thread = UNNAMED
+        try:
+            return self._lease_ops.publish(lease, key, private)
+        finally:
+            guard.thread = 0
 
+    @guarded
     def withdraw(self, lease: Lease) -> list[Lease]:
         """Free the pages that a lease announced and did not compute; returns its dependents.
 
@@ -368,10 +407,12 @@ class PrefixCache:
         """
         return self._lease_ops.withdraw(lease)
 
+    @guarded
     def can_retract(self, lease: Lease, num_tokens: int) -> bool:
         """Whether no other lease depends on pages announced by this lease beyond `num_tokens`."""
         return self._lease_ops.can_retract(lease, num_tokens)
 
+    @guarded
     def retract(self, lease: Lease, num_tokens: int) -> tuple[Lease, Pages]:
         """Make announced pages beyond the whole pages of the first `num_tokens` tokens private.
 
@@ -383,16 +424,19 @@ class PrefixCache:
         """
         return self._lease_ops.retract(lease, num_tokens)
 
+    @guarded
     def is_blocked(self, lease: Lease) -> bool:
         """Whether a lease's prefix has pages that another leader has still to publish."""
         self._registry.require(lease, withdrawn=True)
         return self._registry.is_blocked(lease)
 
+    @guarded
     def is_withdrawn(self, lease: Lease) -> bool:
         """Whether a live lease lost pages to a withdrawal and can only be released."""
         self._registry.require(lease, withdrawn=True)
         return lease.withdrawn
 
+    @guarded
     def sharing(self, leases: Sequence[Lease]) -> list[tuple[int, int]]:
         """For each lease: the index of an earlier lease with a common prefix, and its tokens.
 
@@ -404,6 +448,7 @@ class PrefixCache:
 
     # -- watching --------------------------------------------------------------------------
 
+    @guarded
     def subscribe(self, capacity: int = 16384) -> Subscription:
         """Begin to log events: `stored`, `removed`, `split`, `cleared`, with page hashes.
 
@@ -415,18 +460,21 @@ class PrefixCache:
         """
         return self._store.log.subscribe(validate_int("capacity", capacity, 1))
 
+    @guarded
     def snapshot(self) -> Snapshot:
         """All shared pages that are computed, parents first, with a digest. O(pages)."""
         return self._store.log.snapshot()
 
+    @guarded
     def observe_evictions(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
         """Call `observer` for each evicted run of pages; returns a function that ends this.
 
         It runs at the end of the call that evicted: the pages are free but not yet reused, so their
         K/V can still be copied elsewhere. It must not call the cache.
         """
-        return self._store.log.observe(observer)
+        return self._store.log.observe(self.guard.callback(observer))
 
+    @guarded
     def check(self) -> None:
         """Recount nodes, pages and leases; raises InvariantError if they disagree. O(nodes + pages)."""
         check_cache(self._store, self._registry.live())

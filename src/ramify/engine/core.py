@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from ramify.attention.planner import RadixAttentionPlanner
+from ramify.cache.call_guard import guarded
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.context import EngineContext, EngineStats
@@ -49,7 +50,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Runs requests to completion: `add_request`, then `step` until `has_unfinished` is false.
 
-    Not thread-safe: one thread makes every call (`AsyncLLM` has a thread for that).
+    For one thread at a time: `guard` refuses a call while another thread is inside (`AsyncLLM` has a
+    thread for all calls).
 
     Args:
         config: sizes; `config.requested` has the options as the user gave them.
@@ -79,6 +81,7 @@ class EngineCore:
         self.config = config
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
         self.context = EngineContext(config, executor, clock)
+        self.guard = self.cache.guard
         self.lifecycle = RequestLifecycle(
             self.context,
             vocab_size=vocab_size,
@@ -142,12 +145,14 @@ class EngineCore:
         """Query rows of all steps so far."""
         return self.context.num_computed_tokens
 
+    @guarded
     def stats(self) -> EngineStats:
         """A snapshot, for the thread that runs the engine."""
         return self.context.stats()
 
     # -- requests ----------------------------------------------------------------------------
 
+    @guarded
     def add_request(
         self,
         token_ids: Sequence[int],
@@ -222,8 +227,13 @@ class EngineCore:
         Call it when idle: it does nothing while requests are live, or if it had to evict pages. The
         result goes to `hit_verifier` and to no caller.
         """
+        # An idle engine thread must not refuse, here, a thread that looks at the core.
         if not self.hit_verifier.pending or self.has_unfinished:
             return False
+        return self._queue_next_hit()
+
+    @guarded
+    def _queue_next_hit(self) -> bool:
         needed = -(-len(self.hit_verifier.pending[0].token_ids) // self.config.page_size)
         if self.cache.stats().free_pages < needed:
             return False
@@ -237,6 +247,7 @@ class EngineCore:
         self.scheduler.add(request)
         return True
 
+    @guarded
     def abort(self, request_id: int) -> RequestOutput:
         """End a live request now; its published pages stay cached.
 
@@ -269,6 +280,7 @@ class EngineCore:
         """Requests and children whose group has no output yet, oldest first."""
         return self.lifecycle.live
 
+    @guarded
     def discard_outputs(self, request_ids: Container[int]) -> None:
         """Drop outputs of these requests that `step` has not returned yet."""
         self.lifecycle.discard_outputs(request_ids)
@@ -280,6 +292,7 @@ class EngineCore:
 
     # -- a step ------------------------------------------------------------------------------
 
+    @guarded
     def step(self) -> list[StepOutput]:
         """Run one step; returns the new tokens and ends of requests, also those of recovery.
 
@@ -297,6 +310,7 @@ class EngineCore:
             self.watchdog.end()
         return self.lifecycle.take_outputs()
 
+    @guarded
     def step_or_fail_blocked(self) -> list[StepOutput]:
         """`step`; on OutOfPagesError, fail the request that found no pages and return nothing."""
         try:

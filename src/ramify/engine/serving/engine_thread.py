@@ -16,6 +16,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.output_processor import take_stable_text
 from ramify.engine.serving.streams import Delivery, LoopDispatcher, OutputCollector
 from ramify.errors import (
+    ConcurrentCallError,
     DrainingError,
     EngineStoppedError,
     OverloadedError,
@@ -27,6 +28,7 @@ from ramify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+INTRUDER_S = 0.001  # until the next try, while a thread that bypassed this one is inside the core
 
 
 class EngineState(str, Enum):
@@ -325,6 +327,11 @@ class EngineThread:
         self._step_s, self._is_stepping = time.monotonic(), True
         try:
             events = self.core.step_or_fail_blocked()
+        except ConcurrentCallError as error:
+            logger.error("%s", error)
+            with self._changed:
+                self._changed.wait(INTRUDER_S)
+            return
         finally:
             self._step_s, self._is_stepping = time.monotonic(), False
         for event in events:
