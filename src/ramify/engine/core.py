@@ -16,6 +16,7 @@ from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.call_guard import guarded
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.call_turns import CallTurns
 from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
 from ramify.engine.lifecycle import RequestLifecycle
@@ -50,8 +51,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Runs requests to completion: `add_request`, then `step` until `has_unfinished` is false.
 
-    For one thread at a time: `guard` refuses a call while another thread is inside (`AsyncLLM` has a
-    thread for all calls).
+    For one thread at a time: `guard` refuses a call while another thread is inside. Callers that can
+    wait take `turns` (`LLM` does), or have a thread for all calls (`AsyncLLM` does).
 
     Args:
         config: sizes; `config.requested` has the options as the user gave them.
@@ -82,6 +83,7 @@ class EngineCore:
         self.namespaces = PrefixNamespaces(namespace, config.page_size)
         self.context = EngineContext(config, executor, clock)
         self.guard = self.cache.guard
+        self.turns = CallTurns(self.guard)
         self.lifecycle = RequestLifecycle(
             self.context,
             vocab_size=vocab_size,

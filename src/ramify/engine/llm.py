@@ -1,4 +1,4 @@
-"""`LLM`: a checkpoint, its cache and its engine behind one object, for use from one thread."""
+"""`LLM`: a checkpoint, its cache and its engine behind one object."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ramify.config import (
 )
 from ramify.engine.cache_admin.view import CacheView
 from ramify.engine.cache_admin.warmup import WARM_PARAMS, WarmPrompt
+from ramify.engine.call_turns import loop_call, whole_call
 from ramify.engine.context import EngineStats
 from ramify.engine.core import EngineCore
 from ramify.engine.hit_verifier import HitVerifier
@@ -55,6 +56,11 @@ class LLM:
         dtype: "auto", "float32" or "bfloat16", or the torch dtype.
         progress: bars on stderr while weights load, if it is a terminal.
         others: further options of `ramify.config`, which has all defaults and their reasons.
+
+    Calls from several threads wait for each other, in the order in which they came: `generate`,
+    `chat`, sessions, `cache`, `reload_weights`, `verify_hits`, `stats`, `run`. A loop of `add_request`
+    and `step` belongs to one thread: such a call while another thread is in one raises
+    ConcurrentCallError. `AsyncLLM` computes the requests of all callers together.
 
     Raises:
         ConfigError: an option is unknown or has an impossible value.
@@ -115,6 +121,7 @@ class LLM:
 
     def _attach_core(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
         self.core, self.tokenizer = core, tokenizer
+        self.turns = core.turns
         self.config: ResolvedConfig = core.config
         self._driver = OfflineDriver(core)
 
@@ -155,7 +162,8 @@ class LLM:
     ) -> None:
         """Replace the weights by others of the same model; the cache needs no flush.
 
-        Old and new weights are in memory together until the new ones are installed.
+        Old and new weights are in memory together until the new ones are installed. Other threads'
+        calls go on while they load.
 
         Args:
             model: a checkpoint directory or cached hub id of the same architecture, sizes and
@@ -169,14 +177,20 @@ class LLM:
         """
         validate_running_mode(running)
         swap = self.engine.load_weights(model, progress=progress)
-        while running == "finish" and self.core.has_unfinished:
+        self._install_weights(swap, finish_first=running == "finish")
+
+    @whole_call
+    def _install_weights(self, swap: Callable[[], bytes], *, finish_first: bool) -> None:
+        while finish_first and self.core.has_unfinished:
             self._driver.step_unread()
         swap_weights(self.core, swap)
 
+    @whole_call
     def stats(self) -> EngineStats:
         """Running and waiting requests, work done so far, and `PrefixCache.stats()`."""
         return self.core.stats()
 
+    @whole_call
     def run(self, call: Callable[[EngineCore], T]) -> T:
         """Return `call(core)`, like `AsyncLLM.run`."""
         return call(self.core)
@@ -186,6 +200,7 @@ class LLM:
         """Results of computing sampled cache hits again; see `verify_sample` and `verify_hits`."""
         return self.core.hit_verifier
 
+    @whole_call
     def verify_hits(self) -> HitVerifier:
         """Compute the recorded cache hits again, cold, and compare; does nothing while busy."""
         while self.core.verify_next_hit():
@@ -210,6 +225,7 @@ class LLM:
 
     # -- whole answers -----------------------------------------------------------------------
 
+    @whole_call
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -243,8 +259,10 @@ class LLM:
         options = BatchOptions(params, priority, tenant, salt, progress, on_finished)
         return self._driver.run(as_prompt_list(prompts), options, self.tokenizer)
 
+    @whole_call
     def chat(
         self,
+        /,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
@@ -307,6 +325,7 @@ class LLM:
 
     # -- step by step ------------------------------------------------------------------------
 
+    @loop_call
     def add_request(
         self,
         prompt: Prompt,
@@ -336,6 +355,7 @@ class LLM:
             max_shared=max_shared,
         )
 
+    @loop_call
     def step(self) -> list[StepOutput]:
         """Run one step of the engine; returns the new tokens of each request that got any.
 
@@ -353,6 +373,7 @@ class LLM:
         """Whether `step` has anything to compute or to return."""
         return self._driver.has_unfinished
 
+    @loop_call
     def take_output(self, request_id: int) -> RequestOutput:
         """The output of a request that ended under `step` or `abort`; can be taken once.
 
@@ -361,6 +382,7 @@ class LLM:
         """
         return self._driver.take_output(request_id)
 
+    @loop_call
     def abort(self, request_id: int) -> None:
         """Abort a live request; its output has the finish reason `abort`.
 

@@ -25,6 +25,7 @@ from ramify.engine.cache_admin.warmup import (
     public_prefix_ids,
     read_prompts,
 )
+from ramify.engine.call_turns import whole_call
 from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
@@ -85,7 +86,7 @@ class ClearResult:
 
 
 class CacheView:
-    """The calls behind `llm.cache`; for the thread that drives the engine.
+    """The calls behind `llm.cache`; those of several threads wait for each other (`CallTurns`).
 
     A prefix is a text (tokenised like a prompt), token ids, or messages of a conversation. `tenant`
     and `salt` select where it is cached, as in `LLM.generate`.
@@ -98,24 +99,29 @@ class CacheView:
         compute: Callable[[Sequence[WarmPrompt]], Sequence[RequestOutput | Exception]],
     ) -> None:
         self._engine, self._tokenizer, self._compute = engine, tokenizer, compute
+        self.turns = engine.turns
 
     @property
     def core(self) -> PrefixCache:
         """The `PrefixCache` itself, with leases and pages."""
         return self._engine.cache
 
+    @whole_call
     def stats(self) -> CacheStats:
         """See `PrefixCache.stats`."""
         return self.core.stats()
 
+    @whole_call
     def check(self) -> None:
         """Recount nodes, pages and leases. Raises InvariantError if a counter is wrong."""
         self.core.check()
 
+    @whole_call
     def explain(self, prompt: Prefix, *, tenant: str = "", salt: str = "") -> Explanation:
         """Why a lookup of this prompt hits as far as it does, and no further; changes nothing."""
         return self.core.explain(self._key(prompt, tenant, salt, add_generation_prompt=True))
 
+    @whole_call
     def pin(
         self,
         prefix: Prefix,
@@ -137,14 +143,17 @@ class CacheView:
         """
         return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s)
 
+    @whole_call
     def unpin(self, pin: Pin | int) -> None:
         """End a pin. Raises PinError if it has expired or was unpinned before."""
         self.core.unpin(pin)
 
+    @whole_call
     def pins(self, owner: str | None = None) -> list[Pin]:
         """All live pins, or those of one owner, oldest first."""
         return self.core.pins(owner)
 
+    @whole_call
     def tree(self, max_nodes: int = 200) -> TreeView:
         """The `max_nodes` nodes with most hits, with their texts. Cost: O(max_nodes)."""
         if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or max_nodes < 1:
@@ -152,6 +161,7 @@ class CacheView:
         dump = top_nodes(self.core, max_nodes)
         return TreeView(tuple(map(self._tree_node, dump.nodes)), dump.num_nodes)
 
+    @whole_call
     def clear(
         self,
         *,
@@ -200,6 +210,7 @@ class CacheView:
             evicted, count_pages(self.core, lambda node: node.pins > 0 and is_selected(node))
         )
 
+    @whole_call
     def warm(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
         """Compute prompts before they are asked; returns what was computed and what was cached.
 
@@ -211,6 +222,7 @@ class CacheView:
         """
         return WarmupResult.of(self._compute(_as_warm_prompts(prompts)))
 
+    @whole_call
     def share(self, prompts: Path | str | Sequence[WarmPrompt]) -> WarmupResult:
         """Declare prefixes public: compute and pin them, and let every tenant read them.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ramify.cache.pins import Pin
 from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
+from ramify.engine.call_turns import CallTurns, whole_call
 from ramify.engine.serving.streams import Stream
 from ramify.engine.sessions.transcript import Savepoint, Transcript
 from ramify.engine.text.prompt_inputs import Message, Prompt
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 class AnswersPrompts(Protocol):
     """The calls that a `Session` makes; `LLM` has them."""
+
+    turns: CallTurns
 
     @property
     def cache(self) -> CacheView:
@@ -134,6 +137,7 @@ class Session:
         self, llm: AnswersPrompts, transcript: Transcript, options: SessionOptions
     ) -> None:
         self._llm, self._core = llm, _SessionCore(transcript, options)
+        self.turns = llm.turns
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -150,6 +154,7 @@ class Session:
         """Why the last turn could not be pinned; None if it was, or `pin` is off."""
         return self._core.pin_refused
 
+    @whole_call
     def append(self, more: Prompt | Message | Sequence[Message]) -> None:
         """Add to the prompt of the next turn.
 
@@ -159,6 +164,7 @@ class Session:
         """
         self._core.transcript.append(more)
 
+    @whole_call
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Answer, and add the answer to the session, unless it failed (`output.error`).
 
@@ -184,10 +190,12 @@ class Session:
                 raise
         return output
 
+    @whole_call
     def mark(self) -> Savepoint:
         """The present length of the session, for `rollback`."""
         return self._core.transcript.mark()
 
+    @whole_call
     def rollback(self, to: Savepoint | int) -> None:
         """Go back to a `mark`, or drop the last `to` tokens (in a conversation, messages).
 
@@ -196,6 +204,7 @@ class Session:
         """
         self._core.transcript.rollback(to)
 
+    @whole_call
     def fork(self, count: int = 2) -> list[Session]:
         """`count` new sessions that continue from here independently; this one is unchanged."""
         turns = self._core
@@ -204,6 +213,7 @@ class Session:
             for _ in range(_validate_count(count))
         ]
 
+    @whole_call
     def close(self) -> None:
         """Unpin the last turn. Its K/V stays cached until it is evicted."""
         turns = self._core
