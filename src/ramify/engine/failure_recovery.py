@@ -7,7 +7,8 @@
   request is recomputed with the tokens it has.
 
 A request that fails `MAX_FAILURES` steps in a row ends with a StepFailedError. After its first
-failure it runs alone, so that it takes no other request with it.
+failure it runs alone, so that it takes no other request with it. After `MAX_REPAIRS` rebuilds in a
+row all live requests end with a StepFailedError.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2  # failed steps in a row: one in a batch, whose others may be at fault, one alone
 MAX_REBUILDS = 8  # rebuilds between two tokens of a request, which may be their cause
+# Rebuilds in a row, with no step in between that succeeded. The first blames nobody, the second all
+# requests, each later one the request that runs alone: six in a row that all break the engine by
+# themselves are less likely than an engine, or a caller, that is broken.
+MAX_REPAIRS = 8
 MAX_INTERRUPTS = 100  # KeyboardInterrupts during one rebuild
 # Successful steps after which the token budget, halved when memory ran out, doubles again. Doubled
 # each time that was too early, so that requests progress between two failures.
@@ -55,6 +60,9 @@ class FailureRecovery:
         # The requests that the engine works on now, to blame if that raises; none in scheduling.
         self.active_requests: Sequence[Request] = ()
         self._handled_error: BaseException | None = None  # recovered; passes through `recover`
+        self._num_repairs = 0  # rebuilds for errors since the last good step
+        self._last_error: Exception | None = None  # that the last of them was for
+        self._last_step_was_good = False  # it succeeded, and nothing was rebuilt since
         self._unexplained_at_step = -1  # `num_steps` at the last rebuild that blamed no request
         self._num_good_steps = 0  # since the token budget changed
         self._steps_to_double = 0  # good steps before the budget doubles; 0: it was never halved
@@ -109,6 +117,7 @@ class FailureRecovery:
     def step_succeeded(self) -> None:
         """Count a good step; double a halved token budget when there were enough."""
         self.active_requests = ()
+        self._last_step_was_good = True
         scheduler, max_tokens = self._context.scheduler, self._context.config.max_batch_tokens
         self._num_good_steps += 1
         if self._steps_to_double and self._num_good_steps >= self._steps_to_double:
@@ -287,10 +296,30 @@ class FailureRecovery:
             if not request.is_finished:
                 self._count_failure(request, error)
 
+    def fail_if_beyond_repair(self) -> None:
+        """Fail every live request after `MAX_REPAIRS` rebuilds without a step that succeeded.
+
+        Later requests fail in the same way, until a step succeeds.
+        """
+        error = self._last_error
+        if self._num_repairs < MAX_REPAIRS or error is None:
+            return
+        for request in self._lifecycle.live:
+            if not request.is_finished:
+                self._fail(
+                    request,
+                    f"ended because the engine was repaired {self._num_repairs} times in a row and no "
+                    "step succeeded; make another LLM, or restart the server, and report the log; "
+                    f"the last repair was for {type(error).__name__}: {error}",
+                    error,
+                )
+
     def maybe_audit(self) -> None:
         """Audit a random share, `check_sample`, of the steps."""
         if self._share and self._chance(self._share):
             self.audit()
+        if self._last_step_was_good:
+            self._num_repairs = 0
 
     def audit(self) -> bool:
         """Check all bookkeeping; rebuild if it is inconsistent. O(nodes + pages).
@@ -333,6 +362,10 @@ class FailureRecovery:
         """
         context = self._context
         self.counts.rebuilds += 1
+        self._last_step_was_good = False
+        if isinstance(error, Exception):  # an interrupt is nobody's fault
+            self._num_repairs += 1
+            self._last_error = error
         num_pins = reset(context.cache)
         logger.error(
             "the engine was rebuilt, its cache is empty, %d pins are lost: %s: %s",
