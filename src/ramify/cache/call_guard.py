@@ -87,7 +87,6 @@ class Guarded(Protocol):
     @property
     def guard(self) -> CallGuard:
         """The guard, shared with all objects that change the same state."""
-        ...
 
 
 G = TypeVar("G", bound=Guarded)

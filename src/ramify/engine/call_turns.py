@@ -76,7 +76,6 @@ class TakesTurns(Protocol):
     @property
     def turns(self) -> CallTurns:
         """`EngineCore.turns`."""
-        ...
 
 
 S = TypeVar("S", bound=TakesTurns)
