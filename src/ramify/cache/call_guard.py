@@ -51,13 +51,13 @@ class CallGuard:
             self.call = call
             self.thread = caller
         elif outer != caller:
-            self._refuse(call)
+            self.refuse(call)
         return outer
 
     def require(self, call: str) -> None:
         """Raise ConcurrentCallError unless this thread is inside already; the guard is not free."""
         if self.thread != get_ident():
-            self._refuse(call)
+            self.refuse(call)
 
     def callback(self, observer: Callable[[T], None]) -> Callable[[T], None]:
         """An observer that hot methods call: it may call back, since this thread is inside."""
@@ -71,7 +71,8 @@ class CallGuard:
 
         return call
 
-    def _refuse(self, call: str) -> NoReturn:
+    def refuse(self, call: str) -> NoReturn:
+        """Raise ConcurrentCallError: this thread made `call` while another thread is inside."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         raise ConcurrentCallError(
             call,
@@ -98,13 +99,15 @@ def guarded(function: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G,
 
     @wraps(function)
     def call(owner: G, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        guard = owner.guard
-        outer = guard.enter(name)
+        guard, caller = owner.guard, get_ident()
+        if guard.thread:
+            if guard.thread != caller:
+                guard.refuse(name)
+            return function(owner, *args, **kwargs)
+        guard.thread, guard.call = caller, name
         try:
             return function(owner, *args, **kwargs)
         finally:  # no method `leave`: an interrupt at its beginning would keep the thread inside
-            if not outer:
-                guard.call = ""
-            guard.thread = outer
+            guard.thread, guard.call = 0, ""
 
     return call

@@ -310,7 +310,6 @@ class EngineCore:
             self.recovery.recover(error)
         finally:
             self.watchdog.end()
-        self.recovery.fail_if_beyond_repair()
         return self.lifecycle.take_outputs()
 
     @guarded

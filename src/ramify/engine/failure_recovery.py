@@ -295,8 +295,9 @@ class FailureRecovery:
         for request in at_fault:
             if not request.is_finished:
                 self._count_failure(request, error)
+        self._fail_if_beyond_repair()
 
-    def fail_if_beyond_repair(self) -> None:
+    def _fail_if_beyond_repair(self) -> None:
         """Fail every live request after `MAX_REPAIRS` rebuilds without a step that succeeded.
 
         Later requests fail in the same way, until a step succeeds.
@@ -320,6 +321,8 @@ class FailureRecovery:
             self.audit()
         if self._last_step_was_good:
             self._num_repairs = 0
+        else:
+            self._fail_if_beyond_repair()
 
     def audit(self) -> bool:
         """Check all bookkeeping; rebuild if it is inconsistent. O(nodes + pages).
