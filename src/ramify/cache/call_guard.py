@@ -40,19 +40,16 @@ class CallGuard:
         self.thread = 0  # identifier of the thread that is inside; 0: none
         self.call = ""  # its outermost call; empty for `UNNAMED`
 
-    def enter(self, call: str) -> int:
-        """Let this thread in; returns what a `finally` must set `thread` back to.
+    def enter(self, call: str) -> None:
+        """Let this thread in, which is not inside; a `finally` must set `thread` and `call` back.
 
         Raises:
             ConcurrentCallError: another thread is inside; nothing has changed.
         """
         caller = get_ident()
-        if not (outer := self.thread):
-            self.call = call
-            self.thread = caller
-        elif outer != caller:
+        if self.thread:
             self.refuse(call)
-        return outer
+        self.thread, self.call = caller, call
 
     def require(self, call: str) -> None:
         """Raise ConcurrentCallError unless this thread is inside already; the guard is not free."""

@@ -45,12 +45,11 @@ class CallTurns:
                 pass
             # `previous` gives the order only: an interrupted wait lets the next call go on too soon.
             with self._running:
-                outer = guard.enter(name)
+                guard.enter(name)
                 try:
                     return call()
                 finally:
-                    guard.call = ""
-                    guard.thread = outer
+                    guard.thread, guard.call = 0, ""
 
     def run_in_loop(self, name: str, call: Callable[[], R]) -> R:
         """`run`, but refused while another thread is in `run_in_loop`.
@@ -63,11 +62,11 @@ class CallTurns:
         loop = self._loop
         if self._guard.thread == get_ident():
             return call()
-        outer = loop.enter(name)
+        loop.enter(name)
         try:
             return self.run(name, call)
         finally:
-            loop.thread = outer
+            loop.thread, loop.call = 0, ""
 
 
 class TakesTurns(Protocol):
