@@ -106,9 +106,10 @@ def test_a_call_waits_until_the_running_one_has_ended(name: str) -> None:
     assert bench.core.guard.thread == 0
 
 
-def test_calls_are_served_in_the_order_in_which_they_came() -> None:
-    """A thread that calls again and again does not overtake one that waits."""
-    llm, _, device = made()
+@pytest.mark.parametrize("_", range(20))
+def test_calls_are_served_in_the_order_in_which_they_came(_: int) -> None:
+    """A thread that calls again and again does not overtake those that wait."""
+    llm, _bench, device = made()
     device.pause = pause = Pause()
     served: list[str] = []
 
@@ -116,15 +117,21 @@ def test_calls_are_served_in_the_order_in_which_they_came() -> None:
         for _ in range(count):
             llm.generate(PROMPT, FOUR, on_finished=lambda output: served.append(name))
 
+    def until_one_more_waits(before: object) -> object:
+        while llm.turns._last is before:
+            pass
+        return llm.turns._last
+
     with joined("A", lambda: work("A", 5)):
         pause.wait_until_reached()
-        before = llm.turns._last
+        last = llm.turns._last
         with joined("B", lambda: work("B", 1)):
-            while llm.turns._last is before:  # until B waits
-                pass
-            pause.end()
+            last = until_one_more_waits(last)
+            with joined("C", lambda: work("C", 1)):
+                until_one_more_waits(last)
+                pause.end()
 
-    assert "".join(served) == "ABAAAA"
+    assert "".join(served) == "ABCAAAA"
 
 
 @pytest.mark.parametrize("call", ["add_request", "step", "take_output", "abort"])

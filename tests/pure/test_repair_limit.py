@@ -106,7 +106,7 @@ def test_repairs_with_good_steps_in_between_are_not_in_a_row() -> None:
 
 
 def test_interrupts_are_no_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request outlives any number of interrupts."""
+    """A request outlives any number of interrupts, and an error after them."""
     bench = Bench()
     key = bench.add([1] * 9, max_tokens=5, ignore_eos=True)
     break_scheduling(bench, monkeypatch, KeyboardInterrupt(), times=2 * MAX_REPAIRS)
@@ -114,5 +114,7 @@ def test_interrupts_are_no_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2 * MAX_REPAIRS):
         with pytest.raises(KeyboardInterrupt):
             bench.step()
+    monkeypatch.undo()
+    break_scheduling(bench, monkeypatch, RuntimeError("broken"), times=1)
 
     assert list(bench.run()[key].token_ids) == expected([1] * 9, 5, ends=())
