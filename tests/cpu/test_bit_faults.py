@@ -9,7 +9,7 @@ import torch
 from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.exactness import batch_variant_row_counts
 from ramify.attention.spec import AttentionSpec
-from ramify.models.ops.torch_linear import Linear
+from ramify.models.ops.torch_linear import TorchLinear
 from tests.cpu.attention_mutants import (
     CutAtNodeBoundary,
     CutTree,
@@ -82,7 +82,7 @@ def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:
         for shape in ((200, 76), (76, 120), (76, 100), (301, 76)):
             weight = torch.randn(shape, generator=draw)
             rows = torch.randn(600, shape[1], generator=draw)
-            if batch_variant_row_counts(Linear(weight, strategy="plain"), rows):
+            if batch_variant_row_counts(TorchLinear(weight, strategy="plain"), rows):
                 return True
         return False
 

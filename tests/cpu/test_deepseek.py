@@ -28,6 +28,7 @@ from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle
 from tests.cpu.engine_cases import Engine, Model, Sizes, assert_idle, differences
+from tests.cpu.tiny_models import ops_of
 
 NUM_NEW = 4
 CLOSE = 5e-5  # tolerance of log probabilities, whose standard deviation is about 1
@@ -163,7 +164,7 @@ def test_bits_depend_on_nothing_but_the_prompt(
 
 def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -> None:
     """Fault injection: with plain float32 linears the comparison above finds differences."""
-    decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), linear_strategy="plain")
+    decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), ops=ops_of("plain"))
     model = Model("plain", decoder, backend=EagerBackend, row_multiple=1)
     batch = [tuple(prompt) for prompt in prompts()]
 

@@ -16,6 +16,7 @@ from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
 from ramify.models.loader import load_model
+from ramify.models.ops.protocol import ForwardStep
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 
 FAMILIES: tuple[TinyFamily, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -84,7 +85,9 @@ def our_logits(path: Path, tokens: Tensor, dtype: Any = "float32", *, exact: boo
     model = load_model(path, dtype=dtype, exact=exact, store=ProbeStore(None))
     positions = torch.arange(len(tokens))
     with torch.inference_mode():
-        return model.logits(model.forward(tokens, positions, dense_causal(model.config)))
+        return model.logits(
+            model.forward(tokens, ForwardStep(positions, dense_causal(model.config)))
+        )
 
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -27,6 +27,7 @@ BACKENDS: dict[str, str] = {
     "varlen": "ramify.attention.backends.varlen:VarlenBackend",
     "flex": "ramify.attention.backends.flex:FlexBackend",
 }
+COMPILED = ("cpu", "triton", "flashinfer")
 _OLD_NAMES = {"tree": "cpu"}
 
 
@@ -98,14 +99,23 @@ def backend_class(name: str) -> type[AttentionBackend]:
     return backend
 
 
-def select_backend(backend_name: str, spec: AttentionSpec, device: torch.device) -> BackendChoice:
+def select_backend(
+    backend_name: str, spec: AttentionSpec, device: torch.device, *, compiled: bool = True
+) -> BackendChoice:
     """Build the backend of that name, or for "auto" the first that supports the model on `device`.
+
+    Args:
+        compiled: False tries torch's operations before compiled kernels.
 
     Raises:
         UnsupportedBackendError: no candidate supports it; the message gives every reason.
     """
     backend_name = _current_name(backend_name)
-    order = _auto_order(device) if backend_name == "auto" else (backend_name,)
+    order: tuple[str, ...] = (backend_name,)
+    if backend_name == "auto":
+        order = _auto_order(device)
+        if not compiled:
+            order = tuple(sorted(order, key=lambda name: name in COMPILED))
     reasons: dict[str, str] = {}
     for name in order:
         cls = backend_class(name)

@@ -260,7 +260,7 @@ def read_line() -> str | None:
         return None
 
 
-@engine_options("dtype")
+@engine_options("dtype", "ops")
 def chat(
     engine: dict[str, Any],
     model: Annotated[

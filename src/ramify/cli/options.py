@@ -15,6 +15,7 @@ import typer
 from ramify.config import (
     DTYPES,
     KV_DTYPES,
+    OPS,
     SECTIONS,
     SPECULATIVE_METHODS,
     SPECULATIVE_SAMPLING,
@@ -25,6 +26,7 @@ from ramify.errors import RamifyError
 CHOICES = {
     "dtype": DTYPES,
     "kv_dtype": KV_DTYPES,
+    "ops": OPS,
     "speculative": SPECULATIVE_METHODS,
     "speculative_sampling": SPECULATIVE_SAMPLING,
 }

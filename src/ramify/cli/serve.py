@@ -26,6 +26,7 @@ class LogFormat(str, Enum):
 @engine_options(
     "dtype",
     "max_model_len",
+    "ops",
     "attention_backend",
     "exact",
     "kv_cache_tokens",

@@ -28,6 +28,7 @@ def probe_row_op(
     exact: bool,
     store: ProbeStore,
     counts: Sequence[int] = PROBE_ROW_COUNTS,
+    strategy: str = "batched",
 ) -> tuple[Callable[..., Tensor], Exactness]:
     """`op` if the probe finds its rows independent of the batch, else `op` row by row; and the verdict.
 
@@ -39,9 +40,10 @@ def probe_row_op(
             layout that the model will use.
         exact: False returns `op` without a probe.
         counts: row counts to try.
+        strategy: what the verdict calls `op`.
     """
     if not exact:
-        return op, Exactness(operation, shape, dtype_name(dtype), "batched", "exact=False")
+        return op, Exactness(operation, shape, dtype_name(dtype), strategy, "exact=False")
 
     def probe() -> tuple[str, str]:
         args = samples()
@@ -52,11 +54,11 @@ def probe_row_op(
 
         differing = batch_variant_row_counts(run, torch.arange(args[0].shape[0]), counts)
         if not differing:
-            return "batched", "rows agree at every count tried"
-        return "row_by_row", f"batched: rows differ at {', '.join(map(str, differing))} rows"
+            return strategy, "rows agree at every count tried"
+        return "row_by_row", f"{strategy}: rows differ at {', '.join(map(str, differing))} rows"
 
-    verdict = store.verdict(operation, shape, dtype, probe, strategies=("batched", "row_by_row"))
-    return (op if verdict.strategy == "batched" else row_by_row(op)), verdict
+    verdict = store.verdict(operation, shape, dtype, probe, strategies=(strategy, "row_by_row"))
+    return (op if verdict.strategy == strategy else row_by_row(op)), verdict
 
 
 def sample_rows(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,43 @@
+"""Decoder layers one by one: the reference of every fused form, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ramify.attention.backend import AttentionBackend
+from ramify.attention.mla import MlaAttention
+from ramify.kv.pool import KVPool
+from ramify.models.ops.functional import mark_nonfinite_rows
+from ramify.models.ops.protocol import DecoderLayer, ForwardStep
+
+
+class LayerLoop:
+    """A `LayerStack` that calls each layer in turn."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self.layers = list(layers)
+
+    def __call__(self, hidden: Tensor, step: ForwardStep) -> Tensor:
+        """See `LayerStack`."""
+        return run_layers(self.layers, hidden, step)
+
+    def warm_up(self, backend: AttentionBackend | MlaAttention, pool: KVPool) -> None:
+        """Nothing to compile."""
+
+
+def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, step: ForwardStep) -> Tensor:
+    """Run layers over hidden [T, hidden_size], of which the last computes `step.output_rows` only."""
+    whole = step if step.output_rows is None else replace(step, output_rows=None)
+    for layer in layers:
+        layer_step = step if layer is layers[-1] else whole
+        attended = layer.attend(hidden, layer_step)
+        if len(attended.rows) == len(hidden):
+            hidden = layer.finish(hidden, attended.rows, layer_step)
+        else:
+            rows = step.output_rows
+            hidden[rows] = layer.finish(hidden[rows], attended.rows, layer_step)
+            mark_nonfinite_rows(hidden, *attended.kv)
+    return hidden

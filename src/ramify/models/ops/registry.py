@@ -1,0 +1,54 @@
+"""The implementations of `Ops`, and the choice of one with its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ramify.errors import ConfigError
+from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.protocol import Ops
+from ramify.models.ops.torch_linear import has_amx
+from ramify.models.ops.torch_ops import TorchOps
+
+OPS: Mapping[str, type[TorchOps]] = {"cpu": CpuOps, "torch": TorchOps}
+# Makes the operations of a decoder from its weights, with the arguments of `TorchOps`.
+OpsFactory = Callable[..., Ops]
+
+
+@dataclass(frozen=True, slots=True)
+class OpsChoice:
+    """The selected implementation, the reason, and why each other was not selected."""
+
+    name: str
+    factory: OpsFactory
+    reason: str
+    rejected: dict[str, str]
+
+
+def select_ops(name: str, dtype: torch.dtype, device: torch.device) -> OpsChoice:
+    """The implementation of that name, or for "auto" the first that computes `dtype` on `device`.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot compute here.
+    """
+    if name != "auto" and name not in OPS:
+        raise ConfigError(f"ops={name!r} does not exist; choose auto, {', '.join(OPS)}")
+    order, hint = ("cpu", "torch"), ""
+    if dtype == torch.bfloat16 and has_amx():
+        order, hint = (
+            ("torch", "cpu"),
+            "; this CPU has AMX, which oneDNN uses and our kernels do not",
+        )
+    reasons = {other: ops.supports(dtype, device) for other, ops in OPS.items()}
+    usable = [other for other in order if reasons[other] is None]
+    chosen = name if name != "auto" else usable[0]
+    if reasons[chosen] is not None:
+        raise ConfigError(f"ops={name!r} cannot be used here: {reasons[chosen]}; use ops='auto'")
+    reason = "asked for"
+    if name == "auto":
+        reason = f"the first of {', '.join(order)} that computes {dtype} on {device.type}{hint}"
+    rejected = {other: reasons[other] or "would do" for other in OPS if other != chosen}
+    return OpsChoice(chosen, OPS[chosen], reason, rejected)
