@@ -127,10 +127,12 @@ PARAMS = (
 class SmallModel:
     """A tiny decoder with its tokenizer; one runner per size of pool."""
 
-    def __init__(self, folder: Path, kv_dtype: str, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: Path, kv_dtype: str, dtype: str = "float32", ops: str = "auto"
+    ) -> None:
         if not (folder / "config.json").exists():
             write_tiny_checkpoint(folder, "llama", **TINY)
-        self.decoder: Decoder = load_model(folder, dtype=dtype, exact=True)
+        self.decoder: Decoder = load_model(folder, dtype=dtype, ops=ops)
         self.tokenizer = Tokenizer.load(folder)
         self.kv_dtype = kv_dtype
         self.references: dict[tuple[tuple[int, ...], SamplingParams, int], Completion] = {}

@@ -29,8 +29,13 @@ from tests.cpu.engine_cases import Model, Sizes
 from tests.cpu.tiny_models import DENSE, LATENT
 
 MODELS = [
-    *((family, "float32-onednn") for family in DENSE),
+    *((family, f"{dtype}-torch") for family in DENSE for dtype in ("float32", "bfloat16")),
     *((family, "float32-padded") for family in DENSE),
+    ("llama", "float32-onednn"),
+    ("llama", "bfloat16-onednn"),
+    ("qwen2", "float32-torch-blocked"),
+    ("v2", "float32-torch"),
+    ("v32", "bfloat16-torch"),
     *((family, "bfloat16") for family in DENSE),
     ("llama", "float32"),
     ("llama", "float32-blocked"),
@@ -71,7 +76,8 @@ def test_logits_never_depend_on_the_cache(
 
 
 PRESSED_MODELS = [
-    ("llama", "float32-onednn"),
+    ("llama", "float32-torch"),
+    ("llama", "bfloat16-torch"),
     ("llama", "float32-padded"),
     ("llama", "float32-blocked"),
     ("llama", "bfloat16"),

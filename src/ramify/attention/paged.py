@@ -14,6 +14,9 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.mla import MlaAttention
 from ramify.kv.pool import KVPool
 
+# What plans a step and attends over a pool's planes: a backend, or MLA over one.
+PagedBackend = AttentionBackend | MlaAttention
+
 
 class PagedAttention:
     """Attention of one step, called by a decoder layer by layer: writes K/V, then attends.
@@ -24,7 +27,7 @@ class PagedAttention:
 
     def __init__(
         self,
-        backend: AttentionBackend | MlaAttention,
+        backend: PagedBackend,
         pool: KVPool,
         batch: AttentionBatch,
         slots: Tensor,

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend
 from ramify.attention.exactness import Exactness
-from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
 from ramify.models.ops.protocol import DecoderLayer, Embedding, ForwardStep, LmHead, Norm, Ops
@@ -68,7 +67,7 @@ class Decoder(ABC):
         """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
         return self.ops.exactness()
 
-    def warm_up(self, backend: AttentionBackend | MlaAttention, pool: KVPool) -> None:
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
         """Compile for steps over this backend and pool now, not in the first step."""
         self.layers.warm_up(backend, pool)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ramify.attention.backend import AttentionBackend, BackendChoice, select_backend
+from ramify.attention.backend import BackendChoice, select_backend
 from ramify.attention.exactness import Exactness
-from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
@@ -74,7 +74,7 @@ class LocalEngine:
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
         self.decoder: Decoder = self._load_model(self.path, progress=progress)
         pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
-        self.attention: AttentionBackend | MlaAttention = build_attention(
+        self.attention: PagedBackend = build_attention(
             config, self.attention_spec, self.backend_choice.backend
         )
         self.runner = ModelRunner(self.decoder, pool, self.attention)

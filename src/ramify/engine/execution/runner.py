@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend
-from ramify.attention.mla import MlaAttention
-from ramify.attention.paged import PagedAttention
+from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
 from ramify.models.decoder import Decoder
@@ -33,7 +31,7 @@ class ModelRunner:
         self,
         model: Decoder,
         pool: KVPool,
-        backend: AttentionBackend | MlaAttention,
+        backend: PagedBackend,
         *,
         row_multiple: int | None = None,
     ) -> None:

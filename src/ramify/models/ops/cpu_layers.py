@@ -27,10 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend
 from ramify.attention.backends.cpu import CpuBackend
-from ramify.attention.mla import MlaAttention
-from ramify.attention.paged import PagedAttention
+from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
@@ -161,7 +159,7 @@ class FusedLayers:
             self._run_pruned_last_layer(ops, step, hidden)
         return hidden
 
-    def warm_up(self, backend: AttentionBackend | MlaAttention, pool: KVPool) -> None:
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
         """See `LayerStack`: compiles the kernel of all layers if it can attend over this pool."""
         attention = self._fused_attention(backend, pool)
         if attention is None:
@@ -173,9 +171,7 @@ class FusedLayers:
             no_ops, self._eps[:0], *run_args, args.planes, args.slots, *args.kernel_args
         )
 
-    def _fused_attention(
-        self, backend: AttentionBackend | MlaAttention, pool: KVPool
-    ) -> FusedAttention | None:
+    def _fused_attention(self, backend: PagedBackend, pool: KVPool) -> FusedAttention | None:
         """What makes the kernel's arguments for steps over this backend and pool; None if it cannot."""
         known_backend, known_pool, attention = self._attention
         if backend is known_backend and pool is known_pool:

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend
-from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
 from ramify.models.ops.functional import mark_nonfinite_rows
 from ramify.models.ops.protocol import DecoderLayer, ForwardStep
@@ -24,7 +23,7 @@ class LayerLoop:
         """See `LayerStack`."""
         return run_layers(self.layers, hidden, step)
 
-    def warm_up(self, backend: AttentionBackend | MlaAttention, pool: KVPool) -> None:
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
         """Nothing to compile."""
 
 

@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend
 from ramify.attention.exactness import Exactness
-from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
 from ramify.models.config import RopeConfig
 
@@ -182,7 +181,7 @@ class LayerStack(Protocol):
         """
         ...
 
-    def warm_up(self, backend: AttentionBackend | MlaAttention, pool: KVPool) -> None:
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
         """Compile for steps over this backend and pool now, not in the first step."""
         ...
 
