@@ -89,16 +89,15 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Sequence[DecoderLayer]) -> FusedLayers | None:
-        """All layers fused, if every operation of them is a compiled CPU op; else None."""
+        """All layers fused, if every operation is a compiled CPU op and layers are alike; else None."""
         ops = [op for layer in layers if (op := LayerOps.of(layer)) is not None]
-        return cls(ops) if ops and len(ops) == len(layers) else None
+        return cls(ops) if len(ops) == len(layers) and _are_alike(ops) else None
 
     def __init__(self, layers: Sequence[LayerOps]) -> None:
         from ramify.kernels.cpu import fused_layers, op_list
 
-        kinds = {tuple(op.kind for op in ops) for ops in layers}
-        if len(kinds) != 1 or len({kind[0] for layer in kinds for kind in layer}) != 1:
-            raise ConfigError(f"layers differ in their widths or dtypes: {sorted(map(str, kinds))}")
+        if not _are_alike(layers):
+            raise ConfigError("layers differ in their widths, heads or dtypes; they must be alike")
         first = layers[0]
         num_heads, head_dim = first.rope.heads.counts, first.rope.heads.head_dim
         hidden, inner = first.qkv.widths[0], first.down.widths[0]
@@ -317,6 +316,12 @@ class FusedLayers:
         self._run_fused_layers(
             ops, self._eps, *run_args, fused_args.planes, fused_args.slots, *fused_args.kernel_args
         )
+
+
+def _are_alike(layers: Sequence[LayerOps]) -> bool:
+    """Whether there are layers, all of the same widths and heads, in one dtype."""
+    kinds = {tuple(op.kind for op in ops) for ops in layers}
+    return len(kinds) == 1 and len({kind[0] for layer in kinds for kind in layer}) == 1
 
 
 def _scratch_floats(layer_ops: LayerOps, num_rows: int, num_workers: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from ramify.errors import ConfigError
 from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import Ops
 from ramify.models.ops.torch_linear import has_amx
 from ramify.models.ops.torch_ops import TorchOps
@@ -49,6 +50,6 @@ def select_ops(name: str, dtype: torch.dtype, device: torch.device) -> OpsChoice
         raise ConfigError(f"ops={name!r} cannot be used here: {reasons[chosen]}; use ops='auto'")
     reason = "asked for"
     if name == "auto":
-        reason = f"the first of {', '.join(order)} that computes {dtype} on {device.type}{hint}"
+        reason = f"the first of {', '.join(order)} that computes {dtype_name(dtype)} on {device.type}{hint}"
     rejected = {other: reasons[other] or "would do" for other in OPS if other != chosen}
     return OpsChoice(chosen, OPS[chosen], reason, rejected)

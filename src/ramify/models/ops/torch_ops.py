@@ -95,6 +95,8 @@ class TorchOps:
 
     def begin(self, step: ForwardStep) -> ForwardStep:
         """See `Ops`: gathers cos and sin of the step's positions."""
+        if not self._gathered:
+            return step
         return replace(step, angles=tuple(t.cos_sin(step.positions) for t in self._gathered))
 
     def finish(self) -> None:
