@@ -138,6 +138,7 @@ def test_the_sparse_index_selects_keys(tmp_path: Path) -> None:
     [
         (CpuBackend, "float32", "auto"),
         (CpuBackend, "bfloat16", "auto"),
+        (EagerBackend, "float32", "auto"),
         (EagerBackend, "float32", "torch"),
     ],
 )

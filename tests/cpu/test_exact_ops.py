@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,11 +23,15 @@ from ramify.attention.exactness import (
     machine_key,
     row_by_row,
 )
+from ramify.config import OPS as OPS_NAMES
 from ramify.errors import ConfigError
 from ramify.models.decoder import Decoder
-from ramify.models.loader import load_model
+from ramify.models.dense import DENSE
+from ramify.models.loader import FAMILIES, load_model, load_weights, read_config
+from ramify.models.ops import cpu_ops
 from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.functional import rms_norm, silu_and_mul
+from ramify.models.ops.layer_loop import LayerLoop
 from ramify.models.ops.probe import probe_row_op, sample_rows
 from ramify.models.ops.protocol import ForwardStep
 from ramify.models.ops.registry import OPS, select_ops
@@ -383,6 +389,85 @@ def test_what_is_tried_depends_on_cpu_features(
         assert choice.name == ops
     assert ("AMX" in choice.reason) == (ops == "torch")
     assert choice.rejected.keys() == OPS.keys() - {choice.name}
+
+
+@pytest.mark.filterwarnings("ignore:TF32")  # torch warns when the flags are restored
+def test_amx_without_onednn_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason says what is missing."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    cpu = torch.device("cpu")
+    if CpuOps.supports(torch.bfloat16, cpu) is not None:
+        pytest.skip("no kernels here")
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        choice = select_ops("auto", torch.bfloat16, cpu)
+
+    assert choice.name == "cpu"
+    assert "oneDNN would use this CPU's AMX, but torch was built without oneDNN" in choice.reason
+
+
+def test_the_option_names_every_implementation() -> None:
+    """`ramify.config`, which loads no torch, repeats the names of the table."""
+    assert ("auto", *OPS) == OPS_NAMES
+
+
+def test_a_kernel_that_fails_its_probe_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's operations take its place and are what the report names; the model is still exact."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    tokens = torch.arange(40) + 100
+
+    def rejected(op: Any, *args: Any, **options: Any) -> Any:
+        chosen, verdict = probe_row_op(op, *args, **options)
+        is_kernel = options.get("strategy") == "kernel"
+        return (row_by_row(chosen), verdict) if is_kernel else (chosen, verdict)
+
+    monkeypatch.setattr(cpu_ops, "probe_row_op", rejected)
+    model = load_model(path, ops="cpu", store=ProbeStore(None))
+
+    assert isinstance(model.layers, LayerLoop)
+    report = model.exactness()
+    assert {entry.operation for entry in report} == {
+        "linear", "rms_norm", "qk_norm", "rope", "silu_mul"
+    }  # fmt: skip
+    assert "kernel" not in {entry.strategy for entry in report}
+    logits = run_in_steps(model, tokens, 40)[1]
+    assert torch.equal(run_in_steps(model, tokens, 7)[1], logits)
+    expected = load_model(path, ops="torch", store=ProbeStore(None))
+    assert torch.equal(run_in_steps(expected, tokens, 40)[1], logits)
+
+
+def test_layers_that_differ_are_called_one_by_one(tmp_path: Path) -> None:
+    """Kernels of other widths in one layer: no fused layers, and the bits do not depend on the batch."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=2)
+    config = read_config(path)
+    weights: dict[str, Tensor] = load_weights(path, config, dtype=torch.float32)
+    mlp = "model.layers.1.mlp."
+    for name in ("gate_proj", "up_proj"):
+        weights[f"{mlp}{name}.weight"] = weights[f"{mlp}{name}.weight"][:-16]
+    weights[f"{mlp}down_proj.weight"] = weights[f"{mlp}down_proj.weight"][:, :-16]
+    ops = CpuOps(weights, dtype=torch.float32, max_len=config.max_model_len, store=ProbeStore(None))
+
+    model = Decoder(config, ops, DENSE)
+
+    assert isinstance(model.layers, LayerLoop)
+    tokens = torch.arange(40) + 100
+    logits = run_in_steps(model, tokens, 40)[1]
+    assert torch.equal(run_in_steps(model, tokens, 7)[1], logits)
+
+
+def test_every_family_is_kept_from_devices() -> None:
+    """The import contract lists the module of each family that a checkpoint can name."""
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    contracts = pyproject["tool"]["importlinter"]["contracts"]
+    [listed] = [item["source_modules"] for item in contracts if item["id"] == "families"]
+
+    modules = {inspect.getmodule(family.layer) for family in (DENSE, *FAMILIES.values())}
+
+    assert {module.__name__ for module in modules if module is not None} <= {*listed}
 
 
 def test_ops_are_chosen_by_name_or_refused_with_the_reason() -> None:

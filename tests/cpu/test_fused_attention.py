@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -218,7 +220,7 @@ def test_out_of_range_slots_and_positions_write_nothing(folder: Path) -> None:
     end = (NUM_PAGES + 1) * PAGE
     for slot in (-1, end):
         with pytest.raises(IndexError, match=f"slot {slot} is not in 0..{end - 1}"):
-            fused_attention.step(attention.plan, np.array([0, slot]))
+            fused_attention.step(runner.pool, attention.plan, np.array([0, slot]))
     positions = torch.tensor([20, runner.model.config.max_model_len])
     with torch.inference_mode(), pytest.raises(IndexError, match="positions must be in"):
         runner.model.forward(torch.tensor([3, 4]), ForwardStep(positions, attention))
@@ -266,6 +268,20 @@ def test_a_replaced_model_pool_or_backend_is_used(folder: Path) -> None:
     runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     assert fused_attention_of(runner) is None
     assert outcome(runner, plans)[0].isfinite().all()
+
+
+def test_a_model_keeps_no_pool_alive(folder: Path) -> None:
+    """A runner that is gone leaves nothing of its K/V behind, whatever else uses the model."""
+    runner = runner_of(folder, "llama", "float32")
+    outcome(runner, CASES["several"])
+    model, pool = runner.model, weakref.ref(runner.pool)
+
+    del runner
+    gc.collect()
+
+    assert pool() is None
+    assert isinstance(model.layers, FusedLayers)
+    assert not model.layers._attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ramify.models.loader import load_model
 from ramify.models.ops.quantized import QuantizedWeight, as_tensor, concat_weights
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
 from ramify.testing import write_tiny_checkpoint
+from tests.cpu.engine_cases import Model, cold
 from tests.cpu.test_exact_ops import random, run_in_steps
 from tests.cpu.tiny_models import ops_of
 
@@ -110,6 +112,29 @@ def test_a_quantized_model_is_the_model_of_the_dequantized_weights(
     torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
     exact = load_model(path, ops=ops, store=ProbeStore(None))
     assert not torch.allclose(run_in_steps(exact, tokens, 61)[0], hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ops", ["auto", "torch"])
+def test_latent_attention_keeps_what_is_used_by_head(tmp_path: Path, ops: str) -> None:
+    """DeepSeek-V3.2: kv_b and the float32 weights of the index are not rounded; others are."""
+    from tests.cpu.deepseek_cases import save_oracle  # skips where there is no transformers
+
+    path = save_oracle("v32", tmp_path, num_hidden_layers=2).path
+    tensors = load_file(path / "model.safetensors")
+    kept = (".kv_b_proj.weight", ".weights_proj.weight")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        if not name.endswith(kept):
+            tensors[name] = QuantizedWeight.int8(tensors[name]).dequantize()
+    rounded = tmp_path / "rounded"
+    shutil.copytree(path, rounded, ignore=shutil.ignore_patterns("rounded"))
+    save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
+
+    logits = []
+    for folder, quantize in ((path, "int8"), (rounded, None)):
+        model = load_model(folder, dtype="float32", ops=ops, quantize=quantize)
+        logits.append(cold(Model("v32", model), tuple(range(3, 60))).logits.view(torch.float32))
+
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

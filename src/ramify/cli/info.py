@@ -1,4 +1,4 @@
-"""`ramify info`: versions, device, attention backend and why, exactness, memory."""
+"""`ramify info`: versions, device, operations and attention backend and why, exactness, memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "exact",
 )
 def info(engine: dict[str, Any], model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
-    """Show versions, device, attention backend and why, exactness probe and memory plan."""
+    """Show versions, device, operations and attention backend and why, exactness, memory plan."""
     with exit_on_error():
         from ramify.engine.llm import LLM
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +15,28 @@ from ramify.models.config import ModelConfig
 from ramify.models.ops.protocol import DecoderLayer, Embedding, ForwardStep, LmHead, Norm, Ops
 
 
-class Decoder(ABC):
-    """A decoder-only transformer; a family binds its layers, and overrides what else differs.
+def bind_embedding(ops: Ops, config: ModelConfig) -> Embedding:  # noqa: ARG001 - of `Family`
+    """The rows of `model.embed_tokens`."""
+    return ops.embedding("model.embed_tokens")
+
+
+def bind_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
+    """`lm_head`, or tied `model.embed_tokens`, behind the RMS norm `model.norm`."""
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return ops.lm_head(name, norm=Norm("model.norm", config.rms_norm_eps))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a model family binds its operations: each layer by its number, what is before and behind."""
+
+    layer: Callable[[Ops, ModelConfig, int], DecoderLayer]
+    embedding: Callable[[Ops, ModelConfig], Embedding] = bind_embedding
+    lm_head: Callable[[Ops, ModelConfig], LmHead] = bind_lm_head
+
+
+class Decoder:
+    """A decoder-only transformer of one family, bound to one device's operations.
 
     The caller owns the K/V cache and attention, passes both in the `ForwardStep`, and calls under
     `torch.inference_mode`.
@@ -27,31 +47,23 @@ class Decoder(ABC):
     """
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, *, on_layer: Callable[[], None] | None = None
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        family: Family,
+        *,
+        on_layer: Callable[[], None] | None = None,
     ) -> None:
         self.config, self.ops = config, ops
-        self.embedding = self.bind_embedding(ops)
+        self.embedding = family.embedding(ops, config)
         layers = []
         for number in range(config.num_layers):
-            layers.append(self.bind_layer(ops, number))
+            layers.append(family.layer(ops, config, number))
             if on_layer is not None:
                 on_layer()
         self.layers = ops.stack(layers)
-        self.lm_head = self.bind_lm_head(ops)
+        self.lm_head = family.lm_head(ops, config)
         ops.finish()
-
-    def bind_embedding(self, ops: Ops) -> Embedding:
-        """Token ids to the hidden rows of the first layer."""
-        return ops.embedding("model.embed_tokens")
-
-    @abstractmethod
-    def bind_layer(self, ops: Ops, number: int) -> DecoderLayer:
-        """Layer `number`, from 0."""
-
-    def bind_lm_head(self, ops: Ops) -> LmHead:
-        """Hidden rows of the last layer to logits."""
-        name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        return ops.lm_head(name, norm=Norm("model.norm", self.config.rms_norm_eps))
 
     @property
     def dtype(self) -> torch.dtype:

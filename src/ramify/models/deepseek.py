@@ -8,7 +8,7 @@ from torch import Tensor
 from ramify.attention.mla import MlaQuery, UpProjection
 from ramify.attention.sparse_index import IndexQuery
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import Family
 from ramify.models.deepseek_config import IndexConfig, MlaConfig
 from ramify.models.moe import MoeMlp
 from ramify.models.ops.mlp import GatedMlp
@@ -44,7 +44,7 @@ class DeepseekLayer:
             self.q_a = ops.linear(f"{attn}q_a_proj")
             self.q_a_norm = ops.norm(Norm(f"{attn}q_a_layernorm", LATENT_NORM_EPS))
         name = "q_proj" if self.q_a is None else "q_b_proj"
-        self.q_b = ops.linear(f"{attn}{name}", shard="heads")
+        self.q_b = ops.linear(f"{attn}{name}", shard="columns")
         self.kv_a = ops.linear(f"{attn}kv_a_proj_with_mqa")
         self.kv_a_norm = ops.norm(Norm(f"{attn}kv_a_layernorm", LATENT_NORM_EPS))
         self.q_rope, self.k_rope = (
@@ -115,17 +115,12 @@ class Indexer:
         return IndexQuery(self.q_rope(q, step), weights), self.k_rope(key, step)[:, 0]
 
 
-class DeepseekDecoder(Decoder):
-    """DeepSeek-V2, V3, V3.2."""
-
-    def bind_layer(self, ops: Ops, number: int) -> DeepseekLayer:
-        """See `Decoder`."""
-        return DeepseekLayer(ops, self.config, number)
-
-
 def _up_projection(ops: Ops, name: str, mla: MlaConfig, num_heads: int) -> UpProjection:
     """`kv_b` by head: W_UK, which the query absorbs, and W_UV, which makes values of latents."""
     w_uk = ops.head_linear(name, num_heads=num_heads, rows=slice(0, mla.nope_dim))
     values = slice(mla.nope_dim, mla.nope_dim + mla.value_dim)
     w_uv = ops.head_linear(name, num_heads=num_heads, rows=values, transpose=True)
     return UpProjection(w_uk.weight, w_uv.weight, w_uk, w_uv)
+
+
+DEEPSEEK = Family(DeepseekLayer)

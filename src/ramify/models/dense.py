@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ramify.models.config import ModelConfig
-from ramify.models.decoder import Decoder
+from ramify.models.decoder import Family
 from ramify.models.ops.mlp import GatedMlp
 from ramify.models.ops.protocol import (
     Attended,
@@ -29,14 +29,11 @@ class DenseLayer:
         prefix, eps = f"model.layers.{layer}.", config.rms_norm_eps
         attn = f"{prefix}self_attn."
         norm = Norm(f"{prefix}input_layernorm", eps)
-        self.qkv = ops.linear(*(f"{attn}{name}_proj" for name in "qkv"), norm=norm, shard="heads")
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.qkv = ops.linear(*(f"{attn}{name}_proj" for name in "qkv"), norm=norm, shard=heads)
+        qk_norm = (Norm(f"{attn}q_norm", eps), Norm(f"{attn}k_norm", eps))
         self.attention = ops.attention(
-            layer,
-            Heads(config.num_heads, config.num_kv_heads, config.head_dim),
-            config.rope,
-            qk_norm=(Norm(f"{attn}q_norm", eps), Norm(f"{attn}k_norm", eps))
-            if config.qk_norm
-            else None,
+            layer, heads, config.rope, qk_norm=qk_norm if config.qk_norm else None
         )
         self.o_proj = ops.linear(f"{attn}o_proj", shard="rows")
         norm = Norm(f"{prefix}post_attention_layernorm", eps)
@@ -57,9 +54,4 @@ class DenseLayer:
         return self.qkv, self.attention, self.o_proj, self.mlp.gate_up, self.mlp.down
 
 
-class DenseDecoder(Decoder):
-    """Llama, Mistral, Qwen2, Qwen3."""
-
-    def bind_layer(self, ops: Ops, number: int) -> DenseLayer:
-        """See `Decoder`."""
-        return DenseLayer(ops, self.config, number)
+DENSE = Family(DenseLayer)

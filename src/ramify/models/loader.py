@@ -19,17 +19,17 @@ from torch import Tensor
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ramify.models.config import ModelConfig, token_ids
-from ramify.models.decoder import Decoder
-from ramify.models.deepseek import DeepseekDecoder
-from ramify.models.dense import DenseDecoder
+from ramify.models.decoder import Decoder, Family
+from ramify.models.deepseek import DEEPSEEK
+from ramify.models.dense import DENSE
 from ramify.models.ops.quantized import QuantizedWeight, Weight
 from ramify.models.ops.registry import OpsFactory, select_ops
 
-# Decoders by architecture; all others are dense.
-DECODERS: dict[str, type[Decoder]] = {
-    "DeepseekV2ForCausalLM": DeepseekDecoder,
-    "DeepseekV3ForCausalLM": DeepseekDecoder,
-    "DeepseekV32ForCausalLM": DeepseekDecoder,
+# Families by architecture; all others are dense.
+FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV32ForCausalLM": DEEPSEEK,
 }
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
@@ -290,20 +290,20 @@ def load_model(
     }
     if quantize is not None:
         for name, weight in weights.items():
-            if name.endswith("_proj.weight") and isinstance(weight, Tensor):
+            # kv_b is used by head, not as a linear.
+            is_linear = name.endswith("_proj.weight") and not name.endswith(".kv_b_proj.weight")
+            if is_linear and isinstance(weight, Tensor) and not config.is_float32(name):
                 weights[name] = QuantizedWeight.int8(weight)
     with _progress("preparing layers", config.num_layers, progress) as advance:
-        return DECODERS.get(config.architecture, DenseDecoder)(
-            config,
-            ops(
-                weights,
-                dtype=compute_dtype,
-                max_len=config.max_model_len,
-                exact=exact,
-                store=store,
-            ),
-            on_layer=advance,
+        bound = ops(
+            weights,
+            dtype=compute_dtype,
+            max_len=config.max_model_len,
+            exact=exact,
+            store=store,
         )
+        family = FAMILIES.get(config.architecture, DENSE)
+        return Decoder(config, bound, family, on_layer=advance)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

@@ -29,13 +29,14 @@ class MoeMlp:
             partial(route, bias=bias, config=config),
             (config.num_experts, config.num_groups, config.topk_groups, config.top_k),
             lambda: (sample_rows(config.num_experts, dtype=torch.float32),),
+            dtype=torch.float32,
         )
         self.experts = ops.experts(
             f"{prefix}experts.", num_experts=config.num_experts, shared=f"{prefix}shared_experts."
         )
 
     def __call__(
-        self, x: Tensor, step: ForwardStep | None = None, *, residual: Tensor | None = None
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
     ) -> Tensor:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
         out = self.experts(x, self.route(self.gate(x.float(), step)))

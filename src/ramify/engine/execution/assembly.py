@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ramify.attention.backend import BackendChoice, select_backend
+from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
 from ramify.attention.exactness import Exactness
 from ramify.attention.paged import PagedBackend
 from ramify.attention.spec import AttentionSpec
@@ -69,7 +69,7 @@ class LocalEngine:
             requested.attention.attention_backend,
             self.attention_spec,
             device,
-            compiled=requested.model.ops != "torch",
+            last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
         self.decoder: Decoder = self._load_model(self.path, progress=progress)

@@ -1,10 +1,10 @@
 """Operations of a decoder: the seam between model families and devices, and what is behind it.
 
-Families import `protocol` and `mlp` only; nothing here imports a family. Read in this order:
+Families import `protocol`, `mlp` and `probe`; nothing here imports a family. Read in this order:
 
 - `protocol`: what a family binds and calls, and the step that it gets.
 - `registry`: the implementations, and the choice of one with its reasons.
-- `torch_ops`: `TorchOps`, plain torch on any device; the reference of the others.
+- `torch_ops`: `TorchOps`, plain torch; the reference of the others.
 - `layer_loop`, `mlp`, `functional`: its parts.
 - `probe`: keep an operation batched if its rows are independent, else run it row by row.
 - `torch_linear`, `quantized`: strategies for x @ weight.T, and weights that are integer codes.

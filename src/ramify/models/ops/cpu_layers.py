@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -97,7 +98,8 @@ class FusedLayers:
         from ramify.kernels.cpu import fused_layers, op_list
 
         if not _are_alike(layers):
-            raise ConfigError("layers differ in their widths, heads or dtypes; they must be alike")
+            kinds = sorted({str([op.kind for op in ops]) for ops in layers})
+            raise ConfigError(f"layers differ in their widths, heads or dtypes: {kinds}")
         first = layers[0]
         num_heads, head_dim = first.rope.heads.counts, first.rope.heads.head_dim
         hidden, inner = first.qkv.widths[0], first.down.widths[0]
@@ -110,8 +112,10 @@ class FusedLayers:
             )
         self._kernels, self._run_fused_layers = op_list, fused_layers.run_fused_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
-        # The backend and pool of the last step, and what attends over them inside the kernel.
-        self._attention: tuple[object, object, FusedAttention | None] = (None, None, None)
+        # By pool: the backend of its last step, and what attends over both inside the kernel.
+        self._attention: WeakKeyDictionary[KVPool, tuple[PagedBackend, FusedAttention | None]] = (
+            WeakKeyDictionary()
+        )
         self._eps = np.array([op.eps for ops in layers for op in ops])
         self._num_weights = len(layers) * sum(
             op.widths[0] * op.widths[1] * (1 + (op is first.gate_up))
@@ -163,7 +167,7 @@ class FusedLayers:
         attention = self._fused_attention(backend, pool)
         if attention is None:
             return
-        args = attention.empty_step()
+        args = attention.empty_step(pool)
         no_ops = np.zeros((0, OP_FIELDS), np.int64)
         run_args = np.zeros(0, np.int64), 1, *thread_scratch(1, 0, 0), np.zeros(6, np.int64)
         self._run_fused_layers(
@@ -172,14 +176,14 @@ class FusedLayers:
 
     def _fused_attention(self, backend: PagedBackend, pool: KVPool) -> FusedAttention | None:
         """What makes the kernel's arguments for steps over this backend and pool; None if it cannot."""
-        known_backend, known_pool, attention = self._attention
-        if backend is known_backend and pool is known_pool:
+        known_backend, attention = self._attention.get(pool, (None, None))
+        if backend is known_backend:
             return attention
         attention = None
         if FusedAttention.supports(backend, pool, self._layers[0].qkv.dtype) is None:
             assert isinstance(backend, CpuBackend)
             attention = FusedAttention(backend, pool)
-        self._attention = backend, pool, attention
+        self._attention[pool] = backend, attention
         return attention
 
     def _fused_args(self, step: ForwardStep) -> FusedAttentionArgs | None:
@@ -188,7 +192,9 @@ class FusedLayers:
         if type(paged) is not PagedAttention:
             return None
         attention = self._fused_attention(paged.backend, paged.pool)
-        return None if attention is None else attention.step(paged.plan, paged.slots.numpy())
+        if attention is None:
+            return None
+        return attention.step(paged.pool, paged.plan, paged.slots.numpy())
 
     def _bind_buffers(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """A copy of the op list with addresses of hidden and of the MLP's intermediate rows.
@@ -270,7 +276,7 @@ class FusedLayers:
         self, step: ForwardStep, number: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Call attention and check what it returns: like q, or its `output_rows`, made contiguous."""
-        attn_out = step.attend(number, q, k, v)
+        attn_out = step.pruned_attention(number, q, k, v)
         num_rows = len(q) if step.output_rows is None else len(step.output_rows)
         shape = (num_rows, *q.shape[1:])
         if attn_out.shape != shape or attn_out.dtype != q.dtype or not attn_out.is_cpu:

@@ -205,16 +205,15 @@ class PackedLinear:
         Any row stride will do; x with another element stride than 1 is copied.
 
         Raises:
-            ConfigError: shapes, dtypes or devices disagree; `residual` is not contiguous, or the layer
-                is gated.
+            ConfigError: shapes, dtypes or devices disagree, or `residual` is not contiguous.
         """
         shape = (x.shape[0], self.out_width)
         if residual is None:
             out = torch.empty(shape, dtype=self.dtype)
             self._run(x, out)
             return out
-        if self._mode == SILU_MUL:
-            raise ConfigError("a gated linear adds to no residual; call it and add the result")
+        if self._mode == SILU_MUL:  # its epilogue cannot add
+            return residual.add_(self(x))
         if residual.shape != shape or residual.dtype != self.dtype:
             raise ConfigError(
                 f"residual is {residual.dtype} {tuple(residual.shape)}; it must be {self.dtype} {shape}"

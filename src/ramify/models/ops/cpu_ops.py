@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ramify.attention.exactness import PROBE_ROW_COUNTS, ProbeStore
 from ramify.models.config import RopeConfig
 from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.layer_loop import LayerLoop
-from ramify.models.ops.probe import sample_rows
+from ramify.models.ops.probe import probe_row_op
 from ramify.models.ops.protocol import (
     Activation,
     DecoderLayer,
@@ -23,8 +23,7 @@ from ramify.models.ops.protocol import (
     Norm,
     Shard,
 )
-from ramify.models.ops.quantized import QuantizedWeight
-from ramify.models.ops.torch_linear import probe_counts
+from ramify.models.ops.torch_linear import is_constant, probe_counts
 from ramify.models.ops.torch_ops import SplitAttention, TorchOps
 
 
@@ -34,8 +33,6 @@ class CpuOps(TorchOps):
     Anything without a kernel (quantised weights, norms with an offset, MLA) is `TorchOps`.
     """
 
-    name = "cpu"
-
     @classmethod
     def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
         """None, or why the kernels cannot compute this dtype on this device."""
@@ -43,7 +40,7 @@ class CpuOps(TorchOps):
 
     @property
     def row_multiple(self) -> int:
-        """1: the kernels' sums do not depend on the number of rows; other operations pad themselves."""
+        """1: rows of the kernels are independent by construction, those of other operations by the probe."""
         return 1
 
     def linear(
@@ -55,40 +52,47 @@ class CpuOps(TorchOps):
         dtype: torch.dtype | None = None,
     ) -> Linear:
         """See `Ops`: one kernel, or a kernel between torch operations that it has no form of."""
-        torch_linear = partial(
-            super().linear, *names, norm=norm, activation=activation, shard=shard, dtype=dtype
-        )
         weight, bias = self._matrix(names, dtype)
-        if isinstance(weight, QuantizedWeight):
-            return torch_linear()
         inner_norm = norm if norm is not None and _has_kernel(norm) else None
-        norm_weight = None
-        if inner_norm is not None:
-            norm_weight = self.weight(f"{inner_norm.name}.weight"), inner_norm.eps
         is_gated = activation == "silu_mul"
+        packed = None
+        if isinstance(weight, Tensor):
+            packed = self._packed_linear(weight, bias, inner_norm, is_gated)
+        if packed is None:
+            return super().linear(
+                *names, norm=norm, activation=activation, shard=shard, dtype=dtype
+            )
+        if norm is inner_norm and activation in (None, "silu_mul"):
+            return packed
+        outer_norm = None if norm is inner_norm else norm
+        return self._compose(outer_norm, packed, None if is_gated else activation, len(weight) // 2)
+
+    def _packed_linear(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, is_gated: bool
+    ) -> PackedLinear | None:
+        """The packed GEMM of this matrix; None if the probe finds that its rows differ."""
+        norm_weight = None
+        if norm is not None:
+            norm_weight = self.weight(f"{norm.name}.weight"), norm.eps
         packed = PackedLinear(weight, bias, norm=norm_weight, gated=is_gated)
         parts = {
-            "rms_norm": inner_norm is not None,
+            "rms_norm": norm is not None,
             "linear": True,
             "bias": bias is not None,
             "silu_mul": is_gated,
         }
+        operation = " + ".join(name for name, is_part in parts.items() if is_part)
         out_width, in_width = weight.shape
-        chosen = self.row_op(
-            " + ".join(name for name, is_part in parts.items() if is_part),
+        passes = self._probe_kernel(
+            operation,
             packed,
             (out_width, in_width),
-            lambda: (sample_rows(in_width, dtype=weight.dtype),),
-            counts=probe_counts(weight),
-            strategy="packed_gemm",
+            self._samples(in_width, dtype=weight.dtype),
             dtype=weight.dtype,
+            store=ProbeStore(None) if is_constant(weight) else None,
+            counts=probe_counts(weight),
         )
-        if chosen is not packed:
-            return torch_linear()
-        if norm is inner_norm and activation in (None, "silu_mul"):
-            return packed
-        outer_norm = None if norm is inner_norm else norm
-        return self._compose(outer_norm, packed, None if is_gated else activation, out_width // 2)
+        return packed if passes else None
 
     def attention(
         self,
@@ -99,27 +103,54 @@ class CpuOps(TorchOps):
         qk_norm: tuple[Norm, Norm] | None = None,
     ) -> SplitAttention:
         """See `Ops`."""
-        if qk_norm is not None and not all(map(_has_kernel, qk_norm)):
-            return super().attention(layer, heads, rope, qk_norm=qk_norm)
         table, norms = self._table(rope, heads.head_dim), None
         if qk_norm is not None:
+            q_norm, k_norm = qk_norm
+            if not _has_kernel(q_norm) or not _has_kernel(k_norm) or q_norm.eps != k_norm.eps:
+                return super().attention(layer, heads, rope, qk_norm=qk_norm)
             weights = [self.weight(f"{norm.name}.weight") for norm in qk_norm]
-            norms = (weights[0], weights[1], qk_norm[0].eps)
+            norms = (weights[0], weights[1], q_norm.eps)
         kernel = QKNormRope(table.cos, table.sin, heads, norms=norms)
 
         def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
             return kernel.rotate(rows.clone(), positions)
 
         def samples() -> tuple[Tensor, ...]:
-            rows = sample_rows(sum(heads.counts) * heads.head_dim, dtype=self.dtype)
+            [rows] = self._samples(sum(heads.counts) * heads.head_dim)()
             return rows, self._sample_positions(len(rows))
 
         operation = "rope" if norms is None else "qk_norm + rope"
         shape = (heads.num_q + heads.num_kv, heads.head_dim)
-        chosen = self.row_op(operation, on_copy, shape, samples)
-        if chosen is not on_copy:
+        if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
             return super().attention(layer, heads, rope, qk_norm=qk_norm)
         return SplitAttention(layer, kernel)
+
+    def _probe_kernel(
+        self,
+        operation: str,
+        kernel: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        samples: Callable[[], tuple[Tensor, ...]],
+        *,
+        dtype: torch.dtype,
+        store: ProbeStore | None = None,
+        counts: Sequence[int] = PROBE_ROW_COUNTS,
+    ) -> bool:
+        """Whether the kernel's rows are independent of the batch; records the verdict if they are."""
+        chosen, verdict = probe_row_op(
+            operation,
+            kernel,
+            shape,
+            dtype,
+            samples,
+            exact=self.exact,
+            store=store or self._store,
+            counts=counts,
+            strategy="kernel",
+        )
+        if chosen is kernel:
+            self._record(verdict)
+        return chosen is kernel
 
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
         """See `Ops`: fused if every operation of every layer is a kernel."""

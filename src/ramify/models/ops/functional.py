@@ -55,6 +55,11 @@ def gelu_tanh_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 ACTIVATIONS = {"silu_mul": silu_and_mul, "gelu_tanh_mul": gelu_tanh_and_mul}
 
 
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), by `exp`, as in `silu_and_mul`."""
+    return cap * (1 - 2 / (1 + torch.exp(2 * logits / cap)))
+
+
 def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """x * cos + rotate_half(x) * sin for x [rows, heads, head_dim]; cos, sin of `RotaryTable.cos_sin`."""
     first, second = x.chunk(2, -1)

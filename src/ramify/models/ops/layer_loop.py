@@ -31,12 +31,12 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, step: ForwardStep
     """Run layers over hidden [T, hidden_size], of which the last computes `step.output_rows` only."""
     whole = step if step.output_rows is None else replace(step, output_rows=None)
     for layer in layers:
-        layer_step = step if layer is layers[-1] else whole
-        attended = layer.attend(hidden, layer_step)
+        attended = layer.attend(hidden, step if layer is layers[-1] else whole)
         if len(attended.rows) == len(hidden):
-            hidden = layer.finish(hidden, attended.rows, layer_step)
+            hidden = layer.finish(hidden, attended.rows, whole)
         else:
             rows = step.output_rows
-            hidden[rows] = layer.finish(hidden[rows], attended.rows, layer_step)
+            assert rows is not None
+            hidden[rows] = layer.finish(hidden[rows], attended.rows, whole.select(rows))
             mark_nonfinite_rows(hidden, *attended.kv)
     return hidden

@@ -27,7 +27,7 @@ class GatedMlp:
         self.down = ops.linear(f"{prefix}down_proj", shard="rows")
 
     def __call__(
-        self, x: Tensor, step: ForwardStep | None = None, *, residual: Tensor | None = None
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
     ) -> Tensor:
         """[T, hidden_size] -> the same; see `Linear` for the residual."""
         return self.down(self.gate_up(x, step), step, residual=residual)

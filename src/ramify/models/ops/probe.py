@@ -40,7 +40,7 @@ def probe_row_op(
             layout that the model will use.
         exact: False returns `op` without a probe.
         counts: row counts to try.
-        strategy: what the verdict calls `op`.
+        strategy: the name of `op` in the verdict.
     """
     if not exact:
         return op, Exactness(operation, shape, dtype_name(dtype), strategy, "exact=False")

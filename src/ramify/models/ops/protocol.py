@@ -19,9 +19,6 @@ from ramify.attention.paged import PagedBackend
 from ramify.kv.pool import KVPool
 from ramify.models.config import RopeConfig
 
-# How the ranks of tensor parallelism divide a matrix; one device ignores it. "heads": the output, by
-# attention heads. "columns", "rows": the output, the input. "vocab": the output, gathered afterwards.
-Shard = Literal["none", "columns", "rows", "heads", "vocab"]
 # Of the two halves (gate, up) of a result.
 Activation = Literal["silu_mul", "gelu_tanh_mul"]
 
@@ -65,6 +62,11 @@ class Heads:
         return self.num_q, self.num_kv, self.num_kv
 
 
+# How the ranks of tensor parallelism divide a matrix; one device ignores it. "columns", "rows": the
+# output, the input. "vocab": the output, gathered afterwards. `Heads`: q, k and v, each by its heads.
+Shard = Literal["none", "columns", "rows", "vocab"] | Heads
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
     """What a step's operations share; the runner makes it, `Ops.begin` adds the angles."""
@@ -76,7 +78,12 @@ class ForwardStep:
     # cos and signed sin [T, 1, dim] of each rotary table that operations read
     angles: tuple[tuple[Tensor, Tensor], ...] = ()
 
-    def attend(self, layer: int, q: Tensor, *kv: Tensor) -> Tensor:
+    def select(self, rows: Tensor) -> ForwardStep:
+        """The step of some rows [R] int64, for what comes after attention."""
+        angles = tuple((cos[rows], sin[rows]) for cos, sin in self.angles)
+        return ForwardStep(self.positions[rows], self.attention, None, angles)
+
+    def pruned_attention(self, layer: int, q: Tensor, *kv: Tensor) -> Tensor:
         """Attention of a layer: [T, num_heads, value_dim], or [R, ...] with `output_rows`."""
         if self.output_rows is None:
             return self.attention(layer, q, *kv)
@@ -87,12 +94,14 @@ class Linear(Protocol):
     """x @ weight.T + bias, with the norm before and the activation behind it that it was bound with."""
 
     def __call__(
-        self, x: Tensor, step: ForwardStep | None = None, *, residual: Tensor | None = None
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
     ) -> Tensor:
         """[T, in_width] -> [T, out_width].
 
         Args:
-            residual: [T, out_width], contiguous: the result is added to it in place, and it is returned.
+            step: whose rows these are; None if they are not the rows of a step, as in an LM head.
+            residual: [T, out_width], contiguous, not x: the result is added to it in place, and it is
+                returned.
         """
         ...
 
@@ -156,7 +165,12 @@ class DecoderLayer(Protocol):
         ...
 
     def finish(self, hidden: Tensor, rows: Tensor, step: ForwardStep) -> Tensor:
-        """Everything after attention: hidden [R, hidden_size], which may be overwritten, and its rows."""
+        """Everything after attention: hidden [R, hidden_size], which may be overwritten.
+
+        Args:
+            rows: attention's output of the same rows, [R, num_heads * value_dim].
+            step: of these rows.
+        """
         ...
 
 
@@ -187,14 +201,12 @@ class LayerStack(Protocol):
 
 
 class Ops(Protocol):
-    """Operations of one decoder on one device, bound by checkpoint names and computed in `dtype`.
+    """Operations of one decoder on one device, computed in `dtype`.
 
     A `name` is a checkpoint prefix such as `model.layers.3.self_attn.q_proj`.
     """
 
-    name: str
     dtype: torch.dtype
-    exact: bool
 
     @property
     def row_multiple(self) -> int:
@@ -259,6 +271,8 @@ class Ops(Protocol):
         op: Callable[..., Tensor],
         shape: tuple[int, ...],
         samples: Callable[[], tuple[Tensor, ...]],
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Callable[..., Tensor]:
         """A family's own function of rows, kept independent of the batch: see `probe_row_op`."""
         ...

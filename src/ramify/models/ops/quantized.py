@@ -68,13 +68,12 @@ def concat_weights(weights: Sequence[Weight]) -> Weight:
     if len(weights) == 1:
         return first
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    formats = {(weight.format, weight.group_size) for weight in quantized}
+    formats = {(weight.format, weight.group_size, weight.dtype) for weight in quantized}
     if not isinstance(first, QuantizedWeight) or (len(quantized), len(formats)) != (
         len(weights),
         1,
     ):
         return torch.cat([as_tensor(weight) for weight in weights])
-    codes, scales = (
-        torch.cat([getattr(weight, name) for weight in quantized]) for name in ("codes", "scales")
-    )
+    codes = torch.cat([weight.codes for weight in quantized])
+    scales = torch.cat([weight.scales for weight in quantized])
     return QuantizedWeight(first.format, codes, scales, first.group_size, first.dtype)

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from ramify.attention.exactness import ProbeStore
 from ramify.errors import ConfigError
 from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.probe import dtype_name
 from ramify.models.ops.protocol import Ops
-from ramify.models.ops.torch_linear import has_amx
+from ramify.models.ops.quantized import Weight
+from ramify.models.ops.torch_linear import has_amx, onednn_supports
 from ramify.models.ops.torch_ops import TorchOps
 
+# In the order of "auto".
 OPS: Mapping[str, type[TorchOps]] = {"cpu": CpuOps, "torch": TorchOps}
-# Makes the operations of a decoder from its weights, with the arguments of `TorchOps`.
-OpsFactory = Callable[..., Ops]
+
+
+class OpsFactory(Protocol):
+    """Makes the operations of a decoder; see `TorchOps` for the arguments."""
+
+    def __call__(
+        self,
+        weights: Mapping[str, Weight],
+        *,
+        dtype: torch.dtype,
+        max_len: int,
+        exact: bool = True,
+        store: ProbeStore | None = None,
+    ) -> Ops:
+        """Bind to these weights."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +55,13 @@ def select_ops(name: str, dtype: torch.dtype, device: torch.device) -> OpsChoice
     """
     if name != "auto" and name not in OPS:
         raise ConfigError(f"ops={name!r} does not exist; choose auto, {', '.join(OPS)}")
-    order, hint = ("cpu", "torch"), ""
-    if dtype == torch.bfloat16 and has_amx():
-        order, hint = (
-            ("torch", "cpu"),
-            "; this CPU has AMX, which oneDNN uses and our kernels do not",
-        )
+    order, hint = [*OPS], ""
+    if device.type == "cpu" and dtype == torch.bfloat16 and has_amx():
+        reason = onednn_supports(torch.ones(8, 8, dtype=dtype))
+        hint = f"; oneDNN would use this CPU's AMX, but {reason}"
+        if reason is None:
+            order.sort(key=lambda other: other == "cpu")
+            hint = "; this CPU has AMX, which oneDNN uses and the kernels of cpu do not"
     reasons = {other: ops.supports(dtype, device) for other, ops in OPS.items()}
     usable = [other for other in order if reasons[other] is None]
     chosen = name if name != "auto" else usable[0]

@@ -193,7 +193,7 @@ def choose_torch_linear(
         verdict = Exactness(operation, shape, dtype_name(weight.dtype), strategy, "exact=False")
         return TorchLinear(weight, bias, strategy=strategy), verdict
     # Every strategy passes on a constant matrix: do not store such a verdict.
-    if len(as_tensor(weight)[:8].unique()) < 8:
+    if is_constant(weight):
         store = ProbeStore(None)
     # Packing is expensive: reuse the linear that the probe built.
     built: dict[str, TorchLinear] = {}
@@ -214,6 +214,12 @@ def choose_torch_linear(
     )
     linear = built.get(verdict.strategy)
     return linear or TorchLinear(weight, bias, strategy=verdict.strategy), verdict
+
+
+def is_constant(weight: Weight) -> bool:
+    """Whether the first rows have so few different values that a probe would find nothing."""
+    values = weight.codes if isinstance(weight, QuantizedWeight) else weight
+    return len(values[:8].unique()) < 8
 
 
 def _batch_variant_counts(linear: TorchLinear, weight: Weight) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`TorchOps`: a decoder's operations in plain torch, on any device; the reference of the others."""
+"""`TorchOps`: a decoder's operations in plain torch, so far tried on CPU only; the reference of the others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ramify.attention.exactness import (
     FP32_ROW_MULTIPLE,
-    PROBE_ROW_COUNTS,
     Exactness,
     ProbeStore,
 )
 from ramify.models.config import RopeConfig
+from ramify.models.ops import functional
 from ramify.models.ops.functional import (
     ACTIVATIONS,
     apply_rotary,
@@ -46,6 +46,8 @@ from ramify.models.ops.quantized import Weight, as_tensor, concat_weights
 from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
 from ramify.models.rope import RotaryTable
 
+CPU = torch.device("cpu")
+
 
 class TorchOps:
     """Operations in plain torch, each in a form whose rows do not depend on the batch if `exact`.
@@ -56,11 +58,10 @@ class TorchOps:
         max_len: positions of the rotary tables.
         exact: require batch invariance: a row's bits do not depend on the other rows.
         store: verdicts of earlier probes; None: `ProbeStore.default()`.
+        device: of the weights.
         linear_strategy: a key of `TORCH_LINEARS` for every matrix, without a probe; None: the fastest
             that passes. Tests inject faults with it.
     """
-
-    name = "torch"
 
     @classmethod
     def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -75,12 +76,14 @@ class TorchOps:
         max_len: int,
         exact: bool = True,
         store: ProbeStore | None = None,
+        device: torch.device = CPU,
         linear_strategy: str | None = None,
     ) -> None:
         self.dtype, self.exact = dtype, exact
-        self._weights, self._max_len, self._strategy = weights, max_len, linear_strategy
+        self._weights, self._max_len, self._device = weights, max_len, device
+        self._strategy = linear_strategy
         self._store = ProbeStore.default() if store is None else store
-        self._verdicts: dict[tuple[str, tuple[int, ...]], Exactness] = {}
+        self._verdicts: dict[tuple[str, tuple[int, ...], str], Exactness] = {}
         self._tables: dict[tuple[RopeConfig, int], RotaryTable] = {}
         self._gathered: list[RotaryTable] = []  # those of `ForwardStep.angles`
 
@@ -114,7 +117,7 @@ class TorchOps:
         table = self.weight(f"{name}.weight")
         if scale == 1.0:
             return partial(F.embedding, weight=table)
-        factor = torch.tensor(scale, dtype=self.dtype, device=table.device)
+        factor = torch.tensor(scale, dtype=self.dtype, device=self._device)
         return lambda token_ids: F.embedding(token_ids, table) * factor
 
     def linear(
@@ -139,12 +142,9 @@ class TorchOps:
 
     def norm(self, norm: Norm) -> RowOp:
         """See `Ops`."""
-        weight = self.weight(f"{norm.name}.weight")
-        op: RowOp = partial(rms_norm, weight=weight, eps=norm.eps, offset=norm.offset)
-        if norm.kind == "layer":
-            bias = self.weight(f"{norm.name}.bias")
-            op = partial(layer_norm, weight=weight, bias=bias, eps=norm.eps)
-        return self.row_op(f"{norm.kind}_norm", op, (len(weight),), self._samples(len(weight)))
+        width = len(self.weight(f"{norm.name}.weight"))
+        samples = self._samples(width)
+        return self.row_op(f"{norm.kind}_norm", self._norm(norm), (width,), samples)
 
     def head_linear(
         self, name: str, *, num_heads: int, rows: slice, transpose: bool = False
@@ -169,7 +169,7 @@ class TorchOps:
             self._gathered.append(table)
 
         def samples() -> tuple[Tensor, ...]:
-            heads = sample_rows(num_heads, dim, dtype=self.dtype)
+            [heads] = self._samples(num_heads, dim)()
             return (heads, *table.cos_sin(self._sample_positions(len(heads))))
 
         rotate = self.row_op("rope", apply_rotary, (num_heads, dim), samples)
@@ -187,9 +187,10 @@ class TorchOps:
         rotate = self.rope(rope, dim=heads.head_dim, num_heads=heads.num_q)
         norms = None
         if qk_norm is not None:
+            q_norm, k_norm = qk_norm
             norms = (
-                self._head_norm(qk_norm[0], heads, heads.num_q),
-                self._head_norm(qk_norm[1], heads, heads.num_kv),
+                self._head_norm(q_norm, heads, heads.num_q),
+                self._head_norm(k_norm, heads, heads.num_kv),
             )
         return SplitAttention(layer, TorchQKNormRope(heads, norms, rotate))
 
@@ -202,8 +203,16 @@ class TorchOps:
         """See `Ops`."""
         linear = self.linear(name, norm=norm, shard="vocab")
         if soft_cap is None:
-            return lambda hidden: linear(hidden).float()
-        return lambda hidden: torch.tanh(linear(hidden).float() / soft_cap) * soft_cap
+            return lambda hidden: linear(hidden, None).float()
+        vocab_size = len(self._weights[f"{name}.weight"])
+        capped = self.row_op(
+            "soft_cap",
+            partial(functional.soft_cap, cap=soft_cap),
+            (vocab_size,),
+            self._samples(vocab_size, dtype=torch.float32),
+            dtype=torch.float32,
+        )
+        return lambda hidden: capped(linear(hidden, None).float())
 
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
         """See `Ops`."""
@@ -216,11 +225,9 @@ class TorchOps:
         shape: tuple[int, ...],
         samples: Callable[[], tuple[Tensor, ...]],
         *,
-        counts: Sequence[int] = PROBE_ROW_COUNTS,
-        strategy: str = "batched",
         dtype: torch.dtype | None = None,
     ) -> Callable[..., Tensor]:
-        """See `Ops`; the other arguments are those of `probe_row_op`, whose verdict is recorded."""
+        """See `Ops`; the verdict is recorded."""
         chosen, verdict = probe_row_op(
             operation,
             op,
@@ -229,8 +236,6 @@ class TorchOps:
             samples,
             exact=self.exact,
             store=self._store,
-            counts=counts,
-            strategy=strategy,
         )
         self._record(verdict)
         return chosen
@@ -266,29 +271,41 @@ class TorchOps:
 
     def _head_norm(self, norm: Norm, heads: Heads, num_heads: int) -> RowOp:
         """A norm of each of the first `num_heads` heads of a QKV row."""
-        weight = self.weight(f"{norm.name}.weight")
-        op = partial(rms_norm, weight=weight, eps=norm.eps, offset=norm.offset)
         qkv = self._samples(sum(heads.counts), heads.head_dim)
         shape = (num_heads, heads.head_dim)
-        return self.row_op("qk_norm", op, shape, lambda: (qkv()[0][:, :num_heads],))
+        return self.row_op("qk_norm", self._norm(norm), shape, lambda: (qkv()[0][:, :num_heads],))
+
+    def _norm(self, norm: Norm) -> RowOp:
+        """The norm's function of rows, not probed."""
+        weight = self.weight(f"{norm.name}.weight")
+        if norm.kind == "layer":
+            bias = self.weight(f"{norm.name}.bias")
+            return partial(layer_norm, weight=weight, bias=bias, eps=norm.eps)
+        return partial(rms_norm, weight=weight, eps=norm.eps, offset=norm.offset)
 
     def _table(self, rope: RopeConfig, dim: int) -> RotaryTable:
         """The rotary table, made once."""
         if (rope, dim) not in self._tables:
             self._tables[rope, dim] = RotaryTable(
-                rope, head_dim=dim, max_len=self._max_len, dtype=self.dtype
+                rope,
+                head_dim=dim,
+                max_len=self._max_len,
+                dtype=self.dtype,
+                device=self._device,
             )
         return self._tables[rope, dim]
 
-    def _samples(self, *shape: int) -> Callable[[], tuple[Tensor, ...]]:
+    def _samples(
+        self, *shape: int, dtype: torch.dtype | None = None
+    ) -> Callable[[], tuple[Tensor, ...]]:
         """Makes random rows for a probe."""
-        return lambda: (sample_rows(*shape, dtype=self.dtype),)
+        return lambda: (sample_rows(*shape, dtype=dtype or self.dtype).to(self._device),)
 
     def _sample_positions(self, num_rows: int) -> Tensor:
-        return torch.arange(num_rows) % self._max_len
+        return torch.arange(num_rows, device=self._device) % self._max_len
 
     def _record(self, verdict: Exactness) -> None:
-        self._verdicts[verdict.operation, verdict.shape] = verdict
+        self._verdicts[verdict.operation, verdict.shape, verdict.dtype] = verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +356,7 @@ class TorchRope:
         rotated, rest = x[..., : self.dim], x[..., self.dim :]
         if self.interleaved:
             rotated = deinterleave_rope(rotated)
-        rotated = self.rotate(rotated.contiguous(), *step.angles[self.table])
+        rotated = self.rotate(rotated, *step.angles[self.table])
         return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
@@ -369,7 +386,7 @@ class SplitAttention:
     def __call__(self, qkv: Tensor, step: ForwardStep) -> Attended:
         """See `SelfAttention`."""
         q, k, v = self.qk_norm_rope(qkv, step)
-        return Attended(step.attend(self.layer, q, k, v).flatten(1), (k, v))
+        return Attended(step.pruned_attention(self.layer, q, k, v).flatten(1), (k, v))
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +402,6 @@ class LoopedExperts:
         is_routed = weights != 0
         for number in is_routed.any(0).nonzero()[:, 0].tolist():
             rows = is_routed[:, number].nonzero()[:, 0]
-            weighted = self.routed[number](x[rows]) * weights[rows, number, None]
+            weighted = self.routed[number](x[rows], None) * weights[rows, number, None]
             total[rows] += weighted.to(x.dtype)
-        return total if self.shared is None else total + self.shared(x)
+        return total if self.shared is None else total + self.shared(x, None)
