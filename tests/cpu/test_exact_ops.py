@@ -28,7 +28,7 @@ from ramify.errors import ConfigError
 from ramify.models.decoder import Decoder
 from ramify.models.dense import DENSE
 from ramify.models.loader import FAMILIES, load_model, load_weights, read_config
-from ramify.models.ops import cpu_ops
+from ramify.models.ops import cpu_ops, registry
 from ramify.models.ops.cpu_ops import CpuOps
 from ramify.models.ops.functional import rms_norm, silu_and_mul
 from ramify.models.ops.layer_loop import LayerLoop
@@ -381,6 +381,7 @@ def test_what_is_tried_depends_on_cpu_features(
     """oneDNN in bfloat16 only with AVX-512-BF16 or AMX; with AMX torch instead of our kernels."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16_dot, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    monkeypatch.setattr(registry, "onednn_supports", lambda _: None)
 
     choice = select_ops("auto", dtype, torch.device("cpu"))
 
@@ -391,16 +392,13 @@ def test_what_is_tried_depends_on_cpu_features(
     assert choice.rejected.keys() == OPS.keys() - {choice.name}
 
 
-@pytest.mark.filterwarnings("ignore:TF32")  # torch warns when the flags are restored
 def test_amx_without_onednn_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason says what is missing."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
-    cpu = torch.device("cpu")
-    if CpuOps.supports(torch.bfloat16, cpu) is not None:
-        pytest.skip("no kernels here")
+    monkeypatch.setattr(registry, "onednn_supports", lambda _: "torch was built without oneDNN")
 
-    with torch.backends.mkldnn.flags(enabled=False):
-        choice = select_ops("auto", torch.bfloat16, cpu)
+    choice = select_ops("auto", torch.bfloat16, torch.device("cpu"))
 
     assert choice.name == "cpu"
     assert "oneDNN would use this CPU's AMX, but torch was built without oneDNN" in choice.reason
