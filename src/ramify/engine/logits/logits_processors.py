@@ -149,34 +149,17 @@ class LogitsProcessor:
             self._allowed = np.packbits(flags, bitorder="little")
         self.advance(())
 
-    @classmethod
-    def create_if_needed(
-        cls,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        stop_token_ids: frozenset[int],
-        vocab_size: int,
-        matcher: GrammarMatcher | None = None,
-    ) -> LogitsProcessor | None:
-        """A processor, or None if the request leaves its logits as they are."""
-        changes = (
-            matcher is not None
+    @staticmethod
+    def is_needed(params: SamplingParams) -> bool:
+        """Whether a request with these options changes its logits."""
+        return bool(
+            params.structured is not None
             or params.repetition_penalty != 1.0
             or params.presence_penalty
             or params.frequency_penalty
             or params.logit_bias
             or params.allowed_token_ids is not None
             or params.min_tokens
-        )
-        if not changes:
-            return None
-        return cls(
-            prompt_ids,
-            params,
-            stop_token_ids=stop_token_ids,
-            vocab_size=vocab_size,
-            matcher=matcher,
         )
 
     def advance(self, output_ids: Sequence[int]) -> bool:
