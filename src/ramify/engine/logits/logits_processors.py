@@ -25,7 +25,6 @@ class GrammarMatcher(Protocol):
         Raises:
             DeadEndError: no token may follow, but the grammar is not complete.
         """
-        ...
 
     def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
         """Tokens allowed after the output, and after each draft token that is itself allowed.
@@ -33,7 +32,6 @@ class GrammarMatcher(Protocol):
         Returns:
             1 to 1 + len(draft) masks.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,6 @@ class AnswersPrompts(Protocol):
     @property
     def cache(self) -> CacheView:
         """Has `pin` and `unpin`."""
-        ...
 
     def generate(
         self,
@@ -44,7 +43,6 @@ class AnswersPrompts(Protocol):
         progress: bool,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
-        ...
 
 
 class StreamsAnswers(Protocol):
@@ -53,13 +51,11 @@ class StreamsAnswers(Protocol):
     @property
     def cache(self) -> AsyncCacheView:
         """Has `pin` and `unpin`."""
-        ...
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, *, priority: int, tenant: str, salt: str
     ) -> Stream:
         """See `AsyncLLM.stream`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
