@@ -67,11 +67,7 @@ class Evicted:
 
 
 class Subscription:
-    """A bounded queue of events; the oldest are dropped when it is full.
-
-    Args:
-        capacity: events at most.
-    """
+    """A queue of at most `capacity` events; the oldest are dropped when it is full."""
 
     def __init__(self, log: EventLog, capacity: int) -> None:
         self._log = log

@@ -25,11 +25,7 @@ class NodeStore:
 
     Args:
         tree: empty, with its index.
-        num_pages: pages of the caller's storage.
         policy: makes the eviction policy from the tree and `num_pages`.
-        ghost_pages: evicted pages to remember.
-        log_every: lookups between two log lines; 0 logs nothing.
-        clock: returns seconds.
     """
 
     def __init__(

@@ -59,9 +59,7 @@ class PinTable:
     """The live pins of a cache. Each pin is a lease that the cache itself holds.
 
     Args:
-        tree: has the pinned nodes.
         max_pages: limit of the pages under pins; a page with several pins counts once.
-        clock: returns seconds.
         release: ends a lease.
     """
 

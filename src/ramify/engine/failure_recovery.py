@@ -39,7 +39,6 @@ class FailureRecovery:
     """Restores a consistent engine after a failure, and ends requests that keep failing.
 
     Args:
-        context, lifecycle: of the engine.
         chance: true with the given probability; samples the steps to audit.
     """
 

@@ -113,10 +113,6 @@ class LogitsProcessor:
 
     Each call catches up with the output that it is given, so preemption and failed steps need no
     roll-back here.
-
-    Args:
-        stop_token_ids: tokens that end the request.
-        matcher: of its structured output.
     """
 
     def __init__(

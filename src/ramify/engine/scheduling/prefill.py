@@ -27,13 +27,7 @@ class _InFlightPrefix:
 
 
 class PrefillSelector:
-    """Distributes a step's prefill budget; `Scheduler` has the rules.
-
-    Args:
-        planner: for cache lookups and free pages.
-        queue: the waiting requests.
-        min_chunk: see `MIN_CHUNK`.
-    """
+    """Distributes a step's prefill budget; `Scheduler` has the rules."""
 
     def __init__(self, planner: RadixAttentionPlanner, queue: WaitingQueue, min_chunk: int) -> None:
         self._planner, self._queue, self._min_chunk = planner, queue, min_chunk

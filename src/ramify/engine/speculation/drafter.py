@@ -177,8 +177,6 @@ class AdaptiveDrafter:
 
     Args:
         proposers: by name, in order of preference.
-        max_draft_tokens: maximum draft length.
-        max_batch_tokens: maximum rows of a step.
     """
 
     def __init__(
