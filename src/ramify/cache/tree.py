@@ -105,7 +105,7 @@ class RadixTree:
         self._reset: list[tuple[list[Any], Any]] = []
         self._capacity = 1  # entries in every column
         self.edges: list[bytes | memoryview] = self.column(b"")
-        self.pages: list[bytes] = self.column(b"")
+        self.pages: list[bytes] = self.column(b"")  # packed ids of its resident pages
         self.root = self.column(0)
         self.parent = self.column(0)
         self.first_child = self.column(0)  # newest first
@@ -413,10 +413,6 @@ class RadixTree:
         """The packed atoms of a node."""
         return bytes(self.edges[node])
 
-    def packed_pages(self, node: int) -> bytes:
-        """The packed ids of a node's resident pages."""
-        return self.pages[node]
-
     def path_pages(self, path: list[int]) -> bytes:
         """The packed ids of the resident pages of all nodes of a path."""
         parts = [self.pages[node] for node in path]
@@ -429,7 +425,7 @@ class RadixTree:
             parent=self.parent[node],
             namespace=self.namespaces[self.root[node]],
             atoms=self.edge(node),
-            pages=Pages(self.packed_pages(node)),
+            pages=Pages(self.pages[node]),
             start=self.start[node],
             pins=self.ref_count[node],
             holder=self.leader[node],
