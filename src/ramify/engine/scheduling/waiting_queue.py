@@ -107,14 +107,7 @@ class WaitingQueue:
         """Undo an `add` of a new request that an interrupt cut off anywhere. O(n)."""
         self._waiting.pop(request.id, None)
         self.num_uncached = sum(waiting.rank - waiting.virtual_arrival for waiting in self)
-        for tenant in self._tenants.values():
-            tenant.is_queued = bool(tenant.heap)
-        self._tenant_heap = [
-            (tenant.served, tenant.number, tenant)
-            for tenant in self._tenants.values()
-            if tenant.heap
-        ]
-        heapify(self._tenant_heap)
+        self._compact()
 
     def peek(self) -> Request | None:
         """The next request to admit; None if all are parked or none waits."""
@@ -151,17 +144,22 @@ class WaitingQueue:
 
     def _compact(self) -> None:
         """Drop the heap entries of requests that were admitted, aborted or re-ranked."""
-        tenants = []
-        for served, number, tenant in self._tenant_heap:
+        self._num_entries = 0
+        for tenant in self._tenants.values():
             tenant.heap = [entry for entry in tenant.heap if self._is_current(*entry)]
             heapify(tenant.heap)
             tenant.is_queued = bool(tenant.heap)
-            if tenant.heap:
-                tenants.append((served, number, tenant))
-        heapify(tenants)
-        self._tenant_heap = tenants
-        self._num_entries = sum(len(tenant.heap) for _, _, tenant in tenants)
+            self._num_entries += len(tenant.heap)
+        self._rebuild_tenant_heap()
         self._forget_tenants()
+
+    def _rebuild_tenant_heap(self) -> None:
+        self._tenant_heap = [
+            (tenant.served, tenant.number, tenant)
+            for tenant in self._tenants.values()
+            if tenant.is_queued
+        ]
+        heapify(self._tenant_heap)
 
     def _forget_tenants(self) -> None:
         """Keep the tenants that wait, and the SPARE_TENANTS others that were served most."""
@@ -207,10 +205,7 @@ class WaitingQueue:
         tenant = self._tenant(request.tenant)
         tenant.served += num_tokens
         if num_tokens < 0 and tenant.is_queued:  # the heap must hold lower bounds
-            self._tenant_heap = [
-                (queued.served, queued.number, queued) for _, _, queued in self._tenant_heap
-            ]
-            heapify(self._tenant_heap)
+            self._rebuild_tenant_heap()
 
     def key(self, request: Request) -> tuple[int, int, int]:
         """Sort key of waiting and running requests; the smallest is first."""
