@@ -98,7 +98,7 @@ class EventLog:
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self.subscribers: list[Subscription] = []
-        self.observers: list[Callable[[Evicted], None]] = []
+        self.observers: dict[object, Callable[[Evicted], None]] = {}
         self._hashes: dict[int, bytes] = {}  # node → hashes of its stored pages
         self._pending_evictions: list[Evicted] = []
         self._sequence = 0
@@ -193,14 +193,11 @@ class EventLog:
 
     def observe(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
         """Call an observer at each eviction; returns the function that stops it."""
-        observers, is_on = self.observers, True
-        observers.append(observer)
+        observers, key = self.observers, object()
+        observers[key] = observer
 
         def stop() -> None:
-            nonlocal is_on
-            if is_on:
-                is_on = False
-                observers.remove(observer)
+            observers.pop(key, None)
 
         return stop
 
@@ -210,7 +207,7 @@ class EventLog:
         # An ExitStack calls them all, even if one raises.
         with ExitStack() as calls:
             for evicted in reversed(evictions):
-                for observer in reversed(self.observers):
+                for observer in reversed(self.observers.values()):
                     calls.callback(observer, evicted)
 
     # -- inside ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ more than one of them is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from ramify.cache.counters import MISS, CacheCounters, log2_bucket
 from ramify.cache.events import EventLog
@@ -18,6 +19,9 @@ from ramify.cache.pages import ID_BYTES, PageLedger
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import Node
 from ramify.errors import OutOfPagesError
+
+# A leaf that would exceed this gets a child instead: growing copies the whole leaf.
+MAX_GROWN_BYTES: Final = 1 << 16
 
 
 class NodeStore:
@@ -325,10 +329,15 @@ class NodeStore:
                 self.log.stored(node)
 
     def _may_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether new pages may lengthen a node: only this lease refers to it, nobody used it."""
+        """Whether new pages may lengthen a leaf: only this lease refers to it, nobody used it."""
         tree = self.tree
-        unused = not (tree.hits[node] or tree.last_access[node] or tree.priority[node])
-        return tree.ref_count[node] == 1 and unused and tree.can_grow(node, num_bytes)
+        return (
+            tree.ref_count[node] == 1
+            and not (tree.hits[node] or tree.last_access[node] or tree.priority[node])
+            and not tree.first_child[node]
+            and tree.parent[node] != 0
+            and tree.length[node] * self._page_bytes + num_bytes <= MAX_GROWN_BYTES
+        )
 
     def _refill(self, node: int, packed: bytes) -> None:
         """Give new pages to a partly evicted node without references."""

@@ -141,17 +141,16 @@ class PinTable:
         del self._pins[number]
         self._release(pinned.lease)
 
-    def expire(self) -> int:
-        """End the pins that have expired; returns how many."""
+    def expire(self) -> None:
+        """End the pins that have expired."""
         now_s = self._clock()
         if now_s < self.next_expiry_s:
-            return 0
+            return
         expired = [number for number, pin in self._pins.items() if pin.expires_s <= now_s]
         for number in expired:
             self.remove(number)
         expiries_s = (pin.expires_s for pin in self._pins.values())
         self.next_expiry_s = min(expiries_s, default=float("inf"))
-        return len(expired)
 
     def refresh(self, path: Iterable[int]) -> None:
         """Restart the time to live of the pins that end at a node of `path`, which a lookup hit."""

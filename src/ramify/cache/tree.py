@@ -19,8 +19,6 @@ from ramify.errors import ConfigError
 
 # Dicts of a PageIndex, chosen by a byte of the key: each stays small enough to resize quickly.
 SHARDS: Final = 256
-# A leaf that would exceed this gets a child instead: growing copies the whole leaf.
-MAX_GROWN_BYTES: Final = 1 << 16
 MAX_NEW_IDS: Final = 1024  # columns double up to here, then grow by this many entries
 
 Value = TypeVar("Value")
@@ -311,14 +309,6 @@ class RadixTree:
         self.pages[node] += packed
         self.length[node] += count
         self.resident[node] += count
-
-    def can_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether a node may grow by `num_bytes` of atoms: a leaf, short enough to copy."""
-        return (
-            not self.first_child[node]
-            and self.parent[node] != 0
-            and self.length[node] * self.page_bytes + num_bytes <= MAX_GROWN_BYTES
-        )
 
     def refill(self, node: int, packed: bytes) -> None:
         """Give new page ids to the first evicted pages of a node whose parent is resident."""
