@@ -170,19 +170,11 @@ class WaitingQueue:
             for name, tenant in self._tenants.items()
             if not tenant.is_queued and tenant.served > self._served_last
         ]
-        remembered = {name for _, _, name in nlargest(SPARE_TENANTS, idle)}
-        forgotten_served = [
-            tenant.served
-            for name, tenant in self._tenants.items()
-            if not tenant.is_queued and name not in remembered
-        ]
-        self._tenants = {
-            name: tenant
-            for name, tenant in self._tenants.items()
-            if tenant.is_queued or name in remembered
-        }
-        # Lift newcomers to the forgotten ones' counts: else a tenant could gain by being forgotten.
-        self._served_last = max([self._served_last, *forgotten_served])
+        kept = {name for _, _, name in nlargest(SPARE_TENANTS, idle)}
+        kept.update(name for name, tenant in self._tenants.items() if tenant.is_queued)
+        for name in self._tenants.keys() - kept:
+            # Lift newcomers to the forgotten's count: else a tenant could gain by being forgotten.
+            self._served_last = max(self._served_last, self._tenants.pop(name).served)
 
     # -- tenants -----------------------------------------------------------------------------
 

@@ -187,20 +187,18 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
         )
 
-    def encode_chat(
-        self, messages: Messages, *, add_generation_prompt: bool = True, **kwargs: Any
-    ) -> array[int]:
-        """Token ids of a rendered conversation; special tokens in its messages are escaped.
+    def render_chat(self, messages: Messages, **kwargs: Any) -> str:
+        """`apply_chat_template`, with special tokens in what users wrote escaped."""
+        escape = self.escape_special_tokens
+        return self.apply_chat_template(escape(messages), **escape(kwargs))
+
+    def encode_chat(self, messages: Messages, **kwargs: Any) -> array[int]:
+        """Token ids of `render_chat`.
 
         Raises:
             ChatTemplateError: as `apply_chat_template`.
         """
-        text = self.apply_chat_template(
-            self.escape_special_tokens(messages),
-            add_generation_prompt=add_generation_prompt,
-            **self.escape_special_tokens(kwargs),
-        )
-        return self.encode_with_offsets(text)[0]
+        return self.encode_with_offsets(self.render_chat(messages, **kwargs))[0]
 
 
 def _require_unicode(text: str) -> None:
