@@ -35,12 +35,11 @@ SPARE_ENTRIES = 256  # stale heap entries, besides one per waiting request, befo
 class _Tenant:
     """Served tokens and waiting requests of one tenant."""
 
-    __slots__ = ("heap", "is_queued", "number", "served")
+    __slots__ = ("heap", "number", "served")
 
     def __init__(self, number: int, served: int) -> None:
         self.number, self.served = number, served
         self.heap: list[tuple[int, int, Request]] = []  # (rank, id, request), stale entries too
-        self.is_queued = False
 
 
 class WaitingQueue:
@@ -83,10 +82,10 @@ class WaitingQueue:
         request.waits_for = None
         self._waiting[request.id] = request
         tenant = self._tenant(request.tenant)
+        begins_to_wait = not tenant.heap
         heappush(tenant.heap, (request.rank, request.id, request))
         self._num_entries += 1
-        if not tenant.is_queued:
-            tenant.is_queued = True
+        if begins_to_wait:
             tenant.served = max(tenant.served, self._served_last)
             heappush(self._tenant_heap, (tenant.served, tenant.number, tenant))
         if self._num_entries > 2 * len(self._waiting) + SPARE_ENTRIES:
@@ -125,7 +124,6 @@ class WaitingQueue:
                 self._num_entries -= 1
             else:
                 heappop(tenants)
-                tenant.is_queued = False
                 continue
             heapreplace(tenants, (tenant.served, tenant.number, tenant))
         return None
@@ -148,7 +146,6 @@ class WaitingQueue:
         for tenant in self._tenants.values():
             tenant.heap = [entry for entry in tenant.heap if self._is_current(*entry)]
             heapify(tenant.heap)
-            tenant.is_queued = bool(tenant.heap)
             self._num_entries += len(tenant.heap)
         self._rebuild_tenant_heap()
         self._forget_tenants()
@@ -157,7 +154,7 @@ class WaitingQueue:
         self._tenant_heap = [
             (tenant.served, tenant.number, tenant)
             for tenant in self._tenants.values()
-            if tenant.is_queued
+            if tenant.heap
         ]
         heapify(self._tenant_heap)
 
@@ -168,10 +165,10 @@ class WaitingQueue:
         idle = [
             (tenant.served, tenant.number, name)
             for name, tenant in self._tenants.items()
-            if not tenant.is_queued and tenant.served > self._served_last
+            if not tenant.heap and tenant.served > self._served_last
         ]
         kept = {name for _, _, name in nlargest(SPARE_TENANTS, idle)}
-        kept.update(name for name, tenant in self._tenants.items() if tenant.is_queued)
+        kept.update(name for name, tenant in self._tenants.items() if tenant.heap)
         for name in self._tenants.keys() - kept:
             # Lift newcomers to the forgotten's count: else a tenant could gain by being forgotten.
             self._served_last = max(self._served_last, self._tenants.pop(name).served)
@@ -196,7 +193,7 @@ class WaitingQueue:
             return
         tenant = self._tenant(request.tenant)
         tenant.served += num_tokens
-        if num_tokens < 0 and tenant.is_queued:  # the heap must hold lower bounds
+        if num_tokens < 0 and tenant.heap:  # the heap must hold lower bounds
             self._rebuild_tenant_heap()
 
     def key(self, request: Request) -> tuple[int, int, int]:
