@@ -180,7 +180,7 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert not core.scheduler._requeued
     assert not core.context.planner._by_lease
     assert not core.context.planner._awaiting_leader
-    assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
+    assert (len(queue), queue.num_uncached, len(queue._parked)) == (0, 0, 0)
     assert len(queue._tenants) <= 2 * SPARE_TENANTS
     assert (
         sum(len(tenant_queue.heap) for tenant_queue in queue._tenants.values()) <= 2 * SPARE_TENANTS

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ramify.cache.key import CacheKey, namespace_of, namespace_parts
+from ramify.cache.key import namespace_of, namespace_parts
 from ramify.cache.maintenance import evict_suspect_prefix, reset
 from ramify.engine.context import EngineContext
 from ramify.engine.lifecycle import RequestLifecycle
@@ -226,17 +226,14 @@ class FailureRecovery:
         request.num_failed_steps = request.num_rebuilds = 0
         if request.suspect_prefix is not None:
             suspect, request.suspect_prefix = request.suspect_prefix, None
-            self._evict_suspect_prefix(suspect)
-
-    def _evict_suspect_prefix(self, key: CacheKey) -> None:
-        pages = evict_suspect_prefix(self._context.cache, key)
-        self._context.executor.zero_pages(pages)
-        self.counts.evicted_suspect_pages += len(pages)
-        logger.error(
-            "a request failed with %d cached tokens and succeeded without: %d pages are evicted",
-            len(key),
-            len(pages),
-        )
+            pages = evict_suspect_prefix(self._context.cache, suspect)
+            self._context.executor.zero_pages(pages)
+            self.counts.evicted_suspect_pages += len(pages)
+            logger.error(
+                "a request failed with %d cached tokens and succeeded without: %d pages are evicted",
+                len(suspect),
+                len(pages),
+            )
 
     # -- the bookkeeping fails -----------------------------------------------------------------
 

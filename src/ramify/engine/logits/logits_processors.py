@@ -180,7 +180,10 @@ class LogitsProcessor:
             )
         masks: tuple[TokenBitmask, ...] | None = None
         if self._matcher is not None:
-            masks = tuple(self._token_bitmasks(self._matcher, output_ids, draft))
+            try:
+                masks = tuple(self._matcher.token_bitmasks(output_ids, draft))
+            except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
+                masks = (np.zeros(self._num_bitmask_bytes, np.uint8),)
             if self._allowed is not None:
                 masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
                 # Draw nothing after a draft token that leads to a dead end; if it is accepted,
@@ -199,11 +202,3 @@ class LogitsProcessor:
             num_rows_without_stop=max(0, self._params.min_tokens - len(output_ids)),
             token_bitmasks=masks,
         )
-
-    def _token_bitmasks(
-        self, matcher: GrammarMatcher, output_ids: Sequence[int], draft: tuple[int, ...]
-    ) -> list[TokenBitmask]:
-        try:
-            return matcher.token_bitmasks(output_ids, draft)
-        except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
-            return [np.zeros(self._num_bitmask_bytes, np.uint8)]

@@ -70,9 +70,7 @@ class PrefillSelector:
         self._budget_left, self._num_free_rows = budget, num_free_rows
         self._work, self._admitted, self._in_flight = [], [], {}
         if num_free_rows:
-            for leader in queue.leaders():
-                if leader not in running:
-                    queue.wake_all(leader)
+            queue.wake_abandoned(running)
             for leader in running:
                 self._in_flight[leader] = prefix = self._in_flight_prefix(leader, 0)
                 queue.wake(leader, self._num_attachable(prefix))

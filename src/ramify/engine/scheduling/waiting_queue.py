@@ -22,7 +22,7 @@ one, and wait longer.) Priorities order the requests of one tenant only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 
 from ramify.engine.request import Request
@@ -229,15 +229,12 @@ class WaitingQueue:
         if later:
             self._parked[leader] = later
 
-    def wake_all(self, leader: Request) -> None:
-        """Wake all requests parked behind a leader that runs no prefill any more."""
-        for _, request in self._parked.pop(leader, ()):
-            if request in self and request.waits_for is leader:
-                self.add(request, request.rank - request.virtual_arrival)
-
-    def leaders(self) -> list[Request]:
-        """Requests that others are parked behind, or were."""
-        return list(self._parked)
+    def wake_abandoned(self, prefilling: Collection[Request]) -> None:
+        """Wake all requests parked behind a leader that is not one of `prefilling` any more."""
+        for leader in [leader for leader in self._parked if leader not in prefilling]:
+            for _, request in self._parked.pop(leader):
+                if request in self and request.waits_for is leader:
+                    self.add(request, request.rank - request.virtual_arrival)
 
     def next_to_refresh(self, count: int) -> list[Request]:
         """Up to `count` waiting requests in turn, to have their ranks recomputed."""
