@@ -92,7 +92,7 @@ class Cell:
     def step_by_part(self) -> None:
         """Time the parts of one step."""
         spent: dict[str, float] = defaultdict(float)
-        core, planner = self.core, self.core.context.planner
+        core, planner = self.core, self.core.planner
         undo = [
             timed(core.scheduler, "schedule", spent, "schedule"),
             timed(planner, "plan", spent, "plan"),

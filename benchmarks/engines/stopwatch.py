@@ -26,9 +26,9 @@ class Stopwatch:
         """Measure the cache, planner, scheduler and executor of an engine."""
         watch = cls()
         watch.measure("cache", type(core.cache))
-        watch.measure("planner", type(core.context.planner))
+        watch.measure("planner", type(core.planner))
         watch.measure("scheduler", type(core.scheduler))
-        watch.measure("execute", type(core.context.executor), steps=True)
+        watch.measure("execute", type(core.executor), steps=True)
         return watch
 
     def measure(self, part: str, kind: type, *, steps: bool = False) -> None:

@@ -454,7 +454,7 @@ class Life:
         stats = core.cache.stats()
         assert (stats.num_leases, stats.private_pages) == (0, 0), "leaked"
         assert stats.evictable_pages == stats.cached_pages
-        assert core.context.table.num_free_rows == self.cell.max_num_seqs
+        assert core.table.num_free_rows == self.cell.max_num_seqs
         self.saboteur.rate = 0
         core.cache.clear()
         assert core.cache.stats().free_pages == core.cache.num_pages, "leaked"

@@ -94,7 +94,7 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
     llm.step()
     request = max(llm.core.scheduler.running, key=lambda running: len(running.prompt_ids))
     assert request.sequence.row is not None
-    spoil(llm.engine.runner.pool, llm.core.context.table.pages(request.sequence.row)[2:3], "v")
+    spoil(llm.engine.runner.pool, llm.core.table.pages(request.sequence.row)[2:3], "v")
 
     while llm.has_unfinished():
         llm.step()

@@ -247,7 +247,7 @@ def test_a_damaged_first_page_is_detected(oracle: Oracle, page_size: int) -> Non
 
     for prompt in PROMPTS:
         lease = llm.cache.core.acquire(CacheKey(array("i", prompt), llm.core.namespaces.base))
-        llm.core.context.executor.zero_pages(lease.pages[: max(1, FIRST_PAGE // page_size)])
+        llm.core.executor.zero_pages(lease.pages[: max(1, FIRST_PAGE // page_size)])
         llm.cache.core.release(lease)
     wrong, _ = differing(oracle, generate(llm, PROMPTS, NUM_NEW))
 

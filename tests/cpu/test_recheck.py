@@ -54,7 +54,7 @@ def test_a_spoilt_page_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixtu
     """K/V changed in the cache is reported as a mismatch at its position."""
     llm = served(checkpoint)
     llm.generate([STEM], PARAMS)
-    executor: Any = llm.core.context.executor
+    executor: Any = llm.core.executor
     plane = executor.runner.pool.planes(0)["k"]
     lease = llm.cache.core.acquire(CacheKey(STEM, llm.core.namespaces.base))
     with torch.inference_mode():

@@ -52,7 +52,7 @@ class AsyncBench:
         self.bench = Bench(**options)
         self.gate = Gate(self.bench.device)
         self.gate.is_open = not closed
-        self.bench.core.context.executor = self.gate
+        self.bench.core.executor = self.gate
         self.llm = AsyncLLM.from_core(self.bench.core)
 
     def assert_nothing_left(self) -> None:

@@ -142,12 +142,10 @@ class Bench:
         rows = [request.sequence.row for request in running]
         assert None not in rows
         assert len(set(rows)) == len(rows) <= self.max_num_seqs
-        assert self.core.context.table.num_free_rows == self.max_num_seqs - len(rows)
+        assert self.core.table.num_free_rows == self.max_num_seqs - len(rows)
         for row in rows:
             assert row is not None
-            assert not any(
-                self.core.cache.is_free(page) for page in self.core.context.table.pages(row)
-            )
+            assert not any(self.core.cache.is_free(page) for page in self.core.table.pages(row))
 
     def run(self) -> dict[int, RequestOutput]:
         """Until nothing is left; then nothing may be held but what is warm, and can be evicted."""

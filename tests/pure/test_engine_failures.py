@@ -51,7 +51,7 @@ class Refusing:
 def test_a_request_that_always_fails_takes_nobody_with_it(pool_tokens: int) -> None:
     """Its batch mates, and those that were running before it came, get their answers."""
     bench = Bench(pool_tokens, next_token=never_49)
-    bench.core.context.executor = Refusing(bench.device, token=49)
+    bench.core.executor = Refusing(bench.device, token=49)
     early = bench.add([4] * 9, max_tokens=20)
     bench.step()
     prompts = {bench.add([start] * 9, max_tokens=6): [start] * 9 for start in (1, 2, 3)}
@@ -232,7 +232,7 @@ def test_a_tainted_leader_fails_with_its_followers_and_nobody_else(times: int) -
     """Whoever attached to its pages computes them anew; the others keep what the step gave them."""
     bench = Bench(next_token=never_49)
     stem = [49, *range(1, 12)]
-    bench.core.context.executor = Tainting(bench.device, token=49, times=times)
+    bench.core.executor = Tainting(bench.device, token=49, times=times)
     leader = bench.add([*stem, 1], max_tokens=4, ignore_eos=True)
     follower = bench.add([*stem, 2], max_tokens=4, ignore_eos=True)
     other = bench.add([7] * 9, max_tokens=4, ignore_eos=True)
@@ -258,7 +258,7 @@ def test_a_request_that_goes_on_apart_is_still_its_tenants() -> None:
     llm = LLM.from_core(bench.core)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     llm.generate([[7] * 19 + [1]], params, tenant="a", salt="s")
-    bench.core.context.executor = Tainting(bench.device, token=49, times=1)
+    bench.core.executor = Tainting(bench.device, token=49, times=1)
     [output] = llm.generate([[7] * 19 + [49]], params, tenant="a", salt="s")
     assert output.error is None
     assert bench.core.recovery.counts.evicted_suspect_pages > 0

@@ -53,7 +53,7 @@ def free_a_page_twice(bench: Bench) -> None:
 def free_a_page_in_use(bench: Bench) -> None:
     row = bench.core.scheduler.running[0].sequence.row
     assert row is not None
-    bench.core.cache._store.ledger._free.append(bench.core.context.table.pages(row)[0])
+    bench.core.cache._store.ledger._free.append(bench.core.table.pages(row)[0])
 
 
 def lose_a_pin(bench: Bench) -> None:
@@ -74,7 +74,7 @@ def miscount_what_is_evictable(bench: Bench) -> None:
 def swap_a_row(bench: Bench) -> None:
     row = bench.core.scheduler.running[0].sequence.row
     assert row is not None
-    bench.core.context.table.array[row, 0] = 77
+    bench.core.table.array[row, 0] = 77
 
 
 def forget_everybody(bench: Bench) -> None:
@@ -228,7 +228,7 @@ def test_a_copy_that_raises_loses_no_answer(error: BaseException, times: int) ->
     """A failed or interrupted page copy changes no answer of any branch."""
     bench = Bench(4096, 4)
     device = Raising(bench.device, error, copies=times)
-    bench.core.context.executor = device
+    bench.core.executor = device
     key = bench.add([*STEM, 1], n=4, max_tokens=6, ignore_eos=True)
     other = bench.add([*STEM, 2], max_tokens=6, ignore_eos=True)
 
@@ -247,7 +247,7 @@ def test_what_raises_inside_a_plan_loses_no_request(error: BaseException) -> Non
     bench = Bench(64, 4, max_num_seqs=4)
     device = Raising(bench.device, error)
     bench.core.cache.observe_evictions(device.evicted)
-    bench.core.context.executor = device
+    bench.core.executor = device
     first = {bench.add([at] * 12, max_tokens=7, ignore_eos=True): [at] * 12 for at in (1, 2, 3, 4)}
     bench.run()
     more = {bench.add([at] * 12, max_tokens=7, ignore_eos=True): [at] * 12 for at in (5, 6, 8, 9)}
@@ -320,7 +320,7 @@ def test_a_decoder_that_raises_ends_its_own_request() -> None:
 def test_erasing_pages_that_fails_is_a_repair() -> None:
     """A failed erasure after a failed step rebuilds the engine, and all requests are answered."""
     bench = Bench(fail_at={1})
-    bench.core.context.executor = Raising(bench.device, RuntimeError("gone"), erasures=1)
+    bench.core.executor = Raising(bench.device, RuntimeError("gone"), erasures=1)
     prompts = served(bench)
 
     assert bench.core.recovery.counts.rebuilds == 1
@@ -419,7 +419,7 @@ class Cramped:
 def test_a_step_that_is_too_large_is_tried_in_halves(limit: int) -> None:
     """A step that runs out of memory is retried in halves, and no request fails."""
     bench = Bench(max_batch_tokens=64)
-    bench.core.context.executor = device = Cramped(bench.device, limit)
+    bench.core.executor = device = Cramped(bench.device, limit)
     prompts = served(bench, 6, steps=0)
 
     assert_answered(bench, prompts)
@@ -434,7 +434,7 @@ def test_a_step_that_is_too_large_is_tried_in_halves(limit: int) -> None:
 def test_steps_grow_again_when_memory_is_back() -> None:
     """The token limit returns to `max_batch_tokens` after memory is available again."""
     bench = Bench(max_batch_tokens=64)
-    bench.core.context.executor = device = Cramped(bench.device, 4, times=4)
+    bench.core.executor = device = Cramped(bench.device, 4, times=4)
     bench.add([3] * 1500, max_tokens=2, ignore_eos=True)
 
     bench.run()
@@ -448,7 +448,7 @@ def test_steps_grow_again_when_memory_is_back() -> None:
 def test_a_request_that_does_not_fit_alone_is_told_what_to_do() -> None:
     """A request that fails at 1 token per step gets an error that names the options to lower."""
     bench = Bench()
-    bench.core.context.executor = Cramped(bench.device, 0)
+    bench.core.executor = Cramped(bench.device, 0)
     key = bench.add([1, 2, 3, 4], max_tokens=3)
 
     output = bench.run()[key]

@@ -36,7 +36,7 @@ def test_memory_that_stays_short_delays_and_does_not_stop(
 ) -> None:
     """A prompt of 200 tokens is answered although every step of more than 4 tokens fails."""
     bench = Bench(**{"pool_tokens": 4096, "page_size": 4, "max_batch_tokens": 8, **options})
-    bench.core.context.executor = Cramped(bench.device, 4, times=10**9)
+    bench.core.executor = Cramped(bench.device, 4, times=10**9)
     prompt = [3] * 200
     key = bench.add(prompt, max_tokens=2, ignore_eos=True, prompt_logprobs=logprobs)
     for _ in range(400):
@@ -54,7 +54,7 @@ def test_steps_grow_again_as_fast_as_before_once_all_was_well_for_long() -> None
     def grown(max_tokens: int) -> int:
         """Fail one step, then count the good steps until the step limit is 8 tokens again."""
         bench.run()
-        bench.core.context.executor = Cramped(bench.device, 4, times=1)
+        bench.core.executor = Cramped(bench.device, 4, times=1)
         bench.add([len(bench.outputs)] * 9, max_tokens=max_tokens, ignore_eos=True)
         bench.step()
         assert scheduler.max_batch_tokens == 4
@@ -86,7 +86,7 @@ def test_who_poisons_steps_fails_alone_even_when_they_cannot_be_put_back(erasure
     """Only the request that fails steps fails, also if a failed step cannot be rolled back."""
     bench = Bench()
     device = Poisoned(bench.device, RuntimeError("gone"), erasures=erasures)
-    bench.core.context.executor = device
+    bench.core.executor = device
     prompts = served(bench, steps=0)
     device.bad = bench.add([9] * 5, max_tokens=3)
     assert_answered(bench, prompts)
@@ -196,7 +196,7 @@ def test_damage_may_strike_a_request_more_than_once(times: int) -> None:
     """A request that reads damaged K/V repeatedly computes it anew and gives the right answer."""
     bench = Bench(4096, 4)
     device = _Damaged(bench.device)
-    bench.core.context.executor = device
+    bench.core.executor = device
     bench.add([1] * 30, max_tokens=1, ignore_eos=True)
     bench.run()
     prompt = [1] * 30 + [2]
@@ -206,7 +206,7 @@ def test_damage_may_strike_a_request_more_than_once(times: int) -> None:
             bench.step()
         row = bench.core.scheduler.running[0].sequence.row
         assert row is not None
-        device.pages.add(bench.core.context.table.pages(row)[1])
+        device.pages.add(bench.core.table.pages(row)[1])
     bench.run()
     assert list(bench.outputs[key].token_ids) == expected(prompt, 40, ends=())
     assert bench.core.recovery.counts.failed_requests == times

@@ -56,7 +56,7 @@ class Aging:
 
 def aging(bench: Bench) -> Aging:
     device = Aging(bench.device)
-    bench.core.context.executor = device
+    bench.core.executor = device
     return device
 
 

@@ -161,7 +161,7 @@ def test_ab9_a_guess_that_crosses_pages_has_all_of_them(page_size: int, num_draf
             sequence = bench.core.scheduler.running[0].sequence
             assert sequence.num_computed == start + 1 + right
             assert sequence.row is not None
-            held = bench.core.context.table.num_pages(sequence.row)
+            held = bench.core.table.num_pages(sequence.row)
             assert held >= -(-sequence.num_computed // page_size)
             assert held == -(-(start + 1 + num_draft) // page_size)
             assert list(bench.outputs.values()) == []

@@ -59,7 +59,7 @@ def test_an_engine_that_hangs_in_its_device_is_seen_from_another_thread() -> Non
             assert leave.wait(60)
             return execute(plan)  # type: ignore[arg-type]
 
-    bench.core.context.executor = Hanging()  # type: ignore[assignment]
+    bench.core.executor = Hanging()  # type: ignore[assignment]
     key = bench.add([1, 2, 3], max_tokens=1)
     thread = threading.Thread(target=bench.step)
     thread.start()

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 
+from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
 from ramify.engine.context import EngineContext, EngineStats
@@ -38,6 +39,7 @@ from ramify.errors import (
     OutOfPagesError,
     UnknownRequestError,
 )
+from ramify.kv.block_table import PagedBlockTable
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
 
@@ -107,9 +109,28 @@ class EngineCore:
         return self.context.cache
 
     @property
+    def table(self) -> PagedBlockTable:
+        """Block table of the running requests; a rebuild replaces it."""
+        return self.context.table
+
+    @property
+    def planner(self) -> RadixAttentionPlanner:
+        """The planner; a rebuild replaces it."""
+        return self.context.planner
+
+    @property
     def scheduler(self) -> Scheduler:
         """The scheduler; a rebuild replaces it."""
         return self.context.scheduler
+
+    @property
+    def executor(self) -> Executor:
+        """Runs the forward passes; may be replaced between two steps."""
+        return self.context.executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self.context.executor = executor
 
     @property
     def num_steps(self) -> int:
@@ -291,7 +312,7 @@ class EngineCore:
             return
         scheduled, plan = planned
         try:
-            result = self.context.executor.execute(plan)
+            result = self.executor.execute(plan)
         except BaseException as error:  # noqa: BLE001 - re-raises KeyboardInterrupt, SystemExit
             self.recovery.step_failed(scheduled, error)
             return
@@ -326,7 +347,7 @@ class EngineCore:
                 num_sampled = len(result.sampled[request.id].token_ids)
                 num_tokens -= len(request.draft) + 1 - num_sampled  # rejected drafts
             num_committed.append(num_tokens)
-        self.context.planner.commit([request.sequence for request in computed], num_committed)
+        self.planner.commit([request.sequence for request in computed], num_committed)
         self.context.num_steps += 1
         self.context.num_computed_tokens += scheduled.batch.num_tokens
         for request, start in zip(computed, starts, strict=True):
@@ -384,16 +405,16 @@ class EngineCore:
         child.max_computed = parent.max_computed
         child.cache_counts = parent.cache_counts
         try:
-            twin, pairs = self.context.planner.fork(parent.sequence)
+            twin, pairs = self.planner.fork(parent.sequence)
         except CacheError:  # no row or page; the scheduler admits it later, with a cached prompt
             self.scheduler.add(child)
             return
         try:
             if pairs:
-                self.context.executor.copy_pages(pairs)
+                self.executor.copy_pages(pairs)
         except Exception as error:  # noqa: BLE001 - out of memory, say; queueing needs no copy
             logger.warning("pages of request %d were not copied: %s", parent.id, error)
-            self.context.planner.release([twin])
+            self.planner.release([twin])
             self.scheduler.add(child)
             return
         child.sequence = twin

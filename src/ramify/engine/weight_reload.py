@@ -31,7 +31,7 @@ def swap_weights(core: EngineCore, swap: Callable[[], bytes]) -> int:
             core.cache.unpin(pin)
     live = [request for request in core.live if not request.is_finished]
     waiting, running = list(scheduler.waiting), list(scheduler.running)
-    core.context.planner.release([request.sequence for request in running])
+    core.planner.release([request.sequence for request in running])
     for request in waiting:
         scheduler.waiting.remove(request)
     for request in live:  # includes children in no queue, whose parent computes the prompt
