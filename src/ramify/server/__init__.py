@@ -7,7 +7,7 @@ events and cache usage) → `*_response` (JSON or server-sent events). Read in t
 
 - `context`: `RequestContext`, which every endpoint gets.
 - `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`: shared by both APIs.
-- `tenants`, `errors`: keys and quotas; error responses.
-- `http`: wire format and uvicorn. `operations`: cache administration, metrics, health, logs.
+- `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
+- `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.http.wire import decode_body, json_response, read_body
-from ramify.server.operations.health import Readiness
+from ramify.server.health import Readiness
+from ramify.server.http.wire import decode_body, json_response, read_body, sse_response
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
@@ -85,6 +85,13 @@ class RequestContext:
         """A JSON response with this request's headers, and `X-Cache` if it ran generations."""
         headers = self.headers | (cache_header(self.generations) if self.generations else {})
         return json_response(payload, headers=headers)
+
+    def stream(
+        self, events: AsyncGenerator[bytes], *, on_error: Callable[[ApiError], bytes]
+    ) -> Response:
+        """A response of server-sent events, with the headers of `json`; see `sse_response`."""
+        headers = self.headers | cache_header(self.generations)
+        return sse_response(events, on_error=on_error, headers=headers)
 
     async def close(self) -> None:
         """Abort the generations that are still live."""

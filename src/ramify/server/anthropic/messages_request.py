@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -27,7 +27,6 @@ from ramify.server.prompt_renderer import (
     BREAKPOINT_TTL_S,
     MAX_BREAKPOINTS,
     PromptPart,
-    RenderedPrompt,
     text_variants,
     tool_parts,
 )
@@ -48,7 +47,7 @@ def messages_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    prompt, history_entry = render_messages(request, service, tenant)
+    history_entry = render_messages(request, service, tenant)
     structured = None
     if request.output_config is not None and request.output_config.format is not None:
         structured = StructuredOutput(json_schema=request.output_config.format.schema)
@@ -68,9 +67,8 @@ def messages_to_generation(
         structured=structured,
     )
     return build_chat_generation(
-        prompt,
-        params,
         history_entry,
+        params,
         tools=tools,
         tool_format=service.tool_format,
         forces_call=forces_call,
@@ -81,10 +79,8 @@ def messages_to_generation(
     )
 
 
-def render_messages(
-    request: CountRequest, service: Service, tenant: str = ""
-) -> tuple[RenderedPrompt, HistoryEntry]:
-    """Render the prompt of a request; returns the entry for the request history as well.
+def render_messages(request: CountRequest, service: Service, tenant: str = "") -> HistoryEntry:
+    """Render the prompt of a request; returns it as an entry of the request history.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -94,12 +90,12 @@ def render_messages(
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
     _check_num_breakpoints(request)
     system = _system_blocks(request)
-    system_text = "\n".join(block.text or "" for block in system)
+    system_texts = [block.text or "" for _, block in system]
     turns = [
         list(_template_messages(message.role, message.content, f"messages[{index}]"))
         for index, message in enumerate(request.messages)
     ]
-    messages = [{"role": "system", "content": system_text}] if system else []
+    messages = [{"role": "system", "content": "\n".join(system_texts)}] if system else []
     messages += [message for turn in turns for message in turn]
     if not messages:
         raise ApiError(400, "there is nothing to answer in them", param="messages")
@@ -108,8 +104,10 @@ def render_messages(
         PromptPart(part.path, part.texts, *_breakpoint(tool.cache_control))
         for part, tool in zip(tool_parts(tools), request.tools or (), strict=False)
     ]
-    if system:
-        parts += _system_parts(request.system, system)
+    parts += [
+        PromptPart(path, text_variants(block.text or ""), *_breakpoint(block.cache_control))
+        for path, block in system
+    ]
     for index, message in enumerate(request.messages):
         parts += _message_parts(message.content, f"messages[{index}].content")
     prompt = service.prompt_renderer.chat(
@@ -121,19 +119,18 @@ def render_messages(
     )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
         prompt = prompt.with_breakpoint("messages", BREAKPOINT_TTL_S[request.cache_control.ttl])
-    history_entry = HistoryEntry(
+    return HistoryEntry(
         model=model,
         options={
             "tool_choice": canonical_json(msgspec.to_builtins(request.tool_choice)),
             "thinking": canonical_json(msgspec.to_builtins(request.thinking)),
         },
         tools=tuple(canonical_json(tool) for tool in tools),
-        system=canonical_json([block.text for block in system]),
+        system=canonical_json(system_texts),
         messages=tuple(canonical_json(turn) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
     )
-    return prompt, history_entry
 
 
 def _check_num_breakpoints(request: CountRequest) -> None:
@@ -155,30 +152,16 @@ def _blocks(content: str | list[Block] | None) -> list[Block]:
     return [Block("text", text=content)] if isinstance(content, str) else content
 
 
-def _system_blocks(request: CountRequest) -> list[Block]:
-    """The blocks of the system prompt, without the volatile line of some agents."""
+def _system_blocks(request: CountRequest) -> list[tuple[str, Block]]:
+    """Paths and blocks of the system prompt, without the volatile line of some agents."""
     blocks = []
     for index, block in enumerate(_blocks(request.system)):
+        path = "system" if isinstance(request.system, str) else f"system[{index}]"
         if block.type != "text" or block.text is None:
-            raise ApiError(400, "the system prompt is text", param=f"system[{index}].type")
+            raise ApiError(400, "the system prompt is text", param=f"{path}.type")
         if not block.text.startswith(VOLATILE_SYSTEM):
-            blocks.append(block)
+            blocks.append((path, block))
     return blocks
-
-
-def _system_parts(system: str | list[Block] | None, shown: Sequence[Block]) -> list[PromptPart]:
-    """The parts of the blocks in `shown`, with their indices in `system`."""
-    if isinstance(system, str):
-        return [PromptPart("system", text_variants(system))]
-    indices = {id(block): index for index, block in enumerate(system or ())}
-    return [
-        PromptPart(
-            f"system[{indices[id(block)]}]",
-            text_variants(block.text or ""),
-            *_breakpoint(block.cache_control),
-        )
-        for block in shown
-    ]
 
 
 def _breakpoint(control: CacheControl | None) -> tuple[float | None, bool]:

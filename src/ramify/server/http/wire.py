@@ -11,7 +11,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -161,22 +162,23 @@ def error_response(
 
 
 def sse_response(
-    events: AsyncIterator[bytes],
+    events: AsyncGenerator[bytes],
     *,
-    on_error: Callable[[BaseException], bytes],
+    on_error: Callable[[ApiError], bytes],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """A streamed response of server-sent events; `KeepAliveResponse` adds pings and clean-up.
 
     Args:
         events: whole events, as `sse_event` makes them.
-        on_error: encodes the ApiError with which a stream breaks off.
+        on_error: encodes the error with which a stream breaks off.
     """
 
     async def body() -> AsyncIterator[bytes]:
         try:
-            async for event in events:
-                yield event
+            async with aclosing(events):
+                async for event in events:
+                    yield event
         except (asyncio.CancelledError, GeneratorExit, ClientDisconnect):
             raise
         except BaseException as error:
@@ -184,10 +186,6 @@ def sse_response(
             if api_error.status >= 500 and api_error.code is None:
                 logger.error("a stream failed", exc_info=error)
             yield on_error(api_error)
-        finally:
-            close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
-            if close is not None:
-                await close()
 
     return StreamingResponse(
         body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **(headers or {})}

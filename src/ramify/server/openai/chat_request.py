@@ -101,9 +101,8 @@ def chat_to_generation(
         max_shared=max_shared_tokens(prompt, request),
     )
     return build_chat_generation(
-        prompt,
-        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
         history_entry,
+        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
         tools=tools,
         tool_format=service.tool_format,
         forces_call=forces_call,

@@ -10,7 +10,12 @@ from ramify.outputs import TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import CacheUsage, Generation, GenerationRequest
 from ramify.server.http.wire import convert_value
-from ramify.server.openai.chat_response import FINISH_REASONS, MIN_LOGPROB, usage_json
+from ramify.server.openai.chat_response import (
+    FINISH_REASONS,
+    MIN_LOGPROB,
+    response_header,
+    usage_json,
+)
 from ramify.server.openai.options import (
     compared_options,
     limit_breakpoints,
@@ -78,9 +83,8 @@ def completion_to_generations(
         )
         generation_requests.append(
             GenerationRequest(
-                prompt=prompt,
-                params=params,
                 history_entry=entry,
+                params=params,
                 salt=request.cache_salt or "",
                 priority=request.priority,
                 is_prewarm=request.is_prewarm,
@@ -140,20 +144,13 @@ class CompletionResponseBuilder:
         self, service: Service, request: CompletionRequest, generations: Sequence[Generation]
     ) -> None:
         self.service, self.request, self.generations = service, request, generations
-        self.id, self.created = generations[0].id, generations[0].created
         self.is_prewarm = generations[0].request.is_prewarm
         self.num_tokens = 0
         self._text_offsets: dict[int, int] = {}  # choice -> characters that have a `text_offset`
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.generations[0].request.history_entry.model,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": [] if self.is_prewarm else choices,
-        }
+        header = response_header(self.generations[0], "text_completion", self.service)
+        return header | {"choices": [] if self.is_prewarm else choices}
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(generation.request.prompt.ids) for generation in self.generations)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
-from ramify.server.context import RequestContext, cache_header
+from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import DONE, sse_event, sse_response
+from ramify.server.http.wire import DONE, sse_event
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.completions import (
@@ -23,9 +23,14 @@ from ramify.server.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    Sampling,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_request import StoredResponse, response_to_generation
+from ramify.server.openai.responses_request import (
+    previous_response,
+    response_to_generation,
+    stored_response,
+)
 from ramify.server.openai.responses_response import ResponsesResponseBuilder
 from ramify.server.service import Service
 
@@ -38,9 +43,7 @@ async def chat_completions(context: RequestContext) -> Response:
     )
     generation = await context.start(generation_request, prefix="chatcmpl-")
     builder = ChatResponseBuilder(context.service, request, generation)
-    if request.stream:
-        return _stream(context, builder.chunks())
-    return context.json(await context.until_done_or_disconnect(builder.body()))
+    return await _respond(context, request, builder)
 
 
 async def completions(context: RequestContext) -> Response:
@@ -54,34 +57,30 @@ async def completions(context: RequestContext) -> Response:
     )
     context.generations.extend(generations)
     builder = CompletionResponseBuilder(context.service, request, generations)
-    if request.stream:
-        return _stream(context, builder.chunks())
-    return context.json(await context.until_done_or_disconnect(builder.body()))
+    return await _respond(context, request, builder)
 
 
-def _stream(context: RequestContext, chunks: AsyncIterator[dict[str, Any]]) -> Response:
-    async def events() -> AsyncIterator[bytes]:
-        async for chunk in chunks:
+async def _respond(
+    context: RequestContext,
+    request: Sampling,
+    builder: ChatResponseBuilder | CompletionResponseBuilder,
+) -> Response:
+    if not request.stream:
+        return context.json(await context.until_done_or_disconnect(builder.body()))
+
+    async def events() -> AsyncGenerator[bytes]:
+        async for chunk in builder.chunks():
             yield sse_event(chunk)
         yield DONE
 
-    def on_error(error: BaseException) -> bytes:
-        assert isinstance(error, ApiError)
-        return sse_event(error.openai()) + DONE
-
-    headers = context.headers | cache_header(context.generations)
-    return sse_response(events(), on_error=on_error, headers=headers)
+    return context.stream(events(), on_error=lambda error: sse_event(error.openai()) + DONE)
 
 
 async def responses(context: RequestContext) -> Response:
     """POST /v1/responses; stores the response unless the request says `store: false`."""
     request = await context.body(ResponsesRequest)
     service, tenant = context.service, context.caller.tenant
-    previous = None
-    if request.previous_response_id is not None:
-        previous = stored_response(
-            service, tenant, request.previous_response_id, "previous_response_id"
-        )
+    previous = previous_response(request, service, tenant)
     chat, generation_request = await context.in_prompt_thread(
         response_to_generation, request, previous, service, tenant
     )
@@ -99,38 +98,17 @@ async def responses(context: RequestContext) -> Response:
         store(body)
         return context.json(body)
 
-    async def events() -> AsyncIterator[bytes]:
+    async def events() -> AsyncGenerator[bytes]:
         async for event in builder.events():
             if "response" in event and event["response"]["usage"] is not None:
                 store(event["response"])
             yield sse_event(event, event["type"])
 
-    def on_error(error: BaseException) -> bytes:
-        assert isinstance(error, ApiError)
-        payload = error.openai()["error"]
-        return sse_event({"type": "error", "sequence_number": 0} | payload, "error")
+    def on_error(error: ApiError) -> bytes:
+        payload = {"type": "error", "sequence_number": 0} | error.openai()["error"]
+        return sse_event(payload, "error")
 
-    headers = context.headers | cache_header(context.generations)
-    return sse_response(events(), on_error=on_error, headers=headers)
-
-
-def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
-    """Look up a stored response of this tenant.
-
-    Args:
-        param: the request's field, named in the error.
-
-    Raises:
-        ApiError: 404, it has expired or was never stored.
-    """
-    entry = service.history.get(tenant, name)
-    if entry is None or not isinstance(entry.response, StoredResponse):
-        raise ApiError(
-            404,
-            f"there is no response {name[:100]!r}; it has expired or was never stored",
-            param=param,
-        )
-    return entry.response
+    return context.stream(events(), on_error=on_error)
 
 
 async def get_response(context: RequestContext) -> Response:

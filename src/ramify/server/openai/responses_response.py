@@ -14,8 +14,8 @@ import msgspec
 from ramify.errors import RamifyError
 from ramify.outputs import FinishReason
 from ramify.server.errors import as_api_error
-from ramify.server.generation import Generation
-from ramify.server.openai.chat_response import ChatResponseBuilder, ChoiceState
+from ramify.server.generation import TRUNCATED, Answer, Generation
+from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
@@ -55,7 +55,7 @@ class ResponsesResponseBuilder:
         self._is_open = False  # in a stream: the last item is a message that still grows
 
     @property
-    def _choice(self) -> ChoiceState:
+    def _choice(self) -> Answer:
         return self.inner.choices[0]
 
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class ResponsesResponseBuilder:
 
     def _end(self) -> dict[str, Any]:
         """The whole response, after the last event."""
-        is_truncated = self._choice.finish == "length"
+        is_truncated = self._choice.finish_reason in TRUNCATED
         is_prewarm = self.generation.request.is_prewarm
         if not is_prewarm and not self._items:
             self._message()

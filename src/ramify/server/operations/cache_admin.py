@@ -20,7 +20,6 @@ from ramify.server.errors import ApiError
 from ramify.server.http.wire import convert_value, decode_body, json_response, read_body
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
-from ramify.server.openai.endpoints import stored_response
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
     ChatRequest,
@@ -28,7 +27,7 @@ from ramify.server.openai.protocol import (
     Name,
     ResponsesRequest,
 )
-from ramify.server.openai.responses_request import response_to_generation
+from ramify.server.openai.responses_request import previous_response, response_to_generation
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
@@ -50,7 +49,7 @@ class PinRequest(Struct, kw_only=True):
 
 async def stats(context: RequestContext) -> Response:
     """GET /v1/cache."""
-    stats = await context.service.cache.stats()
+    stats = await context.service.engine.cache.stats()
     payload = {
         name: value
         for name, value in asdict(stats).items()
@@ -69,7 +68,7 @@ async def tree(context: RequestContext) -> Response:
     limit = _int_parameter(context.request, "max_nodes", 200)
     if not 1 <= limit <= MAX_NODES:
         raise ApiError(400, f"it must be in 1..{MAX_NODES}", param="max_nodes")
-    dump = await context.service.cache.tree(limit)
+    dump = await context.service.engine.cache.tree(limit)
     return json_response(
         {"num_nodes": dump.num_nodes, "nodes": [asdict(node) for node in dump.nodes]}
     )
@@ -92,7 +91,7 @@ async def clear(context: RequestContext) -> Response:
     # An unset shell variable gives an empty prefix; that must not clear everything.
     if query.get("prefix") == "":
         raise ApiError(400, "it is empty; leave it out to clear everything", param="prefix")
-    cleared = await context.service.cache.clear(
+    cleared = await context.service.engine.cache.clear(
         prefix=query.get("prefix"),
         tenant=query.get("tenant"),
         salt=query.get("salt"),
@@ -103,7 +102,7 @@ async def clear(context: RequestContext) -> Response:
 
 async def reset(context: RequestContext) -> Response:
     """POST /reset_prefix_cache, the path that benchmarks of vLLM and SGLang call."""
-    await context.service.cache.clear()
+    await context.service.engine.cache.clear()
     return json_response({"status": "ok"})
 
 
@@ -133,7 +132,7 @@ async def pin(context: RequestContext) -> Response:
     if len(given) != 1:
         raise ApiError(400, "one of prompt, messages and token_ids is needed", param="prompt")
     try:
-        pin = await context.service.cache.pin(
+        pin = await context.service.engine.cache.pin(
             given[0],
             owner=request.tenant or "operator",
             ttl_s=request.ttl_s,
@@ -151,7 +150,7 @@ async def unpin(context: RequestContext) -> Response:
     if not name.isascii() or not name.isdigit() or len(name) > 18:
         raise ApiError(404, f"there is no pin {name[:100]!r}")
     try:
-        await context.service.cache.unpin(int(name))
+        await context.service.engine.cache.unpin(int(name))
     except PinError as error:
         raise ApiError(404, str(error)) from error
     return json_response({"id": int(name), "deleted": True})
@@ -190,18 +189,14 @@ def parse_any_request(
         return generation.prompt, generation.salt
     if "input" in fields:
         request = decode_body(body, ResponsesRequest)
-        previous = None
-        if request.previous_response_id is not None:
-            previous = stored_response(
-                service, tenant, request.previous_response_id, "previous_response_id"
-            )
+        previous = previous_response(request, service, tenant)
         _, generation = response_to_generation(request, previous, service, tenant)
         return generation.prompt, generation.salt
     if is_anthropic or "system" in fields:
         filled = {"model": service.model} | fields
-        prompt, _ = render_messages(convert_value(filled, CountRequest), service, tenant)
+        entry = render_messages(convert_value(filled, CountRequest), service, tenant)
         salt = fields.get("cache_salt")
-        return prompt, salt if isinstance(salt, str) else ""
+        return entry.prompt, salt if isinstance(salt, str) else ""
     generation = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
     return generation.prompt, generation.salt
 
