@@ -101,11 +101,11 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
         raise ApiError(400, "there is nothing to answer in them", param="messages")
     tools = _template_tools(request)
     parts = [
-        PromptPart(part.path, part.texts, *_breakpoint(tool.cache_control))
+        PromptPart(part.path, part.texts, _ttl_s(tool.cache_control))
         for part, tool in zip(tool_parts(tools), request.tools or (), strict=False)
     ]
     parts += [
-        PromptPart(path, text_variants(block.text or ""), *_breakpoint(block.cache_control))
+        PromptPart(path, text_variants(block.text or ""), _ttl_s(block.cache_control))
         for path, block in system
     ]
     for index, message in enumerate(request.messages):
@@ -118,7 +118,7 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
         tenant=tenant,
     )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
-        prompt = prompt.with_breakpoint("messages", BREAKPOINT_TTL_S[request.cache_control.ttl])
+        prompt = prompt.with_breakpoint(BREAKPOINT_TTL_S[request.cache_control.ttl])
     return HistoryEntry(
         model=model,
         options={
@@ -164,9 +164,9 @@ def _system_blocks(request: CountRequest) -> list[tuple[str, Block]]:
     return blocks
 
 
-def _breakpoint(control: CacheControl | None) -> tuple[float | None, bool]:
-    """`ttl_s` and `is_breakpoint` of a part."""
-    return (None, False) if control is None else (BREAKPOINT_TTL_S[control.ttl], True)
+def _ttl_s(control: CacheControl | None) -> float | None:
+    """`ttl_s` of a part."""
+    return None if control is None else BREAKPOINT_TTL_S[control.ttl]
 
 
 def _template_tools(request: CountRequest) -> list[dict[str, Any]]:
@@ -265,5 +265,5 @@ def _message_parts(content: str | list[Block], path: str) -> list[PromptPart]:
             variants = text_variants(block.thinking or "")
         else:
             variants = text_variants(block.text or "")
-        parts.append(PromptPart(f"{path}[{index}]", variants, *_breakpoint(block.cache_control)))
+        parts.append(PromptPart(f"{path}[{index}]", variants, _ttl_s(block.cache_control)))
     return parts

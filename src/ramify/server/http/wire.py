@@ -47,31 +47,30 @@ def encode_json(value: object) -> bytes:
     return _ENCODER.encode(value)
 
 
-async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Read the body of a request.
 
     Raises:
-        ApiError: 413 larger than `limit` bytes, 415 compressed, 408 not complete in time.
+        ApiError: 413 larger than `MAX_BODY_BYTES`, 415 compressed, 408 not complete in time.
     """
+    too_large = ApiError(
+        413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less, or token ids"
+    )
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not supported; send plain JSON")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise _too_large(limit)
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > limit:
-                    raise _too_large(limit)
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
     return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes; send less, or token ids")
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -145,27 +144,25 @@ def json_response(
 
 
 def error_response(
-    error: BaseException, *, anthropic: bool = False, headers: Mapping[str, str] | None = None
+    error: BaseException, *, anthropic: bool, headers: Mapping[str, str]
 ) -> Response:
     """The response for an exception, in the form of an API.
 
     An unexpected exception is logged with its traceback; the client gets a 500 without details.
     """
     api_error = as_api_error(error)
-    x_request_id = (headers or {}).get("x-request-id")
+    x_request_id = headers["x-request-id"]
     if api_error.status >= 500 and not isinstance(error, ApiError) and api_error.code is None:
         logger.error("request %s failed", x_request_id, exc_info=error)
     body = api_error.anthropic(x_request_id) if anthropic else api_error.openai()
-    return json_response(
-        body, status=api_error.status, headers={**(headers or {}), **api_error.headers}
-    )
+    return json_response(body, status=api_error.status, headers={**headers, **api_error.headers})
 
 
 def sse_response(
     events: AsyncGenerator[bytes],
     *,
     on_error: Callable[[ApiError], bytes],
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str],
 ) -> Response:
     """A streamed response of server-sent events; `KeepAliveResponse` adds pings and clean-up.
 
@@ -187,9 +184,7 @@ def sse_response(
                 logger.error("a stream failed", exc_info=error)
             yield on_error(api_error)
 
-    return StreamingResponse(
-        body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **(headers or {})}
-    )
+    return StreamingResponse(body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **headers})
 
 
 class KeepAliveResponse:

@@ -180,7 +180,7 @@ def content_path(message: str) -> str:
 
 
 def message_parts(
-    messages: Sequence[ChatMessage], names: Sequence[str], ttl_s: float | None
+    messages: Sequence[ChatMessage], names: Sequence[str], ttl_s: float
 ) -> list[PromptPart]:
     """The parts to locate in the rendered text: one for each message, or each of its blocks.
 
@@ -193,11 +193,8 @@ def message_parts(
         if isinstance(message.content, list):
             for index, block in enumerate(message.content):
                 point, path = block.prompt_cache_breakpoint, f"{where}[{index}]"
-                own_ttl_s = (
-                    None if point is None or point.ttl is None else BREAKPOINT_TTL_S[point.ttl]
-                )
-                variants = text_variants(_part_text(block, path))
-                parts.append(PromptPart(path, variants, own_ttl_s or ttl_s, point is not None))
+                own_ttl_s = None if point is None else BREAKPOINT_TTL_S.get(point.ttl or "", ttl_s)
+                parts.append(PromptPart(path, text_variants(_part_text(block, path)), own_ttl_s))
         elif message.content:
             parts.append(PromptPart(where, text_variants(message.content)))
         parts += [

@@ -106,7 +106,7 @@ def limit_breakpoints(prompt: RenderedPrompt, request: Sampling) -> RenderedProm
     prompt = replace(prompt, breakpoints=prompt.breakpoints[-(MAX_BREAKPOINTS - 1) :])
     if options.ttl is None and not options.prewarm and request.prompt_cache_retention != "24h":
         return prompt
-    return prompt.with_breakpoint("prompt", breakpoint_ttl_s(request))
+    return prompt.with_breakpoint(breakpoint_ttl_s(request))
 
 
 def max_shared_tokens(prompt: RenderedPrompt, request: Sampling) -> int | None:
