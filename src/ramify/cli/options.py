@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -51,10 +52,12 @@ def engine_options(
         for field in fields(section):
             if field.name not in names:
                 continue
+            default = defaults.get(field.name, field.default)
             option = typer.Option(
-                help=field.metadata["help"], rich_help_panel=panels.get(section_name)
+                help=_flag_help(field.metadata["help"], default),
+                rich_help_panel=panels.get(section_name),
             )
-            default, kind = defaults.get(field.name, field.default), types[field.name]
+            kind = types[field.name]
             if field.name in CHOICES:
                 kind = _choice_type(field.name, CHOICES[field.name])
                 default = kind(default)
@@ -90,6 +93,16 @@ def engine_options(
         return with_engine_options
 
     return decorate
+
+
+def _flag_help(text: str, default: object) -> str:
+    """The help text of an option for the command line: flags in place of Python's names."""
+    text = re.sub(r" \(set by `llm\.\S+\)", "", text)
+    text = (
+        re.sub(" `None`: .*", "", text) if default is not None else text.replace("`None`", "Unset")
+    )
+    names = "|".join(field.name for section in SECTIONS.values() for field in fields(section))
+    return re.sub(f"`({names})`", lambda match: "--" + match[1].replace("_", "-"), text)
 
 
 def _choice_type(name: str, choices: Sequence[str]) -> Any:
