@@ -317,8 +317,6 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     assert len(first["hash_ids"]) == first["input_length"] // 4
     [entry, _] = (json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines())
     assert TOKENIZER.decode(entry["token_ids"]) == ROME + "Who built it?"
-    for file in (plain, full):
-        file.close()
 
 
 def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +329,6 @@ def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
     file.write("two\n")
 
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    file.close()
     with pytest.raises(ConfigError, match="cannot be written"):
         LineFile(Path("/nowhere/record"))
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
-from ramify.errors import ConfigError
 
 # Headings of the help page, and the flags below them that are no engine options.
 MODEL, CACHE, LOAD, SAFETY, OPERATIONS = "Model", "Cache", "Load", "Safety", "Operations"
@@ -125,7 +124,7 @@ def keys(
     from ramify.server.tenants import ApiKeys, hash_key
 
     key = f"rk-{secrets.token_urlsafe(32)}"
-    try:
+    with exit_on_error(OSError):
         if file.exists():
             ApiKeys.load(file)
             contents = json.loads(file.read_text("utf-8"))
@@ -137,7 +136,4 @@ def keys(
         new.touch(mode=0o600)
         new.write_text(json.dumps(contents, indent=2) + "\n", "utf-8")
         new.replace(file)
-    except (ConfigError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(key)

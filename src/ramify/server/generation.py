@@ -184,9 +184,10 @@ class Generation:
                 raise self.output.error
 
     async def wait(self) -> RequestOutput:
-        """Consume all events; returns the complete output."""
+        """Consume all events; returns the complete output, or raises the error that ended it."""
         async for _ in self:
             pass
+        self.raise_error()
         assert self.output is not None, "the engine ends every request"
         return self.output
 

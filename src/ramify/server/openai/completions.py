@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ramify.outputs import TokenLogprob
+from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import CacheUsage, Generation, GenerationRequest
 from ramify.server.http.wire import convert_value
@@ -69,7 +69,9 @@ def completion_to_generations(
             special = request.add_special_tokens
             ids = encode_text(text_or_ids, service, add_special_tokens=special)
         else:
-            ids = _token_ids(text_or_ids)
+            token_ids = convert_value(text_or_ids, list[int])
+            check_token_ids(token_ids, "prompt")
+            ids = array("i", token_ids)
         prompt = limit_breakpoints(RenderedPrompt(ids, num_stable_tokens=len(ids)), request)
         entry = HistoryEntry(
             model=model,
@@ -104,12 +106,11 @@ def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> arr
     return service.tokenizer.encode(text, add_special_tokens)
 
 
-def _token_ids(ids: Sequence[object]) -> array[int]:
-    token_ids = convert_value(ids, list[int])
+def check_token_ids(token_ids: Sequence[int], param: str) -> None:
+    """Raise ApiError for an id that is no 31-bit number."""
     invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
     if invalid is not None:
-        raise ApiError(400, f"{invalid} is no token id", param="prompt")
-    return array("i", token_ids)
+        raise ApiError(400, f"{invalid} is no token id", param=param)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:
@@ -202,21 +203,19 @@ class CompletionResponseBuilder:
             first_index = number * per_prompt
             if self.is_prewarm:
                 await generation.wait()
-                generation.raise_error()
                 continue
             if self.request.echo and self.request.logprobs is not None:
                 # The prompt's logprobs arrive with the last event and come first in the response.
-                await generation.wait()
-                generation.raise_error()
+                output = await generation.wait()
                 for index in range(per_prompt):
-                    yield first_index + index, self._echoed(generation, index, first_index)
+                    yield first_index + index, self._echoed(output, index, first_index + index)
                 continue
             begun: set[int] = set()
             async for event in generation:
                 index = first_index + event.index
                 text = event.text if shows_answer else ""
                 if self.request.echo and event.index not in begun:
-                    text = self._prompt_text(generation) + text
+                    text = self.service.tokenizer.decode(generation.request.prompt.ids) + text
                 begun.add(event.index)
                 finish = None
                 if event.finish_reason is not None:
@@ -226,26 +225,21 @@ class CompletionResponseBuilder:
                 logprobs = self._logprobs(index, event.logprobs)
                 yield index, {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _echoed(self, generation: Generation, index: int, first_index: int) -> dict[str, Any]:
-        """A prompt with its whole answer, and the logprobs of both."""
-        output = generation.output
-        assert output is not None
-        answer = output.completions[index]
-        text = self._prompt_text(generation)
+    def _echoed(self, output: RequestOutput, number: int, index: int) -> dict[str, Any]:
+        """A prompt with its whole answer of this number, and the logprobs of both."""
+        answer = output.completions[number]
+        text = self.service.tokenizer.decode(output.prompt_token_ids)
         logprobs: list[TokenLogprob | None] = list(output.prompt_logprobs or ())
         if self.request.max_tokens != 0:
             text += answer.text
             logprobs += answer.logprobs or ()
             self.num_tokens += len(answer.token_ids)
-        first_token = int(generation.request.prompt.ids[0])
+        first_token = output.prompt_token_ids[0]
         return {
             "text": text,
-            "logprobs": self._logprobs(first_index + index, logprobs, first_token=first_token),
+            "logprobs": self._logprobs(index, logprobs, first_token=first_token),
             "finish_reason": FINISH_REASONS[answer.finish_reason],
         }
-
-    def _prompt_text(self, generation: Generation) -> str:
-        return self.service.tokenizer.decode(generation.request.prompt.ids)
 
     def _logprobs(
         self, index: int, logprobs: Sequence[TokenLogprob | None], *, first_token: int = 0

@@ -15,6 +15,7 @@ from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.completions import (
     CompletionResponseBuilder,
+    check_token_ids,
     completion_to_generations,
     encode_text,
 )
@@ -186,8 +187,6 @@ async def detokenize(context: RequestContext) -> Response:
     request = await context.body(DetokenizeRequest)
     service = context.service
     service.check_model(request.model)
-    wrong = next((token for token in request.tokens if not 0 <= token < 2**31), None)
-    if wrong is not None:
-        raise ApiError(400, f"{wrong} is no token id", param="tokens")
+    check_token_ids(request.tokens, "tokens")
     text = await context.in_prompt_thread(service.tokenizer.decode, request.tokens, False)
     return context.json({"prompt": text})

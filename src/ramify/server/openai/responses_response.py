@@ -103,13 +103,10 @@ class ResponsesResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         usage = self.inner.usage()
-        details = usage.get("prompt_tokens_details", {})
+        no_details = {"cached_tokens": 0, "cache_write_tokens": 0}
         payload = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": details.get("cached_tokens", 0),
-                "cache_write_tokens": details.get("cache_write_tokens", 0),
-            },
+            "input_tokens_details": usage.get("prompt_tokens_details", no_details),
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
@@ -121,7 +118,7 @@ class ResponsesResponseBuilder:
     def _end(self) -> dict[str, Any]:
         """The whole response, after the last event."""
         is_truncated = self._choice.finish_reason in TRUNCATED
-        is_prewarm = self.generation.request.is_prewarm
+        is_prewarm = self.inner.is_prewarm
         if not is_prewarm and not self._items:
             self._message()
         last = self._items[-1] if is_truncated and self._items else None
@@ -179,7 +176,7 @@ class ResponsesResponseBuilder:
         """Wait for the end; returns the `response`."""
         async for event in self.generation:
             pieces = self._choice.add(event)
-            for piece in () if self.generation.request.is_prewarm else pieces:
+            for piece in () if self.inner.is_prewarm else pieces:
                 if isinstance(piece, ParsedToolCall):
                     self._items.append(piece)
                 else:
@@ -222,10 +219,9 @@ class ResponsesResponseBuilder:
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
-        is_prewarm = self.generation.request.is_prewarm
         async for step in self.generation:
             pieces = self._choice.add(step)
-            for piece in () if is_prewarm else pieces:
+            for piece in () if self.inner.is_prewarm else pieces:
                 for payload in self._piece_events(event, piece):
                     yield payload
         try:
@@ -234,7 +230,7 @@ class ResponsesResponseBuilder:
             failed = {"code": "server_error", "message": as_api_error(error).message}
             yield event("failed", response=self._body("failed", []) | {"error": failed})
             return
-        if not is_prewarm and not self._items:  # the answer is empty
+        if not self.inner.is_prewarm and not self._items:  # the answer is empty
             for payload in self._message_begin_events(event):
                 yield payload
         end = self._end()

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.engine.core import EngineCore
@@ -65,10 +64,12 @@ async def stats(context: RequestContext) -> Response:
 
 async def tree(context: RequestContext) -> Response:
     """GET /v1/cache/tree?max_nodes=."""
-    limit = _int_parameter(context.request, "max_nodes", 200)
-    if not 1 <= limit <= MAX_NODES:
+    text = context.request.query_params.get("max_nodes", "200")
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ApiError(400, f"{text[:50]!r} is no whole number", param="max_nodes")
+    if not 1 <= int(text) <= MAX_NODES:
         raise ApiError(400, f"it must be in 1..{MAX_NODES}", param="max_nodes")
-    dump = await context.service.engine.cache.tree(limit)
+    dump = await context.service.engine.cache.tree(int(text))
     return json_response(
         {"num_nodes": dump.num_nodes, "nodes": [asdict(node) for node in dump.nodes]}
     )
@@ -207,10 +208,3 @@ async def metrics(context: RequestContext) -> Response:
         async with asyncio.timeout(READ_S):
             await context.service.engine.run(context.metrics.engine.read)
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE)
-
-
-def _int_parameter(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise ApiError(400, f"{text[:50]!r} is no whole number", param=name)
-    return int(text)

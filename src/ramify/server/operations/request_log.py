@@ -100,10 +100,6 @@ class LineFile:
                 logger.error("%s: lines are lost: %s", self._path, error)
             self._has_failed = True
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._handle)
-
 
 def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
     """A JSON line about an ended request, for the analyser: lengths and page hashes, no text.
