@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.server.errors import ApiError
-from ramify.server.generation import Generation, GenerationRequest
+from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
 from ramify.server.http.wire import decode_body, json_response, read_body, sse_response
 from ramify.server.operations.metrics import Metrics
@@ -52,11 +52,7 @@ class RequestContext:
         return await loop.run_in_executor(self.prompt_thread, render, *args)
 
     async def start(self, generation_request: GenerationRequest, *, prefix: str) -> Generation:
-        """Start a generation; returns at its first output. It ends with the HTTP request.
-
-        Args:
-            prefix: of the response id, `chatcmpl-` for instance.
-        """
+        """Start a generation as `Service.start` does; it ends with the HTTP request."""
         generation = await self.until_done_or_disconnect(
             self.service.start(generation_request, self.caller, prefix=prefix)
         )
@@ -107,10 +103,10 @@ async def _disconnected(request: Request) -> None:
 
 def cache_header(generations: list[Generation]) -> dict[str, str]:
     """The `X-Cache` header: prompt tokens read from the cache, and the reason for a miss."""
-    usages = [generation.cache for generation in generations if generation.cache is not None]
+    usage = total_usage(generations)
     total = sum(len(generation.request.prompt.ids) for generation in generations)
-    cached = sum(usage.cached for usage in usages)
-    status = "HIT" if cached else "MISS"
-    reason = next((usage.miss.reason for usage in usages if usage.miss is not None), None)
-    value = f"{status}; read={cached}; total={total}"
-    return {"X-Cache": value + (f"; reason={reason}" if reason else "")}
+    cached = 0 if usage is None else usage.cached
+    value = f"{'HIT' if cached else 'MISS'}; read={cached}; total={total}"
+    if usage is not None and usage.miss is not None:
+        value += f"; reason={usage.miss.reason}"
+    return {"X-Cache": value}

@@ -220,6 +220,20 @@ class Generation:
         )
 
 
+def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
+    """Sums over generations, and the first miss; None while the usage of none is known."""
+    usages = [generation.cache for generation in generations if generation.cache is not None]
+    if not usages:
+        return None
+    return CacheUsage(
+        read=sum(usage.read for usage in usages),
+        shared=sum(usage.shared for usage in usages),
+        computed=sum(usage.computed for usage in usages),
+        written=sum(usage.written for usage in usages),
+        miss=next((usage.miss for usage in usages if usage.miss is not None), None),
+    )
+
+
 TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)  # ABORT: the server shut down
 
 

@@ -39,12 +39,7 @@ STREAM_HEADERS = {
 }
 
 T = TypeVar("T")
-_ENCODER = msgspec.json.Encoder()
-
-
-def encode_json(value: object) -> bytes:
-    """Encode a value as JSON."""
-    return _ENCODER.encode(value)
+encode_json = msgspec.json.Encoder().encode
 
 
 async def read_body(request: Request) -> bytes:

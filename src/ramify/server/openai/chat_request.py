@@ -94,7 +94,6 @@ def chat_to_generation(
         model=model,
         options=compared_options(request),
         tools=tuple(canonical_json(tool) for tool in tools),
-        system="",
         messages=tuple(canonical_json(message) for message in messages),
         prompt=prompt,
         paths=tuple(names),

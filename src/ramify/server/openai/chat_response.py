@@ -81,22 +81,17 @@ class ChatResponseBuilder:
         async for event in self.generation:
             self.choices[event.index].add(event)
         self.generation.raise_error()
-        return (
-            response_header(self.generation, "chat.completion", self.service)
-            | {
-                "choices": [
-                    {
-                        "index": index,
-                        "message": self._message(choice),
-                        "logprobs": self.logprobs(choice.logprobs),
-                        "finish_reason": finish_name(choice),
-                    }
-                    for index, choice in enumerate(() if self.is_prewarm else self.choices)
-                ],
-                "usage": self.usage(),
+        header = response_header(self.generation, "chat.completion", self.service)
+        choices = [
+            {
+                "index": index,
+                "message": self._message(choice),
+                "logprobs": self.logprobs(choice.logprobs),
+                "finish_reason": finish_name(choice),
             }
-            | self.diagnostics()
-        )
+            for index, choice in enumerate(() if self.is_prewarm else self.choices)
+        ]
+        return header | {"choices": choices, "usage": self.usage()} | self.diagnostics()
 
     def _message(self, choice: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
-from ramify.server.generation import CacheUsage, Generation, GenerationRequest
+from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.http.wire import convert_value
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
@@ -76,8 +76,6 @@ def completion_to_generations(
         entry = HistoryEntry(
             model=model,
             options=compared_options(request),
-            tools=(),
-            system="",
             messages=(canonical_json(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),
@@ -155,19 +153,7 @@ class CompletionResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(generation.request.prompt.ids) for generation in self.generations)
-        usages = [
-            generation.cache for generation in self.generations if generation.cache is not None
-        ]
-        if not usages:
-            return usage_json(None, num_prompt, self.num_tokens)
-        total = CacheUsage(
-            read=sum(usage.read for usage in usages),
-            shared=sum(usage.shared for usage in usages),
-            computed=sum(usage.computed for usage in usages),
-            written=sum(usage.written for usage in usages),
-            miss=next((usage.miss for usage in usages if usage.miss is not None), None),
-        )
-        return usage_json(total, num_prompt, self.num_tokens)
+        return usage_json(total_usage(self.generations), num_prompt, self.num_tokens)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield `text_completion` chunks, prompt after prompt."""
