@@ -111,11 +111,11 @@ def _choice_type(name: str, choices: Sequence[str]) -> Any:
 
 
 @contextmanager
-def exit_on_error(*others: type[Exception]) -> Iterator[None]:
-    """Turn a RamifyError, or an error of `others`, into a line on stderr and exit code 2."""
+def exit_on_error(errors: tuple[type[Exception], ...] = (RamifyError,)) -> Iterator[None]:
+    """Turn an error of these types into a line on stderr and exit code 2."""
     try:
         yield
-    except (RamifyError, *others) as error:
+    except errors as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 

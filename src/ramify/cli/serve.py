@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
+from ramify.errors import ConfigError
 
 # Headings of the help page, and the flags below them that are no engine options.
 MODEL, CACHE, LOAD, SAFETY, OPERATIONS = "Model", "Cache", "Load", "Safety", "Operations"
@@ -124,7 +125,7 @@ def keys(
     from ramify.server.tenants import ApiKeys, hash_key
 
     key = f"rk-{secrets.token_urlsafe(32)}"
-    with exit_on_error(OSError):
+    with exit_on_error((ConfigError, OSError)):
         if file.exists():
             ApiKeys.load(file)
             contents = json.loads(file.read_text("utf-8"))
