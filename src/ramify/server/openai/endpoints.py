@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.responses import Response
@@ -88,21 +87,11 @@ async def responses(context: RequestContext) -> Response:
     generation = await context.start(generation_request, prefix="resp_")
     builder = ResponsesResponseBuilder(service, request, chat, generation)
 
-    def store(body: Mapping[str, Any]) -> None:
-        stored = builder.stored_response(body)
-        if stored is not None:
-            entry = replace(generation_request.history_entry, response=stored)
-            service.history.put(tenant, generation.id, entry)
-
     if not request.stream:
-        body = await context.until_done_or_disconnect(builder.body())
-        store(body)
-        return context.json(body)
+        return context.json(await context.until_done_or_disconnect(builder.body()))
 
     async def events() -> AsyncGenerator[bytes]:
         async for event in builder.events():
-            if "response" in event and event["response"]["usage"] is not None:
-                store(event["response"])
             yield sse_event(event, event["type"])
 
     def on_error(error: ApiError) -> bytes:

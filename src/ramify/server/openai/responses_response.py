@@ -1,4 +1,4 @@
-"""Responses API: the whole response, and the numbered events of a stream."""
+"""Responses API: the whole response, and the numbered events of a stream; both are stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -182,13 +182,15 @@ class ResponsesResponseBuilder:
                 else:
                     self._message().text += piece
         self.generation.raise_error()
-        return self._end()
+        end = self._end()
+        self._store(end)
+        return end
 
-    def stored_response(self, body: Mapping[str, Any]) -> StoredResponse | None:
-        """The ended response, for a next request to continue; None if `store` is false."""
+    def _store(self, body: Mapping[str, Any]) -> None:
+        """Store the ended response, for a next request to continue, unless `store` is false."""
         output = self.generation.output
         if output is None or self.request.store is False:
-            return None
+            return
         choice, ids = self._choice, list(output.completions[0].token_ids)
         calls = [
             ToolCall(FunctionCall(call.name, call.arguments), call.id) for call in choice.calls
@@ -199,13 +201,16 @@ class ResponsesResponseBuilder:
             messages[0] = msgspec.structs.replace(messages[0], name=INSTRUCTIONS)
         if isinstance(output.completions[0].stop_reason, int):
             ids = ids[:-1]  # the template writes the stop token
-        prompt = self.generation.request.prompt
+        entry = self.generation.request.history_entry
+        prompt = entry.prompt
         text = output.completions[0].text
         known = [KnownPrefix(prompt.text, prompt.ids)]
         # They differ if a stop string was cut off.
         if self.service.tokenizer.decode(ids) == text:
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
-        return StoredResponse((*messages, answer), tuple(known), body)
+        stored = StoredResponse((*messages, answer), tuple(known), body)
+        tenant = self.generation.caller.tenant
+        self.service.history.put(tenant, self.generation.id, replace(entry, response=stored))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the data of server-sent events, numbered by `sequence_number`."""
@@ -238,6 +243,7 @@ class ResponsesResponseBuilder:
             status = "incomplete" if end["status"] == "incomplete" else "completed"
             for payload in self._message_end_events(event, status):
                 yield payload
+        self._store(end)
         yield event(end["status"], response=end)
 
     def _where(self, message: OutputMessage) -> dict[str, Any]:
