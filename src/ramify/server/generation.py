@@ -44,39 +44,28 @@ class GenerationRequest:
         return self.history_entry.prompt
 
 
-def build_chat_generation(
-    history_entry: HistoryEntry,
-    params: SamplingParams,
-    *,
+def with_tool_calls(
+    request: GenerationRequest,
     tools: Sequence[Mapping[str, Any]],
-    tool_format: ToolCallFormat,
-    forces_call: bool,
-    single_call: bool,
-    salt: str,
-    priority: int,
-    is_prewarm: bool,
+    call_format: ToolCallFormat,
+    *,
+    forced: bool,
+    single: bool,
 ) -> GenerationRequest:
-    """The request of a conversation of any API; decides whether and how tool calls are parsed.
+    """A request whose answers are parsed for calls of these tools; the same one if there are none.
 
     Args:
         tools: definitions of functions; empty if the model must not call any.
-        forces_call: `params.structured` allows nothing but a call.
-        single_call: at most one call; the answer ends after it if the format has an end delimiter.
+        forced: `params.structured` allows nothing but a call.
+        single: at most one call; the answer ends after it if the format has an end delimiter.
     """
-    request = GenerationRequest(
-        history_entry=history_entry,
-        params=params,
-        salt=salt,
-        priority=priority,
-        is_prewarm=is_prewarm,
-        is_chat=True,
-    )
     if not tools:
         return request
     names = [tool["function"]["name"] for tool in tools]
-    new_parser = partial(ToolCallParser, tool_format, names, forced=forces_call, single=single_call)
-    if single_call and not forces_call:
-        params = stop_after_call(params, tool_format)
+    params = request.params
+    if single and not forced:
+        params = stop_after_call(params, call_format)
+    new_parser = partial(ToolCallParser, call_format, names, forced=forced, single=single)
     return replace(request, params=params, new_tool_parser=new_parser)
 
 

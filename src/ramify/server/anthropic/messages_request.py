@@ -19,8 +19,8 @@ from ramify.server.anthropic.protocol import (
 from ramify.server.errors import ApiError
 from ramify.server.generation import (
     GenerationRequest,
-    build_chat_generation,
     sampling_filters,
+    with_tool_calls,
 )
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import (
@@ -66,16 +66,17 @@ def messages_to_generation(
         stop=request.stop_sequences or (),
         structured=structured,
     )
-    return build_chat_generation(
+    generation_request = GenerationRequest(
         history_entry,
         params,
-        tools=tools,
-        tool_format=service.tool_format,
-        forces_call=forces_call,
-        single_call=choice is not None and bool(choice.disable_parallel_tool_use),
         salt=request.cache_salt or "",
         priority=request.priority,
         is_prewarm=request.max_tokens == 0,
+        is_chat=True,
+    )
+    single_call = choice is not None and bool(choice.disable_parallel_tool_use)
+    return with_tool_calls(
+        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, build_chat_generation
+from ramify.server.generation import GenerationRequest, with_tool_calls
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
@@ -99,16 +99,17 @@ def chat_to_generation(
         paths=tuple(names),
         max_shared=max_shared_tokens(prompt, request),
     )
-    return build_chat_generation(
+    generation_request = GenerationRequest(
         history_entry,
         sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
-        tools=tools,
-        tool_format=service.tool_format,
-        forces_call=forces_call,
-        single_call=request.parallel_tool_calls is False,
         salt=request.cache_salt or "",
         priority=request.priority,
         is_prewarm=request.is_prewarm,
+        is_chat=True,
+    )
+    single_call = request.parallel_tool_calls is False
+    return with_tool_calls(
+        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
     )
 
 

@@ -47,14 +47,14 @@ def completion_to_generations(
     limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if request.is_prewarm:
         limit = 1
-    others: dict[str, Any] = {}
-    if request.logprobs is not None:
-        others["logprobs"] = request.logprobs
-        if request.echo:
-            others["prompt_logprobs"] = request.logprobs
     if limit == 0 and not request.echo:
         raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
-    params = sampling_params(request, max_tokens=max(1, limit), **others)
+    params = sampling_params(
+        request,
+        max_tokens=max(1, limit),
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
     prompts = _prompts(request.prompt)
     if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
         raise ApiError(
