@@ -3,7 +3,7 @@
 A request goes through `app` (keys, errors, disconnects) → `routes` (the table of endpoints) →
 `openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `GenerationRequest`) →
 `service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
-events and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
+events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 
 - `context`: `RequestContext`, which every endpoint gets.
 - `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`: shared by both APIs.

@@ -15,6 +15,7 @@ from ramify.server.anthropic.protocol import (
     CountRequest,
     InputTool,
     MessageRequest,
+    ToolChoice,
 )
 from ramify.server.errors import ApiError
 from ramify.server.generation import (
@@ -51,9 +52,9 @@ def messages_to_generation(
     structured = None
     if request.output_config is not None and request.output_config.format is not None:
         structured = StructuredOutput(json_schema=request.output_config.format.schema)
-    choice, tools = request.tool_choice, _template_tools(request)
-    forces_call = choice is not None and choice.type in ("any", "tool")
-    if choice is not None and forces_call:
+    choice, tools = request.tool_choice or ToolChoice("auto"), _template_tools(request)
+    forces_call = choice.type in ("any", "tool")
+    if forces_call:
         if not tools:
             raise ApiError(400, f"{choice.type!r} needs tools", param="tool_choice")
         names = [tool["function"]["name"] for tool in tools]
@@ -74,7 +75,7 @@ def messages_to_generation(
         is_prewarm=request.max_tokens == 0,
         is_chat=True,
     )
-    single_call = choice is not None and bool(choice.disable_parallel_tool_use)
+    single_call = bool(choice.disable_parallel_tool_use)
     return with_tool_calls(
         generation_request, tools, service.tool_format, forced=forces_call, single=single_call
     )
