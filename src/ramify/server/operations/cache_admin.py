@@ -185,21 +185,19 @@ def parse_any_request(
     """
     fields = decode_body(body, dict[str, Any])
     if "prompt" in fields:
-        completion = decode_body(body, CompletionRequest)
-        generation = completion_to_generations(completion, service)[0]
-        return generation.prompt, generation.salt
-    if "input" in fields:
-        request = decode_body(body, ResponsesRequest)
-        previous = previous_response(request, service, tenant)
-        _, generation = response_to_generation(request, previous, service, tenant)
-        return generation.prompt, generation.salt
-    if is_anthropic or "system" in fields:
+        request = completion_to_generations(decode_body(body, CompletionRequest), service)[0]
+    elif "input" in fields:
+        response = decode_body(body, ResponsesRequest)
+        previous = previous_response(response, service, tenant)
+        _, request = response_to_generation(response, previous, service, tenant)
+    elif is_anthropic or "system" in fields:
         filled = {"model": service.model} | fields
         entry = render_messages(convert_value(filled, CountRequest), service, tenant)
         salt = fields.get("cache_salt")
         return entry.prompt, salt if isinstance(salt, str) else ""
-    generation = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
-    return generation.prompt, generation.salt
+    else:
+        request = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
+    return request.prompt, request.salt
 
 
 async def metrics(context: RequestContext) -> Response:
