@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +14,24 @@ from starlette.responses import Response
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
-from ramify.server.http.wire import decode_body, json_response, read_body, sse_response
+from ramify.server.http.wire import decode_body, json_response, read_body, sse_event, sse_response
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
 
 T = TypeVar("T")
+
+
+class ResponseBuilder(Protocol):
+    """Builds the response to a request from its generations."""
+
+    async def body(self) -> dict[str, Any]:
+        """Wait for the end; returns the whole response."""
+        ...
+
+    def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the data of server-sent events; an event's `type`, if it has one, is its name."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +94,26 @@ class RequestContext:
         headers = self.headers | (cache_header(self.generations) if self.generations else {})
         return json_response(payload, headers=headers)
 
-    def stream(
-        self, events: AsyncGenerator[bytes], *, on_error: Callable[[ApiError], bytes]
+    async def respond(
+        self,
+        builder: ResponseBuilder,
+        *,
+        stream: bool | None,
+        on_error: Callable[[ApiError], bytes],
+        end: bytes = b"",
     ) -> Response:
-        """A response of server-sent events, with the headers of `json`; see `sse_response`."""
+        """The response of a builder, whole or as server-sent events; `end` closes a stream."""
+        if not stream:
+            return self.json(await self.until_done_or_disconnect(builder.body()))
+
+        async def events() -> AsyncGenerator[bytes]:
+            async for event in builder.events():
+                yield sse_event(event, event.get("type"))
+            if end:
+                yield end
+
         headers = self.headers | cache_header(self.generations)
-        return sse_response(events, on_error=on_error, headers=headers)
+        return sse_response(events(), on_error=on_error, headers=headers)
 
     async def close(self) -> None:
         """Abort the generations that are still live."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from starlette.responses import Response
@@ -24,15 +23,10 @@ async def messages(context: RequestContext) -> Response:
     builder = MessageResponseBuilder(context.service, request, generation)
     request_id = context.headers["x-request-id"]
     context = replace(context, headers=context.headers | {"request-id": request_id})
-    if not request.stream:
-        return context.json(await context.until_done_or_disconnect(builder.body()))
-
-    async def events() -> AsyncGenerator[bytes]:
-        async for name, payload in builder.events():
-            yield sse_event(payload, name)
-
-    return context.stream(
-        events(), on_error=lambda error: sse_event(error.anthropic(request_id), "error")
+    return await context.respond(
+        builder,
+        stream=request.stream,
+        on_error=lambda error: sse_event(error.anthropic(request_id), "error"),
     )
 
 

@@ -140,14 +140,14 @@ class MessageResponseBuilder:
             content.append(_text(""))
         return self._message(content, **self._stop_fields())
 
-    async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield names and data of server-sent events."""
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the data of server-sent events."""
         begun, index, is_open = False, 0, False
         async for pieces in self._pieces():
             if not begun:
                 begun = True
-                yield "message_start", {"type": "message_start", "message": self._message([])}
-                yield "ping", {"type": "ping"}
+                yield _event("message_start", message=self._message([]))
+                yield _event("ping")
             for piece in pieces:
                 if isinstance(piece, str):
                     if not is_open:
@@ -171,8 +171,8 @@ class MessageResponseBuilder:
         yield _event("message_stop")
 
 
-def _event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"type": name} | fields
+def _event(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": name} | fields
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class ChatResponseBuilder:
         top = [entry(token, value) for token, value in logprob.top.items()]
         return entry(logprob.token_id, logprob.logprob) | {"top_logprobs": top}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield `chat.completion.chunk` objects while tokens arrive."""
         options = self.request.stream_options or StreamOptions()
 

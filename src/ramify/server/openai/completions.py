@@ -155,7 +155,7 @@ class CompletionResponseBuilder:
         num_prompt = sum(len(generation.request.prompt.ids) for generation in self.generations)
         return usage_json(total_usage(self.generations), num_prompt, self.num_tokens)
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield `text_completion` chunks, prompt after prompt."""
         options = self.request.stream_options or StreamOptions()
         async for index, choice in self._choices():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.responses import Response
@@ -23,7 +22,6 @@ from ramify.server.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
-    Sampling,
     TokenizeRequest,
 )
 from ramify.server.openai.responses_request import (
@@ -43,7 +41,7 @@ async def chat_completions(context: RequestContext) -> Response:
     )
     generation = await context.start(generation_request, prefix="chatcmpl-")
     builder = ChatResponseBuilder(context.service, request, generation)
-    return await _respond(context, request, builder)
+    return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
 async def completions(context: RequestContext) -> Response:
@@ -57,23 +55,11 @@ async def completions(context: RequestContext) -> Response:
     )
     context.generations.extend(generations)
     builder = CompletionResponseBuilder(context.service, request, generations)
-    return await _respond(context, request, builder)
+    return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
-async def _respond(
-    context: RequestContext,
-    request: Sampling,
-    builder: ChatResponseBuilder | CompletionResponseBuilder,
-) -> Response:
-    if not request.stream:
-        return context.json(await context.until_done_or_disconnect(builder.body()))
-
-    async def events() -> AsyncGenerator[bytes]:
-        async for chunk in builder.chunks():
-            yield sse_event(chunk)
-        yield DONE
-
-    return context.stream(events(), on_error=lambda error: sse_event(error.openai()) + DONE)
+def _error_event(error: ApiError) -> bytes:
+    return sse_event(error.openai()) + DONE
 
 
 async def responses(context: RequestContext) -> Response:
@@ -87,18 +73,11 @@ async def responses(context: RequestContext) -> Response:
     generation = await context.start(generation_request, prefix="resp_")
     builder = ResponsesResponseBuilder(service, request, chat, generation)
 
-    if not request.stream:
-        return context.json(await context.until_done_or_disconnect(builder.body()))
-
-    async def events() -> AsyncGenerator[bytes]:
-        async for event in builder.events():
-            yield sse_event(event, event["type"])
-
     def on_error(error: ApiError) -> bytes:
         payload = {"type": "error", "sequence_number": 0} | error.openai()["error"]
         return sse_event(payload, "error")
 
-    return context.stream(events(), on_error=on_error)
+    return await context.respond(builder, stream=request.stream, on_error=on_error)
 
 
 async def get_response(context: RequestContext) -> Response:
