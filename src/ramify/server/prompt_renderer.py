@@ -41,9 +41,8 @@ class PromptSegment:
 class CacheBreakpoint:
     """The caller asks to pin the first `num_tokens` of the prompt for `ttl_s`."""
 
-    path: str
     num_tokens: int
-    ttl_s: float | None
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class RenderedPrompt:
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
 
-    def with_breakpoint(self, path: str, ttl_s: float) -> RenderedPrompt:
+    def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
-        breakpoint_ = CacheBreakpoint(path, self.num_stable_tokens, ttl_s)
+        breakpoint_ = CacheBreakpoint(self.num_stable_tokens, ttl_s)
         return replace(self, breakpoints=(*self.breakpoints, breakpoint_))
 
     def path_at(self, token: int) -> str:
@@ -87,8 +86,7 @@ class PromptPart:
 
     path: str
     texts: tuple[str, ...]  # forms in which a template may write it, the likeliest first
-    ttl_s: float | None = None
-    is_breakpoint: bool = False
+    ttl_s: float | None = None  # of the breakpoint at its end; None: there is none
 
 
 class PromptRenderer:
@@ -161,9 +159,9 @@ class PromptRenderer:
             for part, start, end in spans
         )
         breakpoints = tuple(
-            CacheBreakpoint(part.path, num_tokens[end], part.ttl_s)
+            CacheBreakpoint(num_tokens[end], part.ttl_s)
             for part, _, end in spans
-            if part.is_breakpoint
+            if part.ttl_s is not None
         )
         return RenderedPrompt(
             encoding.ids, text, segments, breakpoints, num_tokens[num_stable_chars]
