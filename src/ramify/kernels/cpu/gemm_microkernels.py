@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -25,6 +25,7 @@ from ramify.kernels.cpu.simd import (
     llvm_intrinsic,
     load,
     load_as_f32,
+    row_addresses,
     split_bf16_words,
     store,
     transpose_8x8,
@@ -45,13 +46,17 @@ K_UNROLL = 4  # k between two prefetches
 _int = types.int64
 
 
+def _load_row(builder: Any, address: Any) -> list[Any]:
+    """Load NR float32, or words, as two vectors."""
+    return [
+        load(builder, builder.add(address, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
+    ]
+
+
 def _load_b_row(builder: Any, address: Any, kind: int) -> list[Any]:
     """Load row k of a micro-panel as two float32 vectors."""
     if kind != BF16:
-        return [
-            load(builder, builder.add(address, i64(4 * LANES * v)), vector_type(LANES))
-            for v in (0, 1)
-        ]
+        return _load_row(builder, address)
     return split_bf16_words(builder, load(builder, address, vector_type(LANES, i32)))
 
 
@@ -226,10 +231,7 @@ def pack_a_rows(
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, stride, count, into, tile, steps, _ = args
         stored, last = kind.literal_value, builder.sub(count, i64(1))
-        starts = []
-        for r in range(8):
-            row = builder.select(builder.icmp_signed("<", i64(r), last), i64(r), last)
-            starts.append(builder.add(source, builder.mul(stride, row)))
+        starts = row_addresses(builder, source, stride, last, 8)
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, i64(8 * ITEM_BYTES[stored]))
             rows = [load_as_f32(builder, builder.add(start, step), stored) for start in starts]
@@ -263,17 +265,19 @@ def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
     return types.void(_int, _int, _int), code
 
 
-@intrinsic
-def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
-    """Copy `count` bytes."""
+def _emit_epilogue(
+    builder: Any, sources: list[Any], into: Any, kind: int, combine: Callable[..., Any]
+) -> None:
+    """Store `combine(address, *sums)`, rounded to `kind`, for the two vectors of NR sums.
 
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        into, source = (builder.inttoptr(address, pointer) for address in args[:2])
-        cgutils.raw_memcpy(builder, into, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, _int), code
+    Args:
+        sources: addresses of NR sums each.
+        combine: gets the address of a vector of the result, and a vector of each source.
+    """
+    sums = [_load_row(builder, source) for source in sources]
+    addresses = [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
+    for address, *vectors in zip(addresses, *sums, strict=True):
+        store(builder, f32_to_kind(builder, combine(address, *vectors), kind), address)
 
 
 @intrinsic(prefer_literal=True)
@@ -282,13 +286,7 @@ def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
-        stored = kind.literal_value
-        for x, address in zip(
-            _load_accumulators(builder, source),
-            _output_addresses(builder, into, stored),
-            strict=True,
-        ):
-            store(builder, f32_to_kind(builder, x, stored), address)
+        _emit_epilogue(builder, [source], into, kind.literal_value, lambda _, x: x)
         return context.get_dummy_value()
 
     return types.void(_int, _int, kind), code
@@ -301,14 +299,12 @@ def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, into, _ = args
         stored = kind.literal_value
-        for x, address in zip(
-            _load_accumulators(builder, source),
-            _output_addresses(builder, into, stored),
-            strict=True,
-        ):
+
+        def add(address: Any, x: Any) -> Any:
             before = load_as_f32(builder, address, stored, LANES)
-            total = builder.fadd(before, round_to(builder, x, stored))
-            store(builder, f32_to_kind(builder, total, stored), address)
+            return builder.fadd(before, round_to(builder, x, stored))
+
+        _emit_epilogue(builder, [source], into, stored, add)
         return context.get_dummy_value()
 
     return types.void(_int, _int, kind), code
@@ -321,30 +317,15 @@ def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         gate, up, into, _ = args
         stored = kind.literal_value
-        vectors = zip(
-            _load_accumulators(builder, gate),
-            _load_accumulators(builder, up),
-            _output_addresses(builder, into, stored),
-            strict=True,
-        )
-        for g, u, address in vectors:
+
+        def silu_mul(_: Any, g: Any, u: Any) -> Any:
             active = silu(builder, round_to(builder, g, stored), stored)
-            product = builder.fmul(active, round_to(builder, u, stored))
-            store(builder, f32_to_kind(builder, product, stored), address)
+            return builder.fmul(active, round_to(builder, u, stored))
+
+        _emit_epilogue(builder, [gate, up], into, stored, silu_mul)
         return context.get_dummy_value()
 
     return types.void(_int, _int, _int, kind), code
-
-
-def _load_accumulators(builder: Any, source: Any) -> list[Any]:
-    """Load NR sums."""
-    return [
-        load(builder, builder.add(source, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
-    ]
-
-
-def _output_addresses(builder: Any, into: Any, kind: int) -> list[Any]:
-    return [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
 
 
 def silu(builder: Any, x: Any, kind: int) -> Any:
