@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError, SlotOutOfRangeError
-from ramify.kv.quantize import SCALED_DTYPES
+from ramify.kv.quantize import SCALED_DTYPES, dequantize
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VECTOR_BYTES = 16  # a vector load on a GPU
@@ -151,6 +152,13 @@ def read_slots(name: str, plane: Tensor, slots: Tensor) -> Tensor:
     x = plane.shape[4]
     page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[2] * x)
     return plane[page, :, offset // x, :, offset % x]
+
+
+def read_plane(planes: Mapping[str, Tensor], name: str, slots: Tensor) -> Tensor:
+    """`read_slots` of a layer's plane; if it has scales, dequantised to float32."""
+    rows = read_slots(name, planes[name], slots)
+    scale = planes.get(f"{name}_scale")
+    return rows if scale is None else dequantize(rows, read_slots(f"{name}_scale", scale, slots))
 
 
 def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None:

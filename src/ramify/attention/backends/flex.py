@@ -84,10 +84,8 @@ class FlexBackend:
                 batch.total_kv,
                 device=str(self.device),
             )
-        flat = (
-            torch.from_numpy(np.concatenate(slots)) if slots else torch.zeros(0, dtype=torch.int64)
-        )
-        return FlexPlan(batch.num_tokens, flat.to(self.device), masks)
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *slots])).to(self.device)
+        return FlexPlan(batch.num_tokens, flat, masks)
 
     def run(
         self,
