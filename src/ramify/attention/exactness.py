@@ -96,10 +96,8 @@ def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def by_row(*args: Tensor) -> Tensor:
-        num_rows = args[0].shape[0]
-        if num_rows == 0:
-            return op(*args)
-        return torch.cat([op(*(arg[i : i + 1] for arg in args)) for i in range(num_rows)])
+        # `split` of no rows is one part without rows
+        return torch.cat([op(*row) for row in zip(*(arg.split(1) for arg in args), strict=True)])
 
     return by_row
 

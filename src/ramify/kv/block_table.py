@@ -274,12 +274,7 @@ class ContiguousBlockTable(BlockTable):
     """A table whose row r always has pages r * max_pages .. (r + 1) * max_pages - 1.
 
     A static cache without a radix tree: it reserves the longest request in advance and shares
-    nothing; a request's slots are contiguous.
-
-    Args:
-        num_rows: maximum number of live requests.
-        max_pages: pages of every row.
-        page_size: tokens per page.
+    nothing; a request's slots are contiguous. For the arguments see `PagedBlockTable`.
     """
 
     def __init__(self, num_rows: int, max_pages: int, page_size: int) -> None:
