@@ -9,7 +9,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32, ITEM_BYTES
+from ramify.kernels.cpu.abi import (
+    ADD_RESIDUAL,
+    BF16,
+    CACHE_LINE,
+    F32,
+    ITEM_BYTES,
+    SILU_MUL,
+    STORE,
+)
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
@@ -228,67 +236,46 @@ def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
     return types.void(_int, _int, _int), code
 
 
-def _emit_epilogue(
-    builder: Any, sources: list[Any], into: Any, kind: int, combine: Callable[..., Any]
-) -> None:
-    """Store `combine(address, *sums)`, rounded to `kind`, for the two vectors of NR sums.
-
-    Args:
-        sources: addresses of NR sums each.
-        combine: gets the address of a vector of the result, and a vector of each source.
-    """
-    sums = [_load_row(builder, source) for source in sources]
+def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
+    """See `run_epilogue`; `args` are sums, ups, into."""
+    sums, ups, into = args
+    vectors = _load_row(builder, sums)
+    up_vectors = _load_row(builder, ups) if mode == SILU_MUL else vectors
     addresses = [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
-    for address, *vectors in zip(addresses, *sums, strict=True):
-        store(builder, f32_to_kind(builder, combine(address, *vectors), kind), address)
+    for x, up, address in zip(vectors, up_vectors, addresses, strict=True):
+        if mode == STORE:
+            result = x
+        elif mode == ADD_RESIDUAL:
+            before = load_as_f32(builder, address, kind, LANES)
+            result = builder.fadd(before, round_to(builder, x, kind))
+        else:
+            active = silu(builder, round_to(builder, x, kind), kind)
+            result = builder.fmul(active, round_to(builder, up, kind))
+        store(builder, f32_to_kind(builder, result, kind), address)
 
 
-@intrinsic(prefer_literal=True)
-def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """into = NR sums, rounded to `kind`, a literal."""
+@intrinsic
+def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -> Any:
+    """Epilogue of NR sums into a row of the result: float32 if `kind` is F32, else bfloat16.
 
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        source, into, _ = args
-        _emit_epilogue(builder, [source], into, kind.literal_value, lambda _, x: x)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, kind), code
-
-
-@intrinsic(prefer_literal=True)
-def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """into += NR sums, rounded to `kind`, a literal, before and after the addition."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        source, into, _ = args
-        stored = kind.literal_value
-
-        def add(address: Any, x: Any) -> Any:
-            before = load_as_f32(builder, address, stored, LANES)
-            return builder.fadd(before, round_to(builder, x, stored))
-
-        _emit_epilogue(builder, [source], into, stored, add)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, kind), code
-
-
-@intrinsic(prefer_literal=True)
-def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
-    """into = silu(gate) * up of NR sums each; both, silu and the product are rounded to `kind`."""
+    - STORE: into = sums.
+    - ADD_RESIDUAL: into += sums, rounded before and after the addition.
+    - SILU_MUL: into = silu(sums) * ups; sums, ups, silu and the product are rounded.
+    """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        gate, up, into, _ = args
-        stored = kind.literal_value
+        kind, mode, *operands = args
 
-        def silu_mul(_: Any, g: Any, u: Any) -> Any:
-            active = silu(builder, round_to(builder, g, stored), stored)
-            return builder.fmul(active, round_to(builder, u, stored))
+        def emit_kind(stored: int) -> None:
+            def emit_mode(case: int) -> None:
+                _emit_epilogue(builder, stored, case, operands)
 
-        _emit_epilogue(builder, [gate, up], into, stored, silu_mul)
+            _emit_cases(builder, mode, (STORE, ADD_RESIDUAL, SILU_MUL), emit_mode)
+
+        _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int, kind), code
+    return types.void(*[_int] * 5), code
 
 
 def silu(builder: Any, x: Any, kind: int) -> Any:

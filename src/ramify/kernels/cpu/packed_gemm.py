@@ -13,25 +13,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ramify.kernels.cpu.abi import (
-    ADD_RESIDUAL,
-    BF16,
-    F32,
-    SILU_MUL,
-    STORE,
-    round_up_to_cache_line,
-)
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, F32, SILU_MUL, round_up_to_cache_line
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
     K_UNROLL,
     MR_TILES,
     NR,
     PANELS_PER_TILE,
-    epilogue_add,
-    epilogue_silu_mul,
-    epilogue_store,
     init_accumulators,
     pack_a_rows,
+    run_epilogue,
     run_microkernel,
 )
 from ramify.kernels.cpu.jit import data_address, jit
@@ -129,19 +120,7 @@ def _epilogue(
         target = out_row if is_whole else edge_row
         if gemm.mode == ADD_RESIDUAL and not is_whole:
             copy_bytes(edge_row, out_row, size * columns)
-        if gemm.kind == F32:
-            if gemm.mode == STORE:
-                epilogue_store(row, target, 0)
-            elif gemm.mode == ADD_RESIDUAL:
-                epilogue_add(row, target, 0)
-            else:
-                epilogue_silu_mul(row, up_row, target, 0)
-        elif gemm.mode == STORE:
-            epilogue_store(row, target, 1)
-        elif gemm.mode == ADD_RESIDUAL:
-            epilogue_add(row, target, 1)
-        else:
-            epilogue_silu_mul(row, up_row, target, 1)
+        run_epilogue(gemm.kind, gemm.mode, row, up_row, target)
         if not is_whole:
             copy_bytes(out_row, edge_row, size * columns)
 
