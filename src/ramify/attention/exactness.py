@@ -70,9 +70,12 @@ def batch_variant_row_counts(
 
 
 def probe_batch_invariance(
-    op: Callable[..., Tensor], args: Sequence[Tensor], counts: Sequence[int] = PROBE_ROW_COUNTS
+    op: Callable[..., Tensor],
+    args: Sequence[Tensor],
+    counts: Sequence[int] = PROBE_ROW_COUNTS,
+    strategy: str = BATCHED,
 ) -> tuple[str, str]:
-    """The strategy of a row operation, `BATCHED` or else `ROW_BY_ROW`, and the reason.
+    """The strategy of a row operation, `strategy` or else `ROW_BY_ROW`, and the reason.
 
     Args:
         op: called with slices of all `args`; they and its result are tensors [rows, ...].
@@ -85,8 +88,8 @@ def probe_batch_invariance(
 
     differing = batch_variant_row_counts(run, torch.arange(len(args[0])), counts)
     if not differing:
-        return BATCHED, "rows agree at every count tried"
-    return ROW_BY_ROW, f"batched: rows differ at {', '.join(map(str, differing))} rows"
+        return strategy, "rows agree at every count tried"
+    return ROW_BY_ROW, f"{strategy}: rows differ at {', '.join(map(str, differing))} rows"
 
 
 def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:

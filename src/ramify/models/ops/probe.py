@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ramify.attention.exactness import (
+    BATCHED,
     EXTRA_ROWS,
     PROBE_ROW_COUNTS,
+    ROW_BY_ROW,
     Exactness,
     ProbeStore,
-    batch_variant_row_counts,
+    probe_batch_invariance,
     row_by_row,
 )
 
@@ -28,7 +30,7 @@ def probe_row_op(
     exact: bool,
     store: ProbeStore,
     counts: Sequence[int] = PROBE_ROW_COUNTS,
-    strategy: str = "batched",
+    strategy: str = BATCHED,
 ) -> tuple[Callable[..., Tensor], Exactness]:
     """`op` if the probe finds its rows independent of the batch, else `op` row by row; and the verdict.
 
@@ -45,19 +47,13 @@ def probe_row_op(
     if not exact:
         return op, Exactness(operation, shape, dtype_name(dtype), strategy, "exact=False")
 
-    def probe() -> tuple[str, str]:
-        args = samples()
-
-        def run(indices: Tensor) -> Tensor:
-            start, stop = int(indices[0]), int(indices[-1]) + 1
-            return op(*(arg[start:stop] for arg in args))
-
-        differing = batch_variant_row_counts(run, torch.arange(args[0].shape[0]), counts)
-        if not differing:
-            return strategy, "rows agree at every count tried"
-        return "row_by_row", f"{strategy}: rows differ at {', '.join(map(str, differing))} rows"
-
-    verdict = store.verdict(operation, shape, dtype, probe, strategies=(strategy, "row_by_row"))
+    verdict = store.verdict(
+        operation,
+        shape,
+        dtype,
+        lambda: probe_batch_invariance(op, samples(), counts, strategy),
+        strategies=(strategy, ROW_BY_ROW),
+    )
     return (op if verdict.strategy == strategy else row_by_row(op)), verdict
 
 
