@@ -132,7 +132,9 @@ class PromptRenderer:
         escape = self.tokenizer.escape_special_tokens
         messages, tools, options = escape(messages), escape(tools), escape(template_options or {})
         parts = [replace(part, texts=tuple(escape(part.texts))) for part in parts]
-        render = partial(self.tokenizer.apply_chat_template, tools=tools, **options)
+        render: Callable[..., str] = partial(
+            self.tokenizer.apply_chat_template, tools=tools, **options
+        )
         if continue_final_message:
             text = _render_prefill(render, messages)
         else:
