@@ -15,6 +15,7 @@ from ramify.errors import ConfigError, PoolTooSmallError, UnknownOptionError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
+OPS = ("auto", "cpu", "torch")
 SPECULATIVE_METHODS = ("off", "ngram", "tree", "auto")
 SPECULATIVE_SAMPLING = ("exact", "rejection")
 MAY_BE_NONE = ("max_waiting", "kv_cache_tokens", "kv_cache_memory", "max_model_len")
@@ -45,6 +46,11 @@ class ModelSection:
     max_model_len: int | None = option(
         None,
         "Longest request in tokens, prompt and output together. `None`: the model's own context.",
+    )
+    ops: str = option(
+        "auto",
+        "Operations of the model: `cpu` (compiled kernels), `torch` (plain torch, attention "
+        "included) or `auto`; `ramify info` lists all, with reasons.",
     )
 
 
@@ -240,6 +246,8 @@ class EngineConfig:
             )
         if self.model.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.model.dtype!r} but it must be one of {DTYPES}")
+        if self.model.ops not in OPS:
+            raise ConfigError(f"ops={self.model.ops!r} but it must be one of {OPS}")
         if self.cache.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype={self.cache.kv_dtype!r} but it must be one of {KV_DTYPES}")
         if not isinstance(self.attention.attention_backend, str):

@@ -91,8 +91,8 @@ class Usage:
 class RequestOutput:
     """The result of a finished request.
 
-    A failed request has `error` set, finish reason `error`, and the tokens it had produced. The text, token ids, logprobs and finish reason of the request are
-    those of its first completion.
+    A failed request has `error` set, finish reason `error`, and the tokens it had produced. Its text,
+    token ids, logprobs and finish reason are those of the first completion.
     """
 
     request_id: int

@@ -23,8 +23,8 @@ from ramify.engine.speculation.drafter import Drafter
 from ramify.engine.step import StepPlan, StepResult
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
+from ramify.models.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
-from ramify.models.loader import Decoder
 from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 

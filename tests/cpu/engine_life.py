@@ -30,8 +30,9 @@ from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import StepFailedError, StepMemoryError, UnknownRequestError
 from ramify.kv.pool import KVPool
+from ramify.models.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
-from ramify.models.loader import Decoder, load_model
+from ramify.models.loader import load_model
 from ramify.outputs import Completion, FinishReason, RequestOutput
 from ramify.params import SamplingParams
 from ramify.testing import write_tiny_checkpoint
@@ -126,10 +127,12 @@ PARAMS = (
 class SmallModel:
     """A tiny decoder with its tokenizer; one runner per size of pool."""
 
-    def __init__(self, folder: Path, kv_dtype: str, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: Path, kv_dtype: str, dtype: str = "float32", ops: str = "auto"
+    ) -> None:
         if not (folder / "config.json").exists():
             write_tiny_checkpoint(folder, "llama", **TINY)
-        self.decoder: Decoder = load_model(folder, dtype=dtype, exact=True)
+        self.decoder: Decoder = load_model(folder, dtype=dtype, ops=ops)
         self.tokenizer = Tokenizer.load(folder)
         self.kv_dtype = kv_dtype
         self.references: dict[tuple[tuple[int, ...], SamplingParams, int], Completion] = {}

@@ -9,7 +9,7 @@ import torch
 from ramify.attention.backends.blocked import BLOCK_KEYS, BlockedBackend
 from ramify.attention.exactness import batch_variant_row_counts
 from ramify.attention.spec import AttentionSpec
-from ramify.models.ops.torch_linear import Linear
+from ramify.models.ops.torch_linear import TorchLinear
 from tests.cpu.attention_mutants import (
     CutAtNodeBoundary,
     CutTree,
@@ -21,6 +21,7 @@ from tests.cpu.bit_scenarios import AGAIN, FIRST, Ask, Scenario, Turn, compare
 from tests.cpu.engine_cases import CPU, Model, Sizes
 
 ModelOf = Callable[[str, str], Model]
+VARIANTS = ["float32", "bfloat16", "float32-torch", "bfloat16-torch"]
 
 
 def runs_with_faults() -> Iterator[Scenario]:
@@ -61,6 +62,7 @@ def assert_found(model: Model, still: Callable[[], bool], fault: str) -> None:
     ("family", "variant"),
     [
         ("llama", "float32"),
+        ("llama", "float32-torch"),
         ("llama", "bfloat16"),
         ("llama", "float32-int8"),
         ("v2", "float32-int8"),
@@ -82,39 +84,45 @@ def test_skipped_padding_of_linears_is_found(model_of: ModelOf) -> None:
         for shape in ((200, 76), (76, 120), (76, 100), (301, 76)):
             weight = torch.randn(shape, generator=draw)
             rows = torch.randn(600, shape[1], generator=draw)
-            if batch_variant_row_counts(Linear(weight, strategy="plain"), rows):
+            if batch_variant_row_counts(TorchLinear(weight, strategy="plain"), rows):
                 return True
         return False
 
     assert_found(model, still, "padding of linears skipped")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_skipped_padding_of_attention_rows_is_found(dtype: str, model_of: ModelOf) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_skipped_padding_of_attention_rows_is_found(variant: str, model_of: ModelOf) -> None:
     """Attention query rows without padding are detected in every dtype."""
-    model = model_of("llama", dtype).with_fault(backend=UnpaddedRows)
+    model = model_of("llama", variant).with_fault(backend=UnpaddedRows)
 
     assert_found(model, lambda: products_differ(range(1, 40)), "padding of query rows skipped")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_shortened_last_block_is_found(dtype: str, model_of: ModelOf) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_shortened_last_block_is_found(variant: str, model_of: ModelOf) -> None:
     """A last key block cut to the keys in use is detected."""
-    model = model_of("llama", dtype).with_fault(backend=ShortenedLastBlock)
+    model = model_of("llama", variant).with_fault(backend=ShortenedLastBlock)
 
     assert_found(model, lambda: reductions_differ(ShortenedLastBlock), "last block shortened")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reduction_cut_at_a_node_boundary_is_found(dtype: str, model_of: ModelOf) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_reduction_cut_at_a_node_boundary_is_found(variant: str, model_of: ModelOf) -> None:
     """A reduction split at the end of the cached prefix is detected."""
-    model = model_of("llama", dtype).with_fault(backend=CutAtNodeBoundary)
+    model = model_of("llama", variant).with_fault(backend=CutAtNodeBoundary)
 
     assert_found(model, lambda: reductions_differ(CutAtNodeBoundary), "reduction cut at a node")
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "float32"), ("llama", "bfloat16-int8"), ("v2", "float32")]
+    ("family", "variant"),
+    [
+        ("llama", "float32"),
+        ("llama", "float32-torch"),
+        ("llama", "bfloat16-int8"),
+        ("v2", "float32"),
+    ],
 )
 def test_a_tree_that_merges_at_node_borders_is_found(
     family: str, variant: str, model_of: ModelOf
@@ -125,7 +133,12 @@ def test_a_tree_that_merges_at_node_borders_is_found(
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("llama", "float32-int8"), ("mistral", "bfloat16-fp8"), ("v2", "float32-int8")],
+    [
+        ("llama", "float32-int8"),
+        ("llama", "float32-torch-int8"),
+        ("mistral", "bfloat16-fp8"),
+        ("v2", "float32-int8"),
+    ],
 )
 def test_fresh_keys_instead_of_the_planes_are_found(
     family: str, variant: str, model_of: ModelOf

@@ -39,6 +39,7 @@ EXAMPLES = 16
 MAX_BRANCHES, MAX_DRAFTS, TAIL = 4, 6, 9
 MODELS = [
     ("llama", "float32"),
+    ("llama", "float32-torch"),
     ("llama", "bfloat16-int8"),
     ("mistral", "bfloat16"),
     ("qwen3", "float32-fp8"),

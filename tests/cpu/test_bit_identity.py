@@ -31,6 +31,12 @@ from tests.cpu.tiny_models import DENSE, LATENT
 MODELS = [
     *((family, "float32-onednn") for family in DENSE),
     *((family, "float32-padded") for family in DENSE),
+    *((family, "bfloat16-torch") for family in DENSE),
+    ("llama", "float32-torch-blocked"),
+    ("qwen2", "bfloat16-onednn"),
+    ("v2", "float32-onednn"),
+    ("v2", "bfloat16-torch"),
+    ("v32", "bfloat16-onednn"),
     *((family, "bfloat16") for family in DENSE),
     ("llama", "float32"),
     ("llama", "float32-blocked"),
@@ -46,7 +52,7 @@ MODELS = [
     ("v2", "bfloat16-fp8"),
     ("v32", "bfloat16-int8"),
 ]
-NUM_CASES = 500  # random scenarios in all, at least
+NUM_CASES = 680  # random scenarios in all, at least
 EXAMPLES = -(-NUM_CASES // len(MODELS))
 
 
@@ -71,7 +77,8 @@ def test_logits_never_depend_on_the_cache(
 
 
 PRESSED_MODELS = [
-    ("llama", "float32-onednn"),
+    ("llama", "float32-torch"),
+    ("llama", "bfloat16-torch"),
     ("llama", "float32-padded"),
     ("llama", "float32-blocked"),
     ("llama", "bfloat16"),

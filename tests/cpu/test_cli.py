@@ -175,17 +175,31 @@ def _merged(*texts: str) -> int:
     return sum(text.count(pair) for text in texts for pair in TINY_MERGES)
 
 
-def test_info_tells_backend_exactness_and_memory(checkpoint: Path) -> None:
-    """`info --json` reports attention backends, exactness and memory."""
+def test_info_tells_ops_backend_exactness_and_memory(checkpoint: Path) -> None:
+    """`info --json` reports operations, attention backends, exactness and memory."""
     process = ramify("info", checkpoint, "--json")
 
     assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout)
+    assert report["operations"]["cpu"].startswith("chosen: the first of cpu, torch")
+    assert report["operations"]["torch"] == "not used: would do"
     assert report["attention backends"]["cpu"].startswith("chosen: the first of cpu")
     assert "exact" in report["attention backends"]["sdpa"]
     assert report["exactness"]["exact"] is True
     assert any(name.startswith("attention ") for name in report["exactness"])
     assert {"weights", "K/V per token", "K/V pool"} <= set(report["memory"])
+
+
+def test_ops_torch_uses_nothing_compiled(checkpoint: Path) -> None:
+    """`--ops torch` takes torch's operations and attention over them."""
+    process = ramify("info", checkpoint, "--ops", "torch", "--json")
+
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    assert report["operations"] == {"cpu": "not used: would do", "torch": "chosen: asked for"}
+    assert report["attention backends"]["cpu"] == "not used: would do"
+    assert report["attention backends"]["blocked"].startswith("chosen")
+    assert not any("kernel" in str(verdict) for verdict in report["exactness"].values())
 
 
 @pytest.mark.parametrize(

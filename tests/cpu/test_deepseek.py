@@ -28,6 +28,7 @@ from ramify.outputs import RequestOutput
 from ramify.params import SamplingParams
 from tests.cpu.deepseek_cases import BASE, CONFIGS, Oracle, prompts, save_oracle
 from tests.cpu.engine_cases import Engine, Model, Sizes, assert_idle, differences
+from tests.cpu.tiny_models import ops_of
 
 NUM_NEW = 4
 CLOSE = 5e-5  # tolerance of log probabilities, whose standard deviation is about 1
@@ -46,6 +47,14 @@ def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracl
     return load
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "fast": {"exact": False},
+    "exact, torch": {"ops": "torch"},
+    "fast, torch": {"ops": "torch", "exact": False},
+}
+
+
 def engine(path: Path, **options: Any) -> LLM:
     return LLM(path, dtype="float32", kv_cache_tokens=4096, **options)
 
@@ -62,14 +71,14 @@ def assert_answers(oracle: Oracle, outputs: list[RequestOutput], prompts: list[l
 # -- logits and answers of transformers ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_of_every_position_are_those_of_transformers(
-    oracle_of: Callable[[str], Oracle], name: str, exact: bool
+    oracle_of: Callable[[str], Oracle], name: str, options: dict[str, Any]
 ) -> None:
     """A cold cache, one prompt, log probabilities of every prompt token."""
     oracle, prompt = oracle_of(name), prompts()[5]
-    llm = engine(oracle.path, exact=exact, page_size=3)
+    llm = engine(oracle.path, **options, page_size=3)
 
     [output] = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=1))
 
@@ -80,16 +89,16 @@ def test_logits_of_every_position_are_those_of_transformers(
     assert len(set(expected)) > 20
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_answers_are_those_of_transformers_whatever_is_cached(
-    oracle_of: Callable[[str], Oracle], name: str, exact: bool
+    oracle_of: Callable[[str], Oracle], name: str, options: dict[str, Any]
 ) -> None:
     """Cold, warm, in chunks of a few tokens, and all prompts in one batch."""
     oracle, batch = oracle_of(name), prompts()
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
-    llm = engine(oracle.path, exact=exact, page_size=4)
-    chunked = engine(oracle.path, exact=exact, page_size=3, max_batch_tokens=11)
+    llm = engine(oracle.path, **options, page_size=4)
+    chunked = engine(oracle.path, **options, page_size=3, max_batch_tokens=11)
 
     alone = [llm.generate([prompt], params)[0] for prompt in batch]
     warm = llm.generate(batch, params)
@@ -125,18 +134,27 @@ def test_the_sparse_index_selects_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [(CpuBackend, "float32"), (CpuBackend, "bfloat16"), (EagerBackend, "float32")],
+    ("backend", "dtype", "ops"),
+    [
+        (CpuBackend, "float32", "auto"),
+        (CpuBackend, "bfloat16", "auto"),
+        (EagerBackend, "float32", "auto"),
+        (EagerBackend, "float32", "torch"),
+    ],
 )
 @pytest.mark.parametrize("name", ["v2", "v3", "v32"])
 def test_bits_depend_on_nothing_but_the_prompt(
-    oracle_of: Callable[[str], Oracle], name: str, backend: type[AttentionBackend], dtype: str
+    oracle_of: Callable[[str], Oracle],
+    name: str,
+    backend: type[AttentionBackend],
+    dtype: str,
+    ops: str,
 ) -> None:
     """Cold, warm, chunked, batched, preempted: logits and cached K/V of the prompt computed alone.
 
     Free pages hold NaN. K/V written by decoding equals K/V written by prefill.
     """
-    decoder = load_model(oracle_of(name).path, dtype=dtype)
+    decoder = load_model(oracle_of(name).path, dtype=dtype, ops=ops)
     model = Model(name, decoder, backend=backend)
     all_prompts = [tuple(prompt) for prompt in prompts()], [3, 1, 2, 5, 3, 2, 4]
     short_prompts = [tuple(prompt[:5]) for prompt in prompts()[2:]], [14] * 5
@@ -163,7 +181,7 @@ def test_bits_depend_on_nothing_but_the_prompt(
 
 def test_rows_would_differ_without_padding(oracle_of: Callable[[str], Oracle]) -> None:
     """Fault injection: with plain float32 linears the comparison above finds differences."""
-    decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), linear_strategy="plain")
+    decoder = load_model(oracle_of("v3").path, store=ProbeStore(None), ops=ops_of("plain"))
     model = Model("plain", decoder, backend=EagerBackend, row_multiple=1)
     batch = [tuple(prompt) for prompt in prompts()]
 

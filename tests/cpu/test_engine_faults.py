@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ from tests.cpu.engine_life import CELLS, Life, SmallModel
 
 STEM = list(range(3, 40))
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
-KINDS = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8")]
+KINDS = [  # dtype, kv_dtype, ops
+    ("float32", "auto", "auto"),
+    ("bfloat16", "auto", "auto"),
+    ("float32", "int8", "auto"),
+    ("float32", "auto", "torch"),
+    ("bfloat16", "int8", "torch"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +36,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(folder, "llama", num_hidden_layers=2)
 
 
-def started(checkpoint: Path, dtype: str, kv_dtype: str) -> LLM:
-    return LLM(checkpoint, kv_cache_tokens=1024, page_size=4, dtype=dtype, kv_dtype=kv_dtype)
+def started(checkpoint: Path, dtype: str, kv_dtype: str, ops: str = "auto") -> LLM:
+    sizes: dict[str, Any] = {"kv_cache_tokens": 1024, "page_size": 4}
+    return LLM(checkpoint, dtype=dtype, kv_dtype=kv_dtype, ops=ops, **sizes)
 
 
 def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
@@ -52,12 +60,12 @@ def cached_pages(llm: LLM, tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("is_pinned", [False, True])
 @pytest.mark.parametrize("plane", ["k", "v"])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "ops"), KINDS)
 def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
-    checkpoint: Path, dtype: str, kv_dtype: str, plane: str, is_pinned: bool
+    checkpoint: Path, dtype: str, kv_dtype: str, ops: str, plane: str, is_pinned: bool
 ) -> None:
     """Requests that hit a damaged page are recomputed, and the page is evicted."""
-    llm = started(checkpoint, dtype, kv_dtype)
+    llm = started(checkpoint, dtype, kv_dtype, ops)
     prompts = [[*STEM, 70], [*STEM, 71, 72], [80, 81, 82, 83, 84]]
     expected = answers(llm.generate(prompts, PARAMS))
     if is_pinned:
@@ -80,12 +88,12 @@ def test_a_damaged_page_in_the_cache_fails_nobody_for_ever(
     assert_idle(llm)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "ops"), KINDS)
 def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
-    checkpoint: Path, dtype: str, kv_dtype: str
+    checkpoint: Path, dtype: str, kv_dtype: str, ops: str
 ) -> None:
     """A damaged page of a running request is recomputed, private or shared."""
-    llm = started(checkpoint, dtype, kv_dtype)
+    llm = started(checkpoint, dtype, kv_dtype, ops)
     prompts = [[*STEM, 70], [*STEM, 71], [80, 81, 82]]
     expected = answers(llm.generate(prompts, PARAMS))
     llm.cache.clear()
@@ -106,19 +114,19 @@ def test_a_page_that_is_damaged_while_it_is_used_is_computed_again(
     assert_idle(llm)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "ops"), KINDS)
 def test_a_weight_that_is_nan_fails_those_who_need_it(
-    checkpoint: Path, tmp_path: Path, dtype: str, kv_dtype: str
+    checkpoint: Path, tmp_path: Path, dtype: str, kv_dtype: str, ops: str
 ) -> None:
     """A NaN embedding row fails the request that uses it; its batch mates are answered."""
     prompts = [[*STEM, 70], [*STEM, 290, 71], [80, 81, 82]]
-    expected = answers(started(checkpoint, dtype, kv_dtype).generate(prompts, PARAMS))
+    expected = answers(started(checkpoint, dtype, kv_dtype, ops).generate(prompts, PARAMS))
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)
     weights = load_file(damaged / "model.safetensors")
     weights["model.embed_tokens.weight"][290] = float("nan")
     save_file(weights, damaged / "model.safetensors")
-    llm = started(damaged, dtype, kv_dtype)
+    llm = started(damaged, dtype, kv_dtype, ops)
     llm.generate([STEM], PARAMS)
 
     outputs = llm.generate(prompts, PARAMS)
@@ -194,20 +202,23 @@ def test_memory_errors_name_the_way_out() -> None:
 # -- everything at once --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tight-page1", "tight-drafts", "int8"])
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [("tight-page1", "auto"), ("tight-drafts", "auto"), ("int8", "auto"), ("tight-page1", "torch")],
+)
 def test_eb16_a_life_with_faults_changes_no_answer_and_leaves_nothing(
-    name: str, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+    name: str, ops: str, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Twelve requests of `make soak-engine` survive random faults in each of three cells."""
     caplog.set_level(logging.CRITICAL)
     cell = CELLS[name]
     folder = tmp_path_factory.getbasetemp() / "engine-life"
-    if cell.kv_dtype not in MODELS:
-        MODELS[cell.kv_dtype] = SmallModel(folder, cell.kv_dtype)
+    if (cell.kv_dtype, ops) not in MODELS:
+        MODELS[cell.kv_dtype, ops] = SmallModel(folder, cell.kv_dtype, ops=ops)
 
-    counts = Life(MODELS[cell.kv_dtype], cell, seed=1000).run(12)
+    counts = Life(MODELS[cell.kv_dtype, ops], cell, seed=1000).run(12)
 
     assert counts["requests"] == 12
 
 
-MODELS: dict[str, SmallModel] = {}
+MODELS: dict[tuple[str, str], SmallModel] = {}

@@ -22,17 +22,19 @@ from ramify.attention.exactness import (
     row_by_row,
 )
 from ramify.errors import ConfigError
-from ramify.models.loader import Decoder, load_model
+from ramify.models.decoder import Decoder
+from ramify.models.loader import load_model
 from ramify.models.ops.functional import rms_norm, silu_and_mul
 from ramify.models.ops.probe import probe_row_op, sample_rows
+from ramify.models.ops.protocol import ForwardStep
 from ramify.models.ops.torch_linear import (
     TORCH_LINEARS,
-    Linear,
+    TorchLinear,
     choose_torch_linear,
-    strategy_order,
     strategy_supports,
 )
 from ramify.testing import write_tiny_checkpoint
+from tests.cpu.tiny_models import ops_of
 
 SHAPES = [(100, 64), (64, 100), (45, 67), (300, 64), (1, 33), (513, 130)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -45,7 +47,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def unpadded_differs(weight: Tensor) -> bool:
     """Whether plain F.linear with this weight is batch-variant on this machine."""
     rows = random(521, weight.shape[1], dtype=weight.dtype)
-    return bool(batch_variant_row_counts(Linear(weight, strategy="plain"), rows))
+    return bool(batch_variant_row_counts(TorchLinear(weight, strategy="plain"), rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,9 +63,9 @@ def test_every_strategy_computes_the_same_product(
         reason = strategy_supports(strategy, weight)
         if reason is not None:
             with pytest.raises(ConfigError, match="cannot be used here"):
-                Linear(weight, bias, strategy=strategy)
+                TorchLinear(weight, bias, strategy=strategy)
             continue
-        linear = Linear(weight, bias, strategy=strategy)
+        linear = TorchLinear(weight, bias, strategy=strategy)
         for num_rows in (0, 1, 7, 16, 33):
             x = random(num_rows, shape[1], dtype=dtype, seed=2)
             expected = F.linear(x, weight, bias)
@@ -76,8 +78,8 @@ def test_every_strategy_computes_the_same_product(
 
 def test_an_unknown_strategy_is_refused() -> None:
     """The message lists the known strategies."""
-    with pytest.raises(ConfigError, match="packed_gemm, onednn, padded, row_by_row, plain"):
-        Linear(random(4, 4), strategy="magic")
+    with pytest.raises(ConfigError, match="onednn, padded, row_by_row, plain"):
+        TorchLinear(random(4, 4), strategy="magic")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,11 +155,12 @@ def run_in_steps(model: Decoder, tokens: Tensor, step: int) -> tuple[Tensor, Ten
         for start in range(0, len(tokens), step):
             chunk = tokens[start : start + step]
             positions = torch.arange(start, start + len(chunk))
-            hidden.append(model.forward(chunk, positions, attend_to_itself))
+            hidden.append(model.forward(chunk, ForwardStep(positions, attend_to_itself)))
             logits.append(model.logits(hidden[-1]))
     return torch.cat(hidden), torch.cat(logits)
 
 
+@pytest.mark.parametrize("ops", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "overrides"),
@@ -170,11 +173,11 @@ def run_in_steps(model: Decoder, tokens: Tensor, step: int) -> tuple[Tensor, Ten
     ],
 )
 def test_the_decoder_is_batch_invariant(
-    tmp_path: Path, family: Any, overrides: dict[str, Any], dtype: Any
+    tmp_path: Path, family: Any, overrides: dict[str, Any], dtype: Any, ops: str
 ) -> None:
     """Hidden rows and logits have the same bits in steps of any size, odd widths included."""
     path = write_tiny_checkpoint(tmp_path, family, tokenizer=False, **overrides)
-    model = load_model(path, dtype=dtype, store=ProbeStore(None))
+    model = load_model(path, dtype=dtype, ops=ops, store=ProbeStore(None))
     tokens = torch.randint(0, 290, (141,), generator=torch.Generator().manual_seed(3))
     hidden, logits = run_in_steps(model, tokens, 141)
 
@@ -190,7 +193,7 @@ def test_the_test_above_fails_with_plain_linears(tmp_path: Path) -> None:
     if not unpadded_differs(random(100, 64)):
         pytest.skip("float32 F.linear is row-independent on this machine: there is no fault")
     path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)
-    model = load_model(path, store=ProbeStore(None), linear_strategy="plain")
+    model = load_model(path, store=ProbeStore(None), ops=ops_of("plain"))
     tokens = torch.arange(60) + 100
 
     batched, single = run_in_steps(model, tokens, 60), run_in_steps(model, tokens, 1)
@@ -349,29 +352,6 @@ def test_the_default_file_is_below_the_cache_directory(
     assert (tmp_path / "ramify" / "exactness.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "has_bf16_dot", "has_amx", "expected"),
-    [
-        (torch.float32, True, True, ("packed_gemm", "onednn", "padded")),
-        (torch.bfloat16, False, False, ("packed_gemm", "plain")),
-        (torch.bfloat16, True, False, ("packed_gemm", "onednn", "plain")),
-        (torch.bfloat16, True, True, ("onednn", "packed_gemm", "plain")),
-    ],
-)
-def test_strategy_order_depends_on_cpu_features(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    has_bf16_dot: bool,
-    has_amx: bool,
-    expected: tuple[str, ...],
-) -> None:
-    """packed_gemm first, except bfloat16 with AMX; oneDNN in bfloat16 only with AVX-512-BF16 or AMX."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16_dot, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
-
-    assert strategy_order(torch.zeros(8, 8, dtype=dtype)) == expected
-
-
 def test_the_verdict_of_a_constant_matrix_is_not_stored(tmp_path: Path) -> None:
     """Every strategy passes the probe on zeros."""
     store = ProbeStore(tmp_path / "exactness.json")
@@ -389,33 +369,3 @@ def test_exact_false_probes_nothing(tmp_path: Path) -> None:
 
     assert not (tmp_path / "exactness.json").exists()
     assert {entry.reason for entry in model.exactness()} == {"exact=False"}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "operations"),
-    [
-        (
-            "packed_gemm",
-            {
-                "linear",
-                "rms_norm + linear",
-                "rms_norm + linear + silu_mul",
-                "qk_norm + rope",
-            },
-        ),
-        ("padded", {"linear", "rms_norm", "qk_norm", "rope", "silu_mul"}),
-    ],
-)
-def test_the_report_names_every_operation(
-    tmp_path: Path, strategy: str, operations: set[str]
-) -> None:
-    """`exactness()`, which `ramify info` shows, has one entry per kernel, fused operations together."""
-    reason = strategy_supports(strategy, torch.zeros(8, 8))
-    if reason is not None:
-        pytest.skip(f"no {strategy} linears: {reason}")
-    path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
-
-    report = load_model(path, store=ProbeStore(None), linear_strategy=strategy).exactness()
-
-    assert {entry.operation for entry in report} == operations
-    assert all(entry.dtype == "float32" and entry.reason for entry in report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,16 +16,19 @@ from safetensors.torch import load_file
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend
 from ramify.attention.batch import AttentionBatch, Extend
+from ramify.attention.paged import PagedAttention
 from ramify.attention.spec import AttentionSpec
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import StepPlan
 from ramify.kernels.cpu import threads
 from ramify.kv.block_table import PagedBlockTable
 from ramify.kv.pool import KVPool
-from ramify.models.dense import DenseDecoder
+from ramify.models.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, kv_layout
 from ramify.models.loader import load_model
 from ramify.models.ops.cpu_layer_attention import FusedAttention
+from ramify.models.ops.cpu_layers import FusedLayers
+from ramify.models.ops.protocol import ForwardStep
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.attention_cases import assert_same_bits
 from tests.cpu.tiny_models import DENSE
@@ -45,17 +50,28 @@ def runner_of(
     if not path.exists():
         named = cast(TinyFamily, family)
         write_tiny_checkpoint(path, named, tokenizer=False, num_hidden_layers=3, **DENSE[family])
-    model = load_model(path, dtype=dtype, linear_strategy="packed_gemm")
+    model = load_model(path, dtype=dtype, ops="cpu")
     plane_dtype = kv_dtype or model.dtype
     pool = KVPool(kv_layout(model.config), NUM_PAGES, PAGE, dtype=plane_dtype)
     return ModelRunner(model, pool, CpuBackend(spec_of(model, plane_dtype), torch.device("cpu")))
 
 
-def spec_of(model: object, kv_dtype: torch.dtype) -> AttentionSpec:
-    assert isinstance(model, DenseDecoder)
+def spec_of(model: Decoder, kv_dtype: torch.dtype) -> AttentionSpec:
     return attention_spec(
         model.config, page_size=PAGE, dtype=model.dtype, exact=True, kv_dtype=kv_dtype
     )
+
+
+def fused_attention_of(runner: ModelRunner) -> FusedAttention | None:
+    """What attends inside the fused layers of this runner's steps."""
+    assert isinstance(runner.model.layers, FusedLayers)
+    return runner.model.layers._fused_attention(runner.backend, runner.pool)
+
+
+def call_attention_by_layer(runner: ModelRunner) -> None:
+    """Never attend inside the fused layers."""
+    assert isinstance(runner.model.layers, FusedLayers)
+    runner.model.layers._fused_attention = lambda *_: None  # type: ignore[method-assign]
 
 
 def plan_of(shares: list[tuple[int, int]], *, shared: int = 0, seed: int = 0) -> StepPlan:
@@ -105,11 +121,10 @@ def test_the_bits_are_those_of_attention_layer_by_layer(
     folder: Path, family: str, dtype: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden rows and every slot of K/V, slots that are not written included."""
-    runner = runner_of(folder, family, dtype)
-    fused_attention, runner._inline = runner._inline, None
-    expected = outcome(runner, CASES[case])
-    assert fused_attention is not None
-    runner._inline = fused_attention
+    by_layer, runner = (runner_of(folder, family, dtype) for _ in range(2))
+    call_attention_by_layer(by_layer)
+    expected = outcome(by_layer, CASES[case])
+    assert fused_attention_of(runner) is not None
 
     def never(*_: object) -> None:
         raise AssertionError("attention was called layer by layer")
@@ -198,22 +213,17 @@ def test_long_steps_call_attention_by_layer(
 def test_out_of_range_slots_and_positions_write_nothing(folder: Path) -> None:
     """Both are checked before the kernel runs."""
     runner = runner_of(folder, "llama", "float32")
-    assert runner._inline is not None
+    fused_attention = fused_attention_of(runner)
+    assert fused_attention is not None
     plan = plan_of([(20, 2)])
-    attention = runner.backend.plan(plan.batch)
+    attention = PagedAttention(runner.backend, runner.pool, plan.batch, torch.arange(2) + 20)
     end = (NUM_PAGES + 1) * PAGE
     for slot in (-1, end):
         with pytest.raises(IndexError, match=f"slot {slot} is not in 0..{end - 1}"):
-            runner._inline.step(attention, np.array([0, slot]))
-
-    def attend(*_: object) -> torch.Tensor:
-        raise AssertionError("attention was called layer by layer")
-
-    slots = plan.batch.slot_mapping.copy()
-    attend.fused_args = runner._inline.step(attention, slots)  # type: ignore[attr-defined]
+            fused_attention.step(runner.pool, attention.plan, np.array([0, slot]))
     positions = torch.tensor([20, runner.model.config.max_model_len])
     with torch.inference_mode(), pytest.raises(IndexError, match="positions must be in"):
-        runner.model.forward(torch.tensor([3, 4]), positions, attend)
+        runner.model.forward(torch.tensor([3, 4]), ForwardStep(positions, attention))
     layers = range(runner.pool.layout.num_layers)
     assert not any(plane.any() for layer in layers for plane in runner.pool.planes(layer).values())
 
@@ -228,7 +238,7 @@ def test_supports_gives_the_reason_for_no(folder: Path) -> None:
     assert reason == "K/V in torch.float32 of a model in torch.bfloat16"
     blocked = BlockedBackend(backend.spec, torch.device("cpu"))
     assert FusedAttention.supports(blocked, pool, torch.float32) == "BlockedBackend over KVPool"
-    assert runner_of(folder, "llama", "float32", kv_dtype=torch.int8)._inline is None
+    assert fused_attention_of(runner_of(folder, "llama", "float32", kv_dtype=torch.int8)) is None
     bfloat16_pool = KVPool(pool.layout, 4, PAGE, dtype=torch.bfloat16)
     reason = FusedAttention.supports(backend, bfloat16_pool, torch.float32)
     assert reason == "K/V in torch.bfloat16 of a model in torch.float32"
@@ -256,8 +266,22 @@ def test_a_replaced_model_pool_or_backend_is_used(folder: Path) -> None:
         assert_same_bits(reference, other_pool)
     assert isinstance(runner.backend, CpuBackend)
     runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
-    assert runner.inline_step(runner.backend.plan(plans[0].batch), torch.arange(3)) is None
+    assert fused_attention_of(runner) is None
     assert outcome(runner, plans)[0].isfinite().all()
+
+
+def test_a_model_keeps_no_pool_alive(folder: Path) -> None:
+    """A runner that is gone leaves nothing of its K/V behind, whatever else uses the model."""
+    runner = runner_of(folder, "llama", "float32")
+    outcome(runner, CASES["several"])
+    model, pool = runner.model, weakref.ref(runner.pool)
+
+    del runner
+    gc.collect()
+
+    assert pool() is None
+    assert isinstance(model.layers, FusedLayers)
+    assert not model.layers._attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,8 @@ The oracle is `AutoModelForCausalLM` with eager attention in float32, one prompt
 each of the four families, over 56 prompts of 5 to 200 tokens, most of which share prefixes whose
 lengths are multiples of no page size but 1:
 
-- page size 1, 3, 16, 64 × cache off, cold, warm, partly warm, batched, steps of 512 tokens;
+- page size 1, 3, 16, 64 × cache off, cold, warm, partly warm, batched, steps of 512 tokens; with
+  `ops="torch"` page sizes 3 and 64;
 - steps of 7, 64, 512 tokens × batched, alone × cache off, cold, warm, partly warm, with a page
   size that rotates with the family, so that each pair of the two occurs.
 
@@ -141,11 +142,14 @@ def generate(
 
 
 def runs(
-    path: Path, num_new: int, *, alone: bool, **sizes: int
+    path: Path, num_new: int, *, alone: bool, **options: Any
 ) -> Iterator[tuple[str, list[RequestOutput]]]:
     """Outputs with the cache off, cold, warm, and warm for prefixes of the prompts only."""
-    yield "off", generate(engine(path, prefix_cache=False, **sizes), PROMPTS, num_new, alone=alone)
-    llm = engine(path, **sizes)
+    yield (
+        "off",
+        generate(engine(path, prefix_cache=False, **options), PROMPTS, num_new, alone=alone),
+    )
+    llm = engine(path, **options)
     yield "cold", generate(llm, PROMPTS, num_new, alone=alone)
     yield "warm", generate(llm, PROMPTS, num_new, alone=alone)
     llm.cache.clear()
@@ -183,12 +187,15 @@ def assert_equal(
     assert cached_tokens["off"] == 0 < cached_tokens["partly warm"] < cached_tokens["warm"]
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(
+    ("page_size", "ops"), [*((size, "auto") for size in PAGE_SIZES), (3, "torch"), (64, "torch")]
+)
 def test_answers_equal_the_oracles_for_every_page_size(
-    oracle: Oracle, page_size: int, ties: Ties
+    oracle: Oracle, page_size: int, ops: str, ties: Ties
 ) -> None:
     """All prompts in one batch: cache off, cold, warm and partly warm."""
-    outputs = runs(oracle.path, NUM_NEW, alone=False, page_size=page_size, max_batch_tokens=512)
+    sizes = {"page_size": page_size, "max_batch_tokens": 512}
+    outputs = runs(oracle.path, NUM_NEW, alone=False, ops=ops, **sizes)
 
     assert_equal(oracle, outputs, NUM_NEW, ties)
 

@@ -16,12 +16,12 @@ from ramify.attention.backends.cpu import CpuBackend
 from ramify.engine.execution.local_executor import LocalExecutor
 from ramify.engine.execution.runner import ModelRunner
 from ramify.engine.step import SampleSpec, StepPlan
-from ramify.models.dense import DenseDecoder
 from ramify.models.loader import load_model
+from ramify.models.ops.cpu_layers import FusedLayers
 from ramify.params import SamplingParams
-from tests.cpu.test_fused_attention import outcome, plan_of, runner_of
-from tests.cpu.test_fused_layers import decoder, forward_unfused, ids
-from tests.cpu.tiny_models import DENSE
+from tests.cpu.test_fused_attention import call_attention_by_layer, outcome, plan_of, runner_of
+from tests.cpu.test_fused_layers import LoopedOps, decoder, fused_layers_of, inputs
+from tests.cpu.tiny_models import DENSE, ops_of
 
 pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
 
@@ -35,19 +35,19 @@ class RecordingAttention:
     """A row-wise stand-in for attention that records q, k and v of each layer.
 
     Args:
-        rows: `output_rows`; None: no such attribute.
         nonfinite_row: a row whose v becomes infinite in the last layer.
     """
 
-    def __init__(self, rows: list[int] | None, *, nonfinite_row: int | None = None) -> None:
-        if rows is not None:
-            self.output_rows = torch.tensor(rows, dtype=torch.int64)
+    def __init__(self, *, nonfinite_row: int | None = None) -> None:
         self.calls: list[tuple[Tensor, ...]] = []
         self._nonfinite_row = nonfinite_row
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, rows: Tensor | None = None
+    ) -> Tensor:
         if self._nonfinite_row is not None and layer == 2:
             v[self._nonfinite_row, 0, 0] = torch.inf
+        assert len(q) == len(k if rows is None else rows)
         self.calls.append((q.clone(), k.clone(), v.clone()))
         group = q.shape[1] // k.shape[1]
         keys, values = (heads[:1].repeat_interleave(group, 1) for heads in (k, v))
@@ -61,16 +61,12 @@ def test_output_rows_equal_those_of_a_full_pass(
     folder: Path, family: str, dtype: str, fused: bool
 ) -> None:
     """So do K and V of every row; the last layer gets queries of the output rows only."""
-    model = decoder(folder, family, dtype)
-
-    def run(*args: Any) -> Tensor:
-        return model.forward(*args) if fused else forward_unfused(model, *args)
-
+    model = decoder(folder, family, dtype, "cpu" if fused else LoopedOps)
     for num_rows, rows in ((97, [3, 4, 90]), (200, [199]), (70, []), (5, [0, 1, 2, 3, 4])):
-        full, pruned = RecordingAttention(None), RecordingAttention(rows)
-        expected = run(*ids(model, num_rows), full)
+        full, pruned = RecordingAttention(), RecordingAttention()
+        expected = model.forward(*inputs(model, num_rows, full))
 
-        hidden = run(*ids(model, num_rows), pruned)
+        hidden = model.forward(*inputs(model, num_rows, pruned, rows))
 
         assert torch.equal(hidden[rows], expected[rows])
         assert hidden.isfinite().all()
@@ -84,10 +80,9 @@ def test_output_rows_equal_those_of_a_full_pass(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pruned_row_with_nonfinite_kv_becomes_nan(folder: Path, dtype: str, fused: bool) -> None:
     """Its hidden row would show nothing otherwise, as the rest of the last layer is not computed."""
-    model = decoder(folder, "llama", dtype)
-    args = (*ids(model, 80), RecordingAttention([79], nonfinite_row=40))
+    model = decoder(folder, "llama", dtype, "cpu" if fused else LoopedOps)
 
-    hidden = model.forward(*args) if fused else forward_unfused(model, *args)
+    hidden = model.forward(*inputs(model, 80, RecordingAttention(nonfinite_row=40), [79]))
 
     nan_rows = (~hidden.isfinite().all(-1)).nonzero()[:, 0].tolist()
     assert nan_rows == [40]
@@ -96,22 +91,16 @@ def test_a_pruned_row_with_nonfinite_kv_becomes_nan(folder: Path, dtype: str, fu
 def test_a_model_of_one_layer_checks_positions(folder: Path) -> None:
     """The pruned last layer is also the first, which checks positions."""
     model = decoder(folder, "llama", "float32")
-    assert model._fused_layers is not None
-    one_layer = type(model._fused_layers)(
-        model._fused_layers._layers[:1],
-        num_heads=model._fused_layers._num_heads,
-        head_dim=model._fused_layers._head_dim,
-    )
-    _, positions = ids(model, 6)
+    one_layer = FusedLayers(fused_layers_of(model)._layers[:1])
+    _, full = inputs(model, 6, RecordingAttention())
+    pruned = replace(full, output_rows=torch.tensor([2]))
     hidden = torch.randn(6, model.config.hidden_size)
-    expected = one_layer.run(hidden.clone(), positions, RecordingAttention(None))
+    expected = one_layer(hidden.clone(), full)
 
-    pruned = one_layer.run(hidden.clone(), positions, RecordingAttention([2]))
-
-    assert torch.equal(pruned[2], expected[2])
-    positions[4] = model.config.max_model_len
+    assert torch.equal(one_layer(hidden.clone(), pruned)[2], expected[2])
+    full.positions[4] = model.config.max_model_len
     with pytest.raises(IndexError, match="positions must be in"):
-        one_layer.run(hidden, positions, RecordingAttention([2]))
+        one_layer(hidden, pruned)
 
 
 def sampling(plan: StepPlan, sampled: list[tuple[int, int]]) -> StepPlan:
@@ -151,7 +140,7 @@ def test_sampled_rows_equal_those_of_a_full_step(
         assert isinstance(runner.backend, CpuBackend)
         runner.backend = BlockedBackend(runner.backend.spec, torch.device("cpu"))
     elif backend == "cpu, by layer":
-        runner._inline = None
+        call_attention_by_layer(runner)
     plans = CASES[case]
     full = outcome(runner, [replace(plan, all_rows=True) for plan in plans])
     last_positions = record_last_attention(runner, monkeypatch)
@@ -207,13 +196,11 @@ def test_few_rows_are_not_pruned_and_a_hand_made_step_is_full(folder: Path) -> N
 def test_pruning_with_plain_torch_operations(folder: Path, dtype: str) -> None:
     """exact=False, layer by layer: results are close, and K/V of every row is computed."""
     decoder(folder, "qwen3", dtype)
-    model = load_model(folder / "qwen3", dtype=dtype, exact=False, linear_strategy="plain")
-    assert isinstance(model, DenseDecoder)
-    assert model._fused_layers is None
+    model = load_model(folder / "qwen3", dtype=dtype, exact=False, ops=ops_of("plain"))
     for num_rows, rows in ((97, [3, 4, 90]), (70, [])):
-        full, pruned = RecordingAttention(None), RecordingAttention(rows)
-        expected = model.forward(*ids(model, num_rows), full)
-        hidden = model.forward(*ids(model, num_rows), pruned)
+        full, pruned = RecordingAttention(), RecordingAttention()
+        expected = model.forward(*inputs(model, num_rows, full))
+        hidden = model.forward(*inputs(model, num_rows, pruned, rows))
         tolerance = 1e-5 if dtype == "float32" else 5e-2
         torch.testing.assert_close(hidden[rows], expected[rows], rtol=tolerance, atol=tolerance)
         assert hidden.isfinite().all()

@@ -16,6 +16,7 @@ from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, UnsupportedModelError
 from ramify.models.config import ModelConfig
 from ramify.models.loader import load_model
+from ramify.models.ops.protocol import ForwardStep
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 
 FAMILIES: tuple[TinyFamily, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -80,11 +81,15 @@ def dense_causal(config: ModelConfig) -> Callable[[int, Tensor, Tensor, Tensor],
     return attend
 
 
-def our_logits(path: Path, tokens: Tensor, dtype: Any = "float32", *, exact: bool = True) -> Tensor:
-    model = load_model(path, dtype=dtype, exact=exact, store=ProbeStore(None))
+def our_logits(
+    path: Path, tokens: Tensor, dtype: str = "float32", *, exact: bool = True, ops: str = "auto"
+) -> Tensor:
+    model = load_model(path, dtype=dtype, exact=exact, ops=ops, store=ProbeStore(None))
     positions = torch.arange(len(tokens))
     with torch.inference_mode():
-        return model.logits(model.forward(tokens, positions, dense_causal(model.config)))
+        return model.logits(
+            model.forward(tokens, ForwardStep(positions, dense_causal(model.config)))
+        )
 
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -102,14 +107,15 @@ def random_tokens(seed: int, num_tokens: int, low: int = 6, high: int = 290) -> 
     return [rng.randrange(low, high) for _ in range(num_tokens)]
 
 
+@pytest.mark.parametrize("ops", ["auto", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
+def test_logits_are_those_of_transformers(tmp_path: Path, variant: str, ops: str) -> None:
     """Every family and variant, with exact=True and False, within 1e-4 of the largest logit."""
     family, overrides = VARIANTS[variant]
     path = write_tiny_checkpoint(tmp_path, family, seed=7, **overrides)
     tokens = torch.tensor(random_tokens(1, 100))
 
-    results = [our_logits(path, tokens, exact=exact) for exact in (True, False)]
+    results = [our_logits(path, tokens, exact=exact, ops=ops) for exact in (True, False)]
 
     with torch.inference_mode():
         expected = reference(path)(tokens[None]).logits[0]
@@ -119,15 +125,16 @@ def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
         assert float((logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("ops", ["auto", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
-    tmp_path: Path, family: TinyFamily
+    tmp_path: Path, family: TinyFamily, ops: str
 ) -> None:
     """Our error against float32 is at most 1.3 times that of transformers: no extra roundings."""
     path = write_tiny_checkpoint(tmp_path, family, dtype="bfloat16")
     tokens = torch.tensor(random_tokens(2, 60))
 
-    logits = our_logits(path, tokens, "bfloat16")
+    logits = our_logits(path, tokens, "bfloat16", ops=ops)
 
     with torch.inference_mode():
         wide = reference(path)(tokens[None]).logits[0]

@@ -19,6 +19,7 @@ from ramify.models.config import RopeConfig
 from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.functional import apply_rotary, rms_norm, silu_and_mul
+from ramify.models.ops.protocol import Heads
 from ramify.models.rope import RotaryTable
 from tests.cpu.attention_cases import spec_of
 
@@ -197,9 +198,10 @@ def run_with(program: str, **variables: str) -> None:
 
 def test_packed_gemm_supports_gives_the_reason_for_no() -> None:
     """float64 and other devices than CPU are not supported."""
-    assert packed_gemm_supports(torch.zeros(2, 2)) is None
-    assert "float64" in (packed_gemm_supports(torch.zeros(2, 2, dtype=torch.float64)) or "")
-    assert "device meta" in (packed_gemm_supports(torch.zeros(2, 2, device="meta")) or "")
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert packed_gemm_supports(torch.float32, cpu) is None
+    assert "float64" in (packed_gemm_supports(torch.float64, cpu) or "")
+    assert "device meta" in (packed_gemm_supports(torch.float32, meta) or "")
 
 
 def reference(x: Tensor, weight: Tensor, norm: Tensor | None, gated: bool) -> Tensor:
@@ -237,29 +239,30 @@ def test_fused_norm_and_activation_equal_separate_operations(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 15, 16, 40, 77])
-def test_add_to_equals_sums_plus_result(width: int, dtype: torch.dtype) -> None:
-    """In place, with the bits of `sums + linear(x)`: the result is rounded before it is added."""
+def test_a_residual_gets_the_result_added(width: int, dtype: torch.dtype) -> None:
+    """In place, with the bits of `residual + linear(x)`: the result is rounded before it is added."""
     linear = PackedLinear(random(width, 50, dtype=dtype), random(width, dtype=dtype, seed=1))
     for num_rows in (1, 7, 100):
-        x, sums = random(num_rows, 50, dtype=dtype), random(num_rows, width, dtype=dtype, seed=9)
-        expected = sums + linear(x)
+        x = random(num_rows, 50, dtype=dtype)
+        residual = random(num_rows, width, dtype=dtype, seed=9)
+        expected = residual + linear(x)
 
-        returned = linear.add_to(sums, x)
+        returned = linear(x, residual=residual)
 
-        assert returned is sums
+        assert returned is residual
         assert torch.equal(returned, expected)
 
 
-def test_add_to_refuses_what_does_not_fit() -> None:
-    """Sums of another shape or not contiguous, and a gated linear."""
+def test_a_residual_that_does_not_fit_is_refused() -> None:
+    """Of another shape or not contiguous; with a gated linear torch adds."""
     x, weight = random(9, 50), random(40, 50)
 
-    with pytest.raises(ConfigError, match="sums are"):
-        PackedLinear(weight).add_to(random(3, 40), x)
+    with pytest.raises(ConfigError, match="residual is"):
+        PackedLinear(weight)(x, residual=random(3, 40))
     with pytest.raises(ConfigError, match="contiguous"):
-        PackedLinear(weight).add_to(random(40, 9).T, x)
-    with pytest.raises(ConfigError, match="gated"):
-        PackedLinear(weight, gated=True).add_to(random(9, 20), x)
+        PackedLinear(weight)(x, residual=random(40, 9).T)
+    gated = PackedLinear(weight, gated=True)
+    assert torch.equal(gated(x, residual=torch.ones(9, 20)), gated(x) + 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -313,12 +316,12 @@ def test_qk_norm_and_rope_equal_torch(normed: bool, head_dim: int, dtype: torch.
     rotary = RotaryTable(RopeConfig(10_000.0), head_dim=head_dim, max_len=50, dtype=dtype)
     norms = [random(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
     weights_and_eps = (norms[0], norms[1], 1e-6) if normed else None
-    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, num_q=3, num_k=2, norms=weights_and_eps)
+    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, Heads(3, 2, head_dim), norms=weights_and_eps)
     rows = random(600, 7 * head_dim, dtype=dtype)
     positions = torch.arange(600) * 7 % 50
 
     def rotated(indices: Tensor) -> Tensor:
-        return qk_norm_rope(rows[indices], positions[indices])
+        return qk_norm_rope.rotate(rows[indices], positions[indices])
 
     result = rotated(torch.arange(600)).unflatten(1, (7, head_dim))
 
@@ -339,18 +342,18 @@ def test_qk_norm_and_rope_equal_torch(normed: bool, head_dim: int, dtype: torch.
 def test_a_position_outside_the_tables_is_an_error() -> None:
     """Its row is left unchanged; wrong shapes and dtypes are refused."""
     rotary = RotaryTable(RopeConfig(10_000.0), head_dim=8, max_len=5, dtype=torch.float32)
-    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, num_q=1, num_k=1)
+    qk_norm_rope = QKNormRope(rotary.cos, rotary.sin, Heads(1, 1, 8))
     rows = random(2, 24)
     before = rows.clone()
 
     with pytest.raises(IndexError, match=r"0\.\.4"):
-        qk_norm_rope(rows, torch.tensor([1, 5]))
+        qk_norm_rope.rotate(rows, torch.tensor([1, 5]))
     assert torch.equal(rows[1], before[1])
     with pytest.raises(ConfigError, match="positions are"):
-        qk_norm_rope(rows, torch.tensor([1]))
+        qk_norm_rope.rotate(rows, torch.tensor([1]))
     with pytest.raises(ConfigError, match="rows are"):
-        qk_norm_rope(rows[:, :10], torch.tensor([1, 2]))
-    assert qk_norm_rope(rows[:0], torch.zeros(0, dtype=torch.int64)).shape == (0, 24)
+        qk_norm_rope.rotate(rows[:, :10], torch.tensor([1, 2]))
+    assert qk_norm_rope.rotate(rows[:0], torch.zeros(0, dtype=torch.int64)).shape == (0, 24)
 
 
 def test_rows_of_another_kind_are_refused() -> None:

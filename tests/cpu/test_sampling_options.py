@@ -50,10 +50,11 @@ def draw_of(
     stop_ids: tuple[int, ...] = (END,),
     seed: int = 0,
 ) -> SampleSpec:
-    shaper = LogitsProcessor.create_if_needed(
-        prompt, params, stop_token_ids=frozenset(stop_ids), vocab_size=VOCAB
-    )
-    shaping = None if shaper is None else shaper.for_step(list(output), draft)
+    shaping = None
+    if LogitsProcessor.is_needed(params):
+        stop = frozenset(stop_ids)
+        shaper = LogitsProcessor(prompt, params, stop_token_ids=stop, vocab_size=VOCAB)
+        shaping = shaper.for_step(list(output), draft)
     position = len(prompt) + len(output)
     return SampleSpec(7, 0, position, params, seed, None, draft, shaping)
 

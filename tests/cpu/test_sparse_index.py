@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import ProbeStore
-from ramify.attention.sparse_index import IndexQuery, SparseIndex, causal_key_ranges, topk_mask
+from ramify.attention.sparse_index import IndexQuery, SparseIndex, topk_mask
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
 
@@ -94,14 +94,24 @@ def as_lists(selected: Tensor) -> list[list[int]]:
     return [[position for position in row if position >= 0] for row in selected.tolist()]
 
 
+def visible_slots(batch: AttentionBatch) -> list[list[int]]:
+    """Per query the slots of the keys that the index scores, as it plans them."""
+    return [
+        tile.slots[:count].tolist()
+        for tile in index_of(1, exact=False).plan(batch).tiles
+        for count in tile.num_visible.tolist()
+    ]
+
+
 def test_ab5_key_ranges_include_cached_keys_and_no_later_key() -> None:
-    """(cached 4, new 3) and (0, 2): ranges end at 5, 6, 7, 8, 9 and have 5, 6, 7, 1, 2 keys."""
+    """(cached 4, new 3) and (0, 2): the queries see 5, 6, 7, 1, 2 keys of their own request."""
     batch = batch_of(((4, 3), (0, 2)), 4, torch.Generator())
 
-    begins, ends = causal_key_ranges(batch)
+    visible = visible_slots(batch)
 
-    assert ends.tolist() == [5, 6, 7, 8, 9]
-    assert (ends - begins).tolist() == [5, 6, 7, 1, 2]
+    assert list(map(len, visible)) == [5, 6, 7, 1, 2]
+    assert visible[2] == batch.kv_slots(0).tolist()
+    assert visible[4] == batch.kv_slots(1).tolist()
 
 
 def test_ab5_key_ranges_of_every_small_batch() -> None:
@@ -109,13 +119,13 @@ def test_ab5_key_ranges_of_every_small_batch() -> None:
     grid = [(cached, new) for cached in range(5) for new in range(1, 4)]
 
     for shares in list(product(grid, repeat=2)):
-        begins, ends = causal_key_ranges(batch_of(shares, 2, torch.Generator()))
-        expected = []
-        before = 0
-        for cached, new in shares:
-            expected += [(before, before + cached + local + 1) for local in range(new)]
-            before += cached + new
-        assert list(zip(begins.tolist(), ends.tolist(), strict=True)) == expected, shares
+        batch = batch_of(shares, 2, torch.Generator())
+        expected = [
+            batch.kv_slots(seq)[: cached + local + 1].tolist()
+            for seq, (cached, new) in enumerate(shares)
+            for local in range(new)
+        ]
+        assert visible_slots(batch) == expected, shares
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])

@@ -21,7 +21,8 @@ from tests.cpu.bit_scenarios import tokens
 from tests.cpu.engine_cases import Engine, Model, Prompt, Sizes, assert_idle, differences
 
 MODELS = [
-    ("llama", "float32-onednn"),
+    ("llama", "float32-torch"),
+    ("llama", "bfloat16-torch"),
     ("llama", "float32-padded"),
     ("llama", "float32-blocked"),
     ("llama", "bfloat16"),
@@ -83,7 +84,7 @@ def test_guesses_leave_no_trace(
 
 @pytest.mark.parametrize("num_pages", [24, 800])
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "float32-onednn"), ("llama", "bfloat16"), ("v2", "float32")]
+    ("family", "variant"), [("llama", "float32-torch"), ("llama", "bfloat16"), ("v2", "float32")]
 )
 def test_the_tree_and_the_text_leave_no_trace(
     family: str, variant: str, num_pages: int, model_of: Callable[[str, str], Model]

@@ -1,5 +1,6 @@
 """Tiny models of every kind of attention, in every dtype and K/V dtype, each loaded once per session."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,8 +9,11 @@ import torch
 
 from ramify.attention.backends.blocked import BlockedBackend
 from ramify.attention.backends.cpu import CpuBackend
-from ramify.models.loader import Decoder, load_model
+from ramify.models.decoder import Decoder
+from ramify.models.loader import load_model
+from ramify.models.ops.registry import OpsFactory
 from ramify.models.ops.torch_linear import TORCH_LINEARS, strategy_supports
+from ramify.models.ops.torch_ops import TorchOps
 from ramify.testing import TinyFamily, write_tiny_checkpoint
 from tests.cpu.engine_cases import LLAMA3_ROPE, Model
 
@@ -45,7 +49,7 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 # MLA over all keys (v2), and over keys that a sparse index selects (v32); written by transformers.
 LATENT = ("v2", "v32")
-WORDS = {*TORCH_LINEARS, "int8", "fp8", "blocked"}
+WORDS = {"torch", *TORCH_LINEARS, "int8", "fp8", "blocked"}
 
 
 class TinyModels:
@@ -53,7 +57,7 @@ class TinyModels:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._decoders: dict[tuple[str, str, str | None], Decoder] = {}
+        self._decoders: dict[tuple[str, str, str], Decoder] = {}
         self._models: dict[tuple[str, str], Model] = {}
 
     def __call__(self, family: str, variant: str) -> Model:
@@ -61,33 +65,39 @@ class TinyModels:
 
         Args:
             family: of `DENSE` or `LATENT`.
-            variant: a dtype, then any of: a linear strategy (else the probe chooses, as for users),
-                `int8` or `fp8` for K/V, `blocked` for torch attention, as without Numba. For
-                example `float32-onednn-int8`.
+            variant: a dtype, then any of: `torch` for `TorchOps`, or a linear strategy of it (else the
+                operations that users get), `int8` or `fp8` for K/V, `blocked` for torch attention, as
+                without Numba. For example `float32-onednn-int8`.
         """
         if (family, variant) not in self._models:
             dtype, *words = variant.split("-")
             assert set(words) <= WORDS, f"{variant}: unknown"
             strategy = next((word for word in words if word in TORCH_LINEARS), None)
-            reason = strategy_supports(strategy, torch.zeros(8, 8)) if strategy else None
+            weight = torch.zeros(8, 8, dtype=getattr(torch, dtype))
+            reason = strategy_supports(strategy, weight) if strategy else None
             if reason is not None:
                 pytest.skip(f"no {strategy} linears: {reason}")
             self._models[family, variant] = Model(
                 f"{family}-{variant}",
-                self._decoder(family, dtype, strategy),
+                self._decoder(family, dtype, strategy or ("torch" if "torch" in words else "auto")),
                 kv_dtype=next((word for word in words if word in ("int8", "fp8")), "auto"),
                 backend=BlockedBackend if "blocked" in words else CpuBackend,
             )
         return self._models[family, variant]
 
-    def _decoder(self, family: str, dtype: str, strategy: str | None) -> Decoder:
-        key = (family, dtype, strategy)
+    def _decoder(self, family: str, dtype: str, ops: str) -> Decoder:
+        key = (family, dtype, ops)
         if key not in self._decoders:
             path = self._folder / family
             if not path.exists():
                 _write(family, path)
-            self._decoders[key] = load_model(path, dtype=dtype, linear_strategy=strategy)
+            self._decoders[key] = load_model(path, dtype=dtype, ops=ops_of(ops))
         return self._decoders[key]
+
+
+def ops_of(name: str) -> str | OpsFactory:
+    """The `ops` argument of `load_model`: a name of it, or a linear strategy of `TorchOps`."""
+    return partial(TorchOps, linear_strategy=name) if name in TORCH_LINEARS else name
 
 
 def _write(family: str, path: Path) -> None:

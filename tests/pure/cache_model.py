@@ -339,7 +339,7 @@ class CacheModel:
         while todo:
             node, tokens = todo.pop()
             tokens += tree.edge(node)[LOWEST_BYTE::4]
-            pages, start, length = tree.packed_pages(node), tree.start[node], tree.length[node]
+            pages, start, length = tree.pages[node], tree.start[node], tree.length[node]
             namespace = tree.namespaces[tree.root[node]].decode()
             assert len(tokens) == (start + length) * self.size
             assert tree.hits[node] >= 0

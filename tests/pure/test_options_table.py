@@ -1,5 +1,6 @@
 """docs/options.md is what the code says."""
 
+import re
 import runpy
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,17 @@ def test_every_flag_of_serve_has_help() -> None:
     missing = [name for name, flag in TABLE["serve_parameters"]().items() if not flag.help]
 
     assert set(missing) <= {"help"}
+
+
+def test_the_help_of_a_flag_names_flags() -> None:
+    """No flag's help has a value, a call or the name of an option as Python writes it."""
+    python = re.compile(r"`None`|llm\.|`[a-z]+_[a-z_]+`")
+
+    wrong = [
+        name for name, flag in TABLE["serve_parameters"]().items() if python.search(flag.help or "")
+    ]
+
+    assert not wrong
 
 
 def test_the_table_is_up_to_date() -> None:

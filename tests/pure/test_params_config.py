@@ -93,6 +93,8 @@ def test_counts_are_positive_integers(name: str, value: object) -> None:
         ("exact", None),
         ("dtype", "float16"),
         ("dtype", None),
+        ("ops", "gpu"),
+        ("ops", None),
         ("policy", "mru"),
         ("policy", ["lru"]),
         ("page_size", None),

@@ -178,9 +178,9 @@ def test_eb16_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert not core.live
     assert not core.scheduler.running
     assert not core.scheduler._requeued
-    assert not core.planner._by_lease
-    assert not core.planner._awaiting_leader
-    assert (len(queue), queue.num_uncached, len(queue.leaders())) == (0, 0, 0)
+    assert not core.context.planner._by_lease
+    assert not core.context.planner._awaiting_leader
+    assert (len(queue), queue.num_uncached, len(queue._parked)) == (0, 0, 0)
     assert len(queue._tenants) <= 2 * SPARE_TENANTS
     assert (
         sum(len(tenant_queue.heap) for tenant_queue in queue._tenants.values()) <= 2 * SPARE_TENANTS
@@ -326,7 +326,7 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
                 served["heavy" if name in heavy else "light"] += length
             return execute(plan)
 
-    bench.core.executor = Counting()
+    bench.core.context.executor = Counting()
     while len(begun(bench, light)) < 150:
         bench.step()
 

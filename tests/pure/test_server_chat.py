@@ -4,7 +4,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -23,7 +23,7 @@ class Scripted:
         self.asked: list[list[Message]] = []
         self.num_closed = 0
 
-    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
+    def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
         self.asked.append(messages)
         try:
             for piece in self.answers.pop(0):

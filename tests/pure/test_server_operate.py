@@ -18,7 +18,7 @@ from ramify.outputs import StepOutput
 from ramify.server.generation import Generation
 from ramify.server.operations.load_monitor import LoadMonitor, LoadSnapshot
 from ramify.server.operations.metrics import Metrics
-from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
+from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.tenants import ApiKeys
 from tests.pure.live_server import TOKENIZER, Live, ids, live
 
@@ -297,8 +297,8 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     path = tmp_path / "record.jsonl"
     plain, full = LineFile(path), LineFile(tmp_path / "full.jsonl")
     recorders = [
-        TraceWriter(plain.write, page_size=4),
-        TraceWriter(full.write, page_size=4, with_tokens=True),
+        lambda generation: plain.write(trace_line(generation)),
+        lambda generation: full.write(trace_line(generation, with_tokens=True)),
     ]
     empty.server.service.listeners.extend(recorders)
     empty.ask(ROME + "Who built it?")
@@ -317,8 +317,6 @@ def test_the_record_has_hashes_and_whole_lines(empty: Live, tmp_path: Path) -> N
     assert len(first["hash_ids"]) == first["input_length"] // 4
     [entry, _] = (json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines())
     assert TOKENIZER.decode(entry["token_ids"]) == ROME + "Who built it?"
-    for file in (plain, full):
-        file.close()
 
 
 def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +329,6 @@ def test_a_full_disk_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
     file.write("two\n")
 
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    file.close()
     with pytest.raises(ConfigError, match="cannot be written"):
         LineFile(Path("/nowhere/record"))
 

@@ -266,6 +266,6 @@ def test_every_request_ends_once_with_its_own_answer(
                 assert tokens == answer
     queue = bench.core.scheduler.waiting
     assert queue.num_uncached == 0
-    assert not queue.leaders()
+    assert not queue._parked
     assert not bench.core.scheduler._requeued
     bench.assert_nothing_leaked()

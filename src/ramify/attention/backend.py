@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -27,6 +27,8 @@ BACKENDS: dict[str, str] = {
     "varlen": "ramify.attention.backends.varlen:VarlenBackend",
     "flex": "ramify.attention.backends.flex:FlexBackend",
 }
+# Not made of torch's own operations.
+COMPILED_BACKENDS = ("cpu", "triton", "flashinfer")
 _OLD_NAMES = {"tree": "cpu"}
 
 
@@ -98,14 +100,21 @@ def backend_class(name: str) -> type[AttentionBackend]:
     return backend
 
 
-def select_backend(backend_name: str, spec: AttentionSpec, device: torch.device) -> BackendChoice:
+def select_backend(
+    backend_name: str, spec: AttentionSpec, device: torch.device, *, last: Sequence[str] = ()
+) -> BackendChoice:
     """Build the backend of that name, or for "auto" the first that supports the model on `device`.
+
+    Args:
+        last: backends that "auto" tries after all others.
 
     Raises:
         UnsupportedBackendError: no candidate supports it; the message gives every reason.
     """
     backend_name = _current_name(backend_name)
-    order = _auto_order(device) if backend_name == "auto" else (backend_name,)
+    order: tuple[str, ...] = (backend_name,)
+    if backend_name == "auto":
+        order = tuple(sorted(_auto_order(device), key=lambda name: name in last))
     reasons: dict[str, str] = {}
     for name in order:
         cls = backend_class(name)

@@ -51,8 +51,6 @@ class AttentionBatch:
     page_size: int
     max_q_len: int
     max_kv_len: int
-    total_kv: int  # sum of seq_lens_kv
-    has_cached: bool  # any num_cached > 0
 
     @property
     def num_seqs(self) -> int:
@@ -63,6 +61,16 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         """T, the number of query rows."""
         return len(self.positions)
+
+    @property
+    def total_kv(self) -> int:
+        """Tokens of all requests."""
+        return int(self.seq_lens_kv.sum())
+
+    @property
+    def has_cached(self) -> bool:
+        """Whether any K/V was computed before this step."""
+        return bool(self.num_cached.any())
 
     @classmethod
     def build(
@@ -118,8 +126,6 @@ class AttentionBatch:
             page_size=page_size,
             max_q_len=int(max(new, default=0)),
             max_kv_len=int(max(lengths, default=0)),
-            total_kv=int(sum(lengths)),
-            has_cached=any(cached),
         )
 
     @classmethod
@@ -148,8 +154,6 @@ class AttentionBatch:
             page_size=page_size,
             max_q_len=min(1, count),
             max_kv_len=max(lengths, default=0),
-            total_kv=sum(lengths),
-            has_cached=any(cached),
         )
 
     def next_decode(self, rows: NDArray[np.int64], table: BlockTable) -> AttentionBatch:
@@ -184,8 +188,6 @@ class AttentionBatch:
             page_size=size,
             max_q_len=1,
             max_kv_len=self.max_kv_len + 1,
-            total_kv=self.total_kv + len(rows),
-            has_cached=True,
         )
 
     def prefix_leaders(self, num_tokens: int) -> list[int]:
@@ -231,8 +233,6 @@ class AttentionBatch:
             page_size=self.page_size,
             max_q_len=int(lens.max(initial=0)),
             max_kv_len=int(kv.max(initial=0)),
-            total_kv=int(kv.sum()),
-            has_cached=bool(cached.any()),
         )
 
     def _sharing_of(self, seqs: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

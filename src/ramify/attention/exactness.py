@@ -31,8 +31,7 @@ PROBE_ROW_COUNTS = (*range(1, 17), 24, 31, 32, 33, 64, 100, 127, 128, 257, 512)
 # Rows of a float32 matmul have the same bits at all multiples of 8 rows (measured: AVX2, AVX-512).
 FP32_ROW_MULTIPLE = 8
 EXTRA_ROWS = 9  # beyond the largest count, so that it too is tried at two offsets
-
-RowOperation = Callable[[Tensor], Tensor]
+BATCHED, ROW_BY_ROW = "batched", "row_by_row"  # strategies: all rows in one call, a call per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Exactness:
 
 
 def batch_variant_row_counts(
-    op: RowOperation, rows: Tensor, counts: Sequence[int] = PROBE_ROW_COUNTS
+    op: Callable[[Tensor], Tensor], rows: Tensor, counts: Sequence[int] = PROBE_ROW_COUNTS
 ) -> tuple[int, ...]:
     """The row counts at which a row's bits differ from those in a call of all rows.
 
@@ -70,6 +69,29 @@ def batch_variant_row_counts(
     return tuple(differing)
 
 
+def probe_batch_invariance(
+    op: Callable[..., Tensor],
+    args: Sequence[Tensor],
+    counts: Sequence[int] = PROBE_ROW_COUNTS,
+    strategy: str = BATCHED,
+) -> tuple[str, str]:
+    """The strategy of a row operation, `strategy` or else `ROW_BY_ROW`, and the reason.
+
+    Args:
+        op: called with slices of all `args`; they and its result are tensors [rows, ...].
+        counts: as for `batch_variant_row_counts`.
+    """
+
+    def run(indices: Tensor) -> Tensor:
+        rows = slice(int(indices[0]), int(indices[-1]) + 1)
+        return op(*(arg[rows] for arg in args))
+
+    differing = batch_variant_row_counts(run, torch.arange(len(args[0])), counts)
+    if not differing:
+        return strategy, "rows agree at every count tried"
+    return ROW_BY_ROW, f"{strategy}: rows differ at {', '.join(map(str, differing))} rows"
+
+
 def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `op` to run one row per call: slow, and batch-invariant by construction.
 
@@ -77,10 +99,8 @@ def row_by_row(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def by_row(*args: Tensor) -> Tensor:
-        num_rows = args[0].shape[0]
-        if num_rows == 0:
-            return op(*args)
-        return torch.cat([op(*(arg[i : i + 1] for arg in args)) for i in range(num_rows)])
+        # `split` of no rows is one part without rows
+        return torch.cat([op(*row) for row in zip(*(arg.split(1) for arg in args), strict=True)])
 
     return by_row
 
@@ -131,9 +151,7 @@ class ProbeStore:
     def __init__(self, path: Path | None) -> None:
         """Read the verdicts of `path`; None keeps verdicts in memory only."""
         self._path = path
-        self._verdicts: dict[str, Exactness] = {}
-        for key, verdict in self._read().items():
-            self._verdicts[key] = verdict
+        self._verdicts = self._read()
 
     @classmethod
     def default(cls) -> ProbeStore:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
-from ramify.kv.layout import read_slots
-from ramify.kv.quantize import dequantize
+from ramify.kv.layout import read_plane
+
+MASKED_MAX = -1e30  # row max if all keys are masked; finite, so that differences stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,18 @@ def gather_kv_f32(planes: Mapping[str, Tensor], slots: Tensor) -> tuple[Tensor, 
     `rope` make one head with key `[latent, rope]` and value `latent`.
     """
     if "latent" in planes:
-        latent = gather_plane_f32(planes, "latent", slots)[:, None]
-        return torch.cat((latent, gather_plane_f32(planes, "rope", slots)[:, None]), -1), latent
-    return gather_plane_f32(planes, "k", slots), gather_plane_f32(planes, "v", slots)
+        latent = read_plane(planes, "latent", slots).float()[:, None]
+        rope = read_plane(planes, "rope", slots).float()[:, None]
+        return torch.cat((latent, rope), -1), latent
+    return read_plane(planes, "k", slots).float(), read_plane(planes, "v", slots).float()
 
 
-def gather_plane_f32(planes: Mapping[str, Tensor], name: str, slots: Tensor) -> Tensor:
-    """Gather a plane's rows [n, *shape] as float32, times their scale if the plane has one."""
-    rows = read_slots(name, planes[name], slots)
-    scale = planes.get(f"{name}_scale")
-    if scale is None:
-        return rows.float()
-    return dequantize(rows, read_slots(f"{name}_scale", scale, slots))
+def gather_rows(scratch: dict[str, Tensor], name: str, plane: Tensor, slots: Tensor) -> Tensor:
+    """Gather rows [n, *shape] of `plane` [num_slots, *shape] into the buffer `name` of `scratch`.
+
+    The buffer is reused by the next call: an allocation costs several times the copy.
+    """
+    buffer = scratch.get(name)
+    if buffer is None or len(buffer) < len(slots) or buffer.dtype != plane.dtype:
+        buffer = scratch[name] = plane.new_empty(len(slots), *plane.shape[1:])
+    return torch.index_select(plane, 0, slots, out=buffer[: len(slots)])

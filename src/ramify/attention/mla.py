@@ -27,16 +27,16 @@ from torch import Tensor
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.batch import AttentionBatch, Extend
 from ramify.attention.exactness import Exactness
-from ramify.attention.gather import RequestSlice, gather_plane_f32, request_slices
+from ramify.attention.gather import MASKED_MAX, RequestSlice, request_slices
 from ramify.attention.sparse_index import IndexPlan, IndexQuery, SparseIndex
 from ramify.attention.spec import AttentionSpec
 from ramify.errors import ConfigError
 from ramify.kv.block_table import PagedBlockTable
+from ramify.kv.layout import read_plane
 
 CHUNK_KEYS = 512  # 67 MB of float32 K and V at 128 heads of 128 + 128
 MAX_SCORES = 1 << 22  # float32 scores in flight, 16 MB
 COST_ROWS, COST_KEYS, COST_TRIALS = 64, 256, 5
-MASKED_MAX = -1e30  # row max if all keys are masked; finite, so that differences stay finite
 
 MlaPath = Literal["auto", "absorbed", "expanded"]
 
@@ -217,8 +217,8 @@ class MlaAttention:
         for begin in range(0, len(request.slots), self._chunk_keys):
             slots = request.slots[begin : begin + self._chunk_keys]
             end = begin + len(slots)
-            keys, values = query.up.expand(gather_plane_f32(planes, "latent", slots))
-            shared = gather_plane_f32(planes, "rope", slots).expand(num_heads, -1, -1)
+            keys, values = query.up.expand(read_plane(planes, "latent", slots).float())
+            shared = read_plane(planes, "rope", slots).float().expand(num_heads, -1, -1)
             keys = torch.cat((keys, shared), -1).transpose(1, 2)
             step = max(1, MAX_SCORES // (num_heads * len(slots)))
             for start in range(max(0, begin - first), q_len, step):  # rows before see no key

@@ -14,43 +14,42 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.mla import MlaAttention
 from ramify.kv.pool import KVPool
 
+# What plans a step and attends over a pool's planes: a backend, or MLA over one.
+PagedBackend = AttentionBackend | MlaAttention
+
 
 class PagedAttention:
     """Attention of one step, called by a decoder layer by layer: writes K/V, then attends.
 
     Args:
         slots: [T] int64, where the K/V of each row goes, padding rows included.
-        output_rows: [R] int64, the rows that the last layer may compute alone; None: all.
     """
 
     def __init__(
         self,
-        backend: AttentionBackend | MlaAttention,
+        backend: PagedBackend,
         pool: KVPool,
         batch: AttentionBatch,
         slots: Tensor,
-        *,
-        output_rows: Tensor | None = None,
     ) -> None:
-        self._backend, self._pool, self._batch, self._slots = backend, pool, batch, slots
-        self.output_rows = output_rows
+        self.backend, self.pool, self.batch, self.slots = backend, pool, batch, slots
         self.plan: Any = backend.plan(batch)
-        # arguments for fused layers, which then do not call this object for each layer
-        self.fused_args: Any = None
 
-    def __call__(self, layer: int, q: Any, *new: Tensor) -> Tensor:
-        """Write the K/V of a layer (`new`, one tensor per plane), and attend to it.
+    def __call__(self, layer: int, q: Any, *kv: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Write the K/V of a layer, one tensor [T, ...] per plane, and attend to it.
 
         Args:
-            q: query rows [T, ...]; in the last layer perhaps only those of `output_rows`.
+            q: query rows [T, ...], or those of `rows`.
+            rows: [R] int64, ascending, the last rows of their requests.
         """
-        names = [plane.name for plane in self._pool.layout.planes]
-        self._pool.write_kv(layer, self._slots, **dict(zip(names, new, strict=True)))
-        if self.output_rows is not None and isinstance(q, Tensor) and len(q) < len(self._slots):
-            if not len(q):
+        names = [plane.name for plane in self.pool.layout.planes]
+        self.pool.write_kv(layer, self.slots, **dict(zip(names, kv, strict=True)))
+        plan = self.plan
+        if rows is not None:
+            if not len(rows):
                 return torch.empty_like(q)
-            self.plan = self._backend.plan(select_rows(self._batch, self.output_rows.numpy()))
-        return self._backend.run(self.plan, layer, q, self._pool.planes(layer))
+            plan = self.backend.plan(select_rows(self.batch, rows.numpy()))
+        return self.backend.run(plan, layer, q, self.pool.planes(layer))
 
 
 def select_rows(batch: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:

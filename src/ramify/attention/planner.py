@@ -179,11 +179,7 @@ class RadixAttentionPlanner:
         """Undo `_attach`, and give the row back."""
         assert sequence.lease is not None
         self.cache.cancel(sequence.lease)
-        self._by_lease.pop(sequence.lease.id, None)
-        if sequence.row is not None:
-            self.table.release(sequence.row)
-        sequence.lease, sequence.row = None, None
-        sequence.num_computed = sequence.num_read = sequence.num_shared = 0
+        self._forget_pages(sequence)
 
     def _allocate(self, sequence: RadixSequence, limit: int, key: CacheKey | None) -> bool:
         """Give a sequence its row and pages; capacity was checked. True if it announced pages."""
@@ -479,13 +475,18 @@ class RadixAttentionPlanner:
 
     def _release_sequence(self, sequence: RadixSequence) -> None:
         assert sequence.lease is not None
-        self._by_lease.pop(sequence.lease.id, None)
         self.cache.release(sequence.lease, sequence.private)
-        if sequence.row is not None:
-            self.table.release(sequence.row)
         if sequence in self._awaiting_leader:
             self._awaiting_leader.remove(sequence)
-        sequence.lease, sequence.row = None, None
-        sequence.private = []
-        sequence.num_computed = sequence.num_planned = sequence.num_draft = 0
+        self._forget_pages(sequence)
+        sequence.num_draft = 0
+
+    def _forget_pages(self, sequence: RadixSequence) -> None:
+        """Reset a sequence whose lease and private pages were given back, and free its row."""
+        assert sequence.lease is not None
+        self._by_lease.pop(sequence.lease.id, None)
+        if sequence.row is not None:
+            self.table.release(sequence.row)
+        sequence.lease, sequence.row, sequence.private = None, None, []
+        sequence.num_computed = sequence.num_planned = 0
         sequence.num_read = sequence.num_shared = 0

@@ -9,35 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import (
+    BATCHED,
+    EXTRA_ROWS,
     FP32_ROW_MULTIPLE,
+    ROW_BY_ROW,
     Exactness,
     ProbeStore,
-    batch_variant_row_counts,
+    probe_batch_invariance,
+    row_by_row,
 )
-from ramify.attention.gather import gather_plane_f32
 from ramify.errors import ConfigError
+from ramify.kv.layout import read_plane
 
 KEY_TILE = 256
 ROW_TILE = 64  # queries scored at a time: 4 MB at 64 heads and 256 keys
-BATCHED, ROW_BY_ROW = "batched", "row_by_row"
-
-
-def causal_key_ranges(batch: AttentionBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The causally visible keys [begin, end) of each query: two arrays [T].
-
-    Indices into the concatenated keys of all requests (`seq_lens_kv` each), cached ones included.
-    """
-    kv_starts = np.cumsum(batch.seq_lens_kv, dtype=np.int64) - batch.seq_lens_kv
-    begins = np.repeat(kv_starts, np.diff(batch.cu_seqlens_q)).astype(np.int64)
-    return begins, begins + batch.positions + np.int64(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +104,7 @@ class SparseIndex:
 
     def plan(self, batch: AttentionBatch) -> IndexPlan:
         """Split the queries into tiles. Called once per step."""
-        begins, ends = causal_key_ranges(batch)
-        lens = ends - begins
+        lens = batch.positions.astype(np.int64) + 1  # visible keys, cached ones included
         tiles = []
         for seq in range(batch.num_seqs):
             kv_slots = batch.kv_slots(seq)
@@ -145,7 +137,7 @@ class SparseIndex:
             positions = torch.arange(tile.num_keys, device=self.device)
             mask = positions < tile.num_visible[:, None]
             if tile.num_keys > self.top_k:  # otherwise every query selects all visible keys
-                keys = gather_plane_f32(planes, "index_key", tile.slots)
+                keys = read_plane(planes, "index_key", tile.slots).float()
                 scores = self._scores(query.q[rows], query.weights[rows], keys)
                 mask = topk_mask(scores[:, : tile.num_keys], mask, self.top_k)
             # the extra column takes the keys that are not selected and is cut off
@@ -159,8 +151,7 @@ class SparseIndex:
         """[n, keys] float32 from q [n, heads, dim], weights [n, heads], keys [keys, dim]."""
         if self._verdict.strategy == BATCHED:
             return self._batched_scores(q, weights, keys)
-        rows = zip(q.split(1), weights.split(1), strict=True)
-        return torch.cat([self._batched_scores(row, weight, keys) for row, weight in rows])
+        return row_by_row(partial(self._batched_scores, keys=keys))(q, weights)
 
     def _batched_scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         """sum over heads of weight[head] * relu(q[head] · key), for all rows in one matmul."""
@@ -184,19 +175,12 @@ class SparseIndex:
     def _probe(self, num_heads: int, head_dim: int) -> tuple[str, str]:
         draw = torch.Generator().manual_seed(0)
         counts = (*range(1, 10), 15, 16, 24, 33, ROW_TILE)
-        num_rows = ROW_TILE + 9
+        num_rows = ROW_TILE + EXTRA_ROWS
         q = torch.randn(num_rows, num_heads, head_dim, generator=draw)
         weights = torch.randn(num_rows, num_heads, generator=draw)
         keys = torch.randn(2 * KEY_TILE, head_dim, generator=draw)
-
-        def run(indices: Tensor) -> Tensor:
-            rows = slice(int(indices[0]), int(indices[-1]) + 1)
-            return self._batched_scores(q[rows], weights[rows], keys)
-
-        differing = batch_variant_row_counts(run, torch.arange(num_rows), counts)
-        if not differing:
-            return BATCHED, "rows agree at every count tried"
-        return ROW_BY_ROW, f"batched: rows differ at {', '.join(map(str, differing))} rows"
+        op = partial(self._batched_scores, keys=keys)
+        return probe_batch_invariance(op, (q, weights), counts)
 
 
 def topk_mask(scores: Tensor, visible: Tensor, count: int) -> Tensor:

@@ -42,15 +42,13 @@ class StagingBuffers:
             arrays: [n] or [n, width]; the same names in the same order at every step.
         """
         tables = {name: x if x.ndim == 2 else x[:, None] for name, x in arrays.items()}
-        needed = {
-            name: (next_power_of_two(len(table)), next_power_of_two(table.shape[1]))
-            for name, table in tables.items()
-        }
-        before = {name: self._capacity.get(name, (0, 0)) for name in needed}
-        grown = {
-            name: (max(rows, before[name][0]), max(width, before[name][1]))
-            for name, (rows, width) in needed.items()
-        }
+        grown = {}
+        for name, table in tables.items():
+            rows, width = self._capacity.get(name, (0, 0))
+            grown[name] = (
+                max(rows, next_power_of_two(len(table))),
+                max(width, next_power_of_two(table.shape[1])),
+            )
         if grown != self._capacity:
             self._allocate(grown)
         stage = self._step % NUM_STAGES

@@ -78,12 +78,7 @@ def _smooth(bins: list[float]) -> list[float]:
 
 
 class HitDensityPolicy:
-    """Evicts the leaf of the fewest expected hits per page and time.
-
-    Args:
-        tree: the tree whose nodes are classed.
-        num_pages: pages of the pool.
-    """
+    """Evicts the leaf of the fewest expected hits per page and time."""
 
     def __init__(self, tree: RadixTree, num_pages: int) -> None:
         self._tree = tree

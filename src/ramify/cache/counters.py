@@ -18,11 +18,7 @@ _MAX_BITS: Final = sys.float_info.max_exp + 8  # bits of the longest time, in 25
 
 
 class CacheCounters:
-    """The counters of one cache.
-
-    Args:
-        log_every: lookups between two log lines; 0 writes none.
-    """
+    """The counters of one cache; writes a log line every `log_every` lookups, none if that is 0."""
 
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every

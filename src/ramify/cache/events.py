@@ -67,11 +67,7 @@ class Evicted:
 
 
 class Subscription:
-    """A bounded queue of events; the oldest are dropped when it is full.
-
-    Args:
-        capacity: events at most.
-    """
+    """A queue of at most `capacity` events; the oldest are dropped when it is full."""
 
     def __init__(self, log: EventLog, capacity: int) -> None:
         self._log = log
@@ -102,7 +98,7 @@ class EventLog:
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self.subscribers: list[Subscription] = []
-        self.observers: list[Callable[[Evicted], None]] = []
+        self.observers: dict[object, Callable[[Evicted], None]] = {}
         self._hashes: dict[int, bytes] = {}  # node → hashes of its stored pages
         self._pending_evictions: list[Evicted] = []
         self._sequence = 0
@@ -124,11 +120,10 @@ class EventLog:
         runs = []
         for node in self._tree.nodes():
             if node in self._hashes:
-                pages = Pages(self._tree.packed_pages(node))
+                pages = Pages(self._tree.pages[node])
                 runs.append(self._event("stored", node, self._hashes[node], pages))
         snapshot = Snapshot(self._sequence, tuple(runs), self._digest.to_bytes(HASH_BYTES, "big"))
-        if not self.subscribers:
-            self.drop_hashes_if_unread()
+        self.drop_hashes_if_unread()
         return snapshot
 
     def drop_hashes_if_unread(self) -> None:
@@ -150,19 +145,9 @@ class EventLog:
 
     def stored(self, node: int) -> None:
         """Pages of a node became shared: the pages that have no hash yet."""
-        tree, known = self._tree, self._hashes.get(node, b"")
-        count, first = tree.resident[node], len(known) // HASH_BYTES
-        page_bytes = tree.page_bytes
-        above = known[-HASH_BYTES:] or self._last_hash(tree.parent[node])
-        hashes = chain_hashes(
-            above,
-            tree.edge(node)[first * page_bytes : count * page_bytes],
-            page_bytes,
-            tree.content_from(node, first),
-        )
-        self._hashes[node] = known + hashes
-        self._digest ^= _xor_hashes(hashes)
-        pages = Pages(tree.packed_pages(node)[first * ID_BYTES :])
+        num_known = len(self._hashes.get(node, b"")) // HASH_BYTES
+        above, hashes = self._hash_node(node)
+        pages = Pages(self._tree.pages[node][num_known * ID_BYTES :])
         self._put(self._event("stored", node, hashes, pages, above))
 
     def split(self, upper: int, lower: int) -> None:
@@ -171,7 +156,7 @@ class EventLog:
         cut = self._tree.length[upper] * HASH_BYTES
         if known:
             self._hashes[upper] = known[:cut]
-            pages = Pages(self._tree.packed_pages(upper))
+            pages = Pages(self._tree.pages[upper])
             self._put(self._event("split", upper, known[:cut], pages))
         if known[cut:]:
             self._hashes[lower] = known[cut:]
@@ -208,14 +193,11 @@ class EventLog:
 
     def observe(self, observer: Callable[[Evicted], None]) -> Callable[[], None]:
         """Call an observer at each eviction; returns the function that stops it."""
-        observers, is_on = self.observers, True
-        observers.append(observer)
+        observers, key = self.observers, object()
+        observers[key] = observer
 
         def stop() -> None:
-            nonlocal is_on
-            if is_on:
-                is_on = False
-                observers.remove(observer)
+            observers.pop(key, None)
 
         return stop
 
@@ -225,20 +207,26 @@ class EventLog:
         # An ExitStack calls them all, even if one raises.
         with ExitStack() as calls:
             for evicted in reversed(evictions):
-                for observer in reversed(self.observers):
+                for observer in reversed(self.observers.values()):
                     calls.callback(observer, evicted)
 
     # -- inside ----------------------------------------------------------------------------
 
     def _hash_all(self) -> None:
-        tree = self._tree
-        for node in tree.nodes():
-            if tree.resident[node] and not tree.leader[node]:
-                atoms = tree.edge(node)[: tree.resident[node] * tree.page_bytes]
-                above = self._last_hash(tree.parent[node])
-                hashes = chain_hashes(above, atoms, tree.page_bytes, tree.content_from(node, 0))
-                self._hashes[node] = hashes
-                self._digest ^= _xor_hashes(hashes)
+        for node in self._tree.nodes():
+            if self._tree.resident[node] and not self._tree.leader[node]:
+                self._hash_node(node)
+
+    def _hash_node(self, node: int) -> tuple[bytes, bytes]:
+        """Hash the pages of a node that have no hash yet; returns the hash before them, and theirs."""
+        tree, known = self._tree, self._hashes.get(node, b"")
+        first, page_bytes = len(known) // HASH_BYTES, tree.page_bytes
+        above = known[-HASH_BYTES:] or self._last_hash(tree.parent[node])
+        atoms = tree.edge(node)[first * page_bytes : tree.resident[node] * page_bytes]
+        hashes = chain_hashes(above, atoms, page_bytes, tree.content_from(node, first))
+        self._hashes[node] = known + hashes
+        self._digest ^= _xor_hashes(hashes)
+        return above, hashes
 
     def _last_hash(self, node: int) -> bytes:
         namespace = self._tree.namespaces.get(node)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from ramify.cache.content_atoms import slice_atoms
 from ramify.cache.ghosts import REASONS, Ghosts
-from ramify.cache.key import CacheKey, atoms_of
+from ramify.cache.key import CacheKey
 from ramify.cache.packed import ATOM_BYTES, shared_pages
 from ramify.cache.tree import RadixTree
 
@@ -77,13 +77,15 @@ def explain_key(
     tree: RadixTree,
     ghosts: Ghosts,
     key: CacheKey,
+    usable: int,
     now_s: float,
-    pin_refused: str = "",
-    may_tell: Callable[[bytes], bool] | None = None,
+    pin_refused: str,
+    may_tell: Callable[[bytes], bool] | None,
 ) -> Explanation:
     """Follow a key through cached nodes and ghosts; changes nothing.
 
     Args:
+        usable: bytes of its atoms that a lookup may match.
         may_tell: whether another namespace may be named; the others have no influence.
 
     Cost: a match, and a comparison with at most 64 siblings or namespaces.
@@ -93,9 +95,7 @@ def explain_key(
         here = here or Explanation(total, hit, "never_seen")
         return _or_elsewhere(tree, root, usable, here, key, may_tell)
 
-    atoms, page_bytes, size = atoms_of(key), tree.page_bytes, tree.page_size
-    total = len(key)
-    usable = max(0, len(atoms) - 1) // page_bytes * page_bytes
+    atoms, page_bytes, size, total = key.atoms, tree.page_bytes, tree.page_size, len(key)
     root = tree.roots.get(key.namespace, 0)
     path, part, covered = tree.find(root, atoms, usable, pending=False) if root else ([], 0, 0)
     node = path[-1] if path else root

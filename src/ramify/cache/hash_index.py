@@ -22,7 +22,6 @@ class HashIndex:
     comparison and never gives a wrong page.
 
     Args:
-        tree: the tree whose nodes are indexed.
         chain: (parent's hash, page, page bytes) → the page's hash.
     """
 

@@ -17,7 +17,7 @@ def check_cache(store: NodeStore, leases: Collection[Lease]) -> None:
     tree = store.tree
     check_tree(tree)
     nodes = list(tree.nodes())
-    store.ledger.check([page for node in nodes for page in Pages(tree.packed_pages(node))])
+    store.ledger.check([page for node in nodes for page in Pages(tree.pages[node])])
     _check_leases(tree, leases, nodes)
     _check_queue(store, nodes)
     _check_ghosts(store, nodes)
@@ -44,7 +44,7 @@ def check_tree(tree: RadixTree) -> None:
     )
     for node in nodes:
         parent, length, resident = tree.parent[node], tree.length[node], tree.resident[node]
-        edge, packed = tree.edge(node), tree.packed_pages(node)
+        edge, packed = tree.edge(node), tree.pages[node]
         expect(len(edge) == length * page_bytes > 0, f"{length} pages in {len(edge)} bytes")
         expect(len(packed) == resident * ID_BYTES, f"{resident} pages in {len(packed)} bytes")
         expect(tree.root[node] == tree.root[parent], "a child has another root than its parent")

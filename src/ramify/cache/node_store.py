@@ -7,6 +7,7 @@ more than one of them is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from ramify.cache.counters import MISS, CacheCounters, log2_bucket
 from ramify.cache.events import EventLog
@@ -19,17 +20,16 @@ from ramify.cache.tree import RadixTree
 from ramify.cache.types import Node
 from ramify.errors import OutOfPagesError
 
+# A leaf that would exceed this gets a child instead: growing copies the whole leaf.
+MAX_GROWN_BYTES: Final = 1 << 16
+
 
 class NodeStore:
     """The radix tree with its pages, eviction queue, ghosts, counters and event log.
 
     Args:
         tree: empty, with its index.
-        num_pages: pages of the caller's storage.
         policy: makes the eviction policy from the tree and `num_pages`.
-        ghost_pages: evicted pages to remember.
-        log_every: lookups between two log lines; 0 logs nothing.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -329,10 +329,15 @@ class NodeStore:
                 self.log.stored(node)
 
     def _may_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether new pages may lengthen a node: only this lease refers to it, nobody used it."""
+        """Whether new pages may lengthen a leaf: only this lease refers to it, nobody used it."""
         tree = self.tree
-        unused = not (tree.hits[node] or tree.last_access[node] or tree.priority[node])
-        return tree.ref_count[node] == 1 and unused and tree.can_grow(node, num_bytes)
+        return (
+            tree.ref_count[node] == 1
+            and not (tree.hits[node] or tree.last_access[node] or tree.priority[node])
+            and not tree.first_child[node]
+            and tree.parent[node] != 0
+            and tree.length[node] * self._page_bytes + num_bytes <= MAX_GROWN_BYTES
+        )
 
     def _refill(self, node: int, packed: bytes) -> None:
         """Give new pages to a partly evicted node without references."""

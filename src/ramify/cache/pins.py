@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from ramify.cache.key import CacheKey
@@ -30,14 +30,6 @@ class Pin:
     expires_s: float  # on the cache's clock; infinity without a time to live
 
 
-@dataclass(slots=True)
-class _PinnedLease:
-    lease: Lease
-    owner: str
-    ttl_s: float | None
-    expires_s: float
-
-
 def validate_ttl(ttl_s: object) -> float | None:
     """A time to live in seconds as a float; None (no limit) stays None.
 
@@ -59,9 +51,7 @@ class PinTable:
     """The live pins of a cache. Each pin is a lease that the cache itself holds.
 
     Args:
-        tree: has the pinned nodes.
         max_pages: limit of the pages under pins; a page with several pins counts once.
-        clock: returns seconds.
         release: ends a lease.
     """
 
@@ -76,7 +66,7 @@ class PinTable:
         self.max_pages = max_pages
         self._clock = clock
         self._release = release
-        self._pins: dict[int, _PinnedLease] = {}
+        self._pins: dict[int, tuple[Lease, Pin]] = {}
         self._refusals: dict[CacheKey, str] = {}
         self.next_expiry_s = float("inf")  # lower bound of all `expires_s`
 
@@ -118,9 +108,10 @@ class PinTable:
     def add(self, lease: Lease, owner: str, ttl_s: float | None) -> Pin:
         """Make a pin of a lease, which `check_budget` has allowed."""
         expires_s = float("inf") if ttl_s is None else self._clock() + ttl_s
-        self._pins[lease.id] = _PinnedLease(lease, owner, ttl_s, expires_s)
+        pin = Pin(lease.id, owner, lease.key, len(lease.pages), ttl_s, expires_s)
+        self._pins[pin.id] = lease, pin
         self.next_expiry_s = min(self.next_expiry_s, expires_s)
-        return self._pin(lease.id)
+        return pin
 
     def last_refusal(self, key: CacheKey) -> str:
         """Why a pin of a prefix of `key` was last refused; empty if none was."""
@@ -137,46 +128,39 @@ class PinTable:
             PinError: this cache has no such pin; it expired or was unpinned before.
         """
         number = pin.id if isinstance(pin, Pin) else validate_int("pin", pin, None)
-        pinned = self._pins.get(number)
-        if pinned is None or (isinstance(pin, Pin) and pin.key != pinned.lease.key):
+        entry = self._pins.get(number)
+        if entry is None or (isinstance(pin, Pin) and pin.key != entry[1].key):
             raise PinError(f"no such pin (id {number}) here; it expired or was unpinned before")
         del self._pins[number]
-        self._release(pinned.lease)
+        self._release(entry[0])
 
-    def expire(self) -> int:
-        """End the pins that have expired; returns how many."""
+    def expire(self) -> None:
+        """End the pins that have expired."""
         now_s = self._clock()
         if now_s < self.next_expiry_s:
-            return 0
-        expired = [number for number, pin in self._pins.items() if pin.expires_s <= now_s]
+            return
+        expired = [number for number, (_, pin) in self._pins.items() if pin.expires_s <= now_s]
         for number in expired:
             self.remove(number)
-        expiries_s = (pin.expires_s for pin in self._pins.values())
+        expiries_s = (pin.expires_s for _, pin in self._pins.values())
         self.next_expiry_s = min(expiries_s, default=float("inf"))
-        return len(expired)
 
     def refresh(self, path: Iterable[int]) -> None:
         """Restart the time to live of the pins that end at a node of `path`, which a lookup hit."""
         nodes, now_s = set(path), self._clock()
-        for pin in self._pins.values():
-            if pin.ttl_s is not None and pin.lease.node in nodes and pin.expires_s > now_s:
-                pin.expires_s = now_s + pin.ttl_s
+        for number, (lease, pin) in self._pins.items():
+            if pin.ttl_s is not None and lease.node in nodes and pin.expires_s > now_s:
+                self._pins[number] = lease, replace(pin, expires_s=now_s + pin.ttl_s)
 
     def list(self, owner: str | None = None) -> list[Pin]:
         """The live pins, oldest first; with `owner`, only that owner's."""
-        pins = self._pins.items()
-        return [self._pin(number) for number, pin in pins if owner in (None, pin.owner)]
-
-    def _pin(self, number: int) -> Pin:
-        pin = self._pins[number]
-        lease = pin.lease
-        return Pin(number, pin.owner, lease.key, len(lease.pages), pin.ttl_s, pin.expires_s)
+        return [pin for _, pin in self._pins.values() if owner in (None, pin.owner)]
 
     def _nodes(self) -> set[int]:
         """All nodes under pins."""
         tree, nodes = self._tree, set[int]()
-        for pin in self._pins.values():
-            node = pin.lease.node
+        for lease, _ in self._pins.values():
+            node = lease.node
             while node not in nodes and tree.parent[node]:
                 nodes.add(node)
                 node = tree.parent[node]

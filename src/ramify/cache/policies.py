@@ -59,7 +59,6 @@ class Scored:
     """A rule with a score per node, renewed with each use: evicts the lowest score.
 
     Args:
-        num_pages: pages of the pool.
         rescore: (node, pages looked up, highest score evicted, previous score) → new score.
     """
 

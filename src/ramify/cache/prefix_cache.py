@@ -143,8 +143,9 @@ class PrefixCache:
         self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
     ) -> Explanation:
         """Why a lookup of `key` hits no more tokens; see `explain_key`. Changes nothing."""
-        store, refusal = self._store, self._pin_table.last_refusal(key)
-        return explain_key(self._tree, store.ghosts, key, store.clock(), refusal, may_tell)
+        store, end = self._store, self._lease_ops.matchable_bytes(key)
+        refusal = self._pin_table.last_refusal(key)
+        return explain_key(self._tree, store.ghosts, key, end, store.clock(), refusal, may_tell)
 
     @guarded
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
@@ -159,13 +160,7 @@ class PrefixCache:
         self._registry.require(lease)
         return draft_tokens(self._tree, lease.node, pack(tail), limit)
 
-    def draft_tokens(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:
-        """The same as `continuation`.
-
-        Raises:
-            LeaseError: the lease is not live, or was withdrawn.
-        """
-        return self.continuation(lease, tail, limit)
+    draft_tokens = continuation  # the same call by another name
 
     @guarded
     def can_reserve(self, num_pages: int) -> bool:

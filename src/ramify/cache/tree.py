@@ -19,8 +19,6 @@ from ramify.errors import ConfigError
 
 # Dicts of a PageIndex, chosen by a byte of the key: each stays small enough to resize quickly.
 SHARDS: Final = 256
-# A leaf that would exceed this gets a child instead: growing copies the whole leaf.
-MAX_GROWN_BYTES: Final = 1 << 16
 MAX_NEW_IDS: Final = 1024  # columns double up to here, then grow by this many entries
 
 Value = TypeVar("Value")
@@ -105,7 +103,7 @@ class RadixTree:
         self._reset: list[tuple[list[Any], Any]] = []
         self._capacity = 1  # entries in every column
         self.edges: list[bytes | memoryview] = self.column(b"")
-        self.pages: list[bytes] = self.column(b"")
+        self.pages: list[bytes] = self.column(b"")  # packed ids of its resident pages
         self.root = self.column(0)
         self.parent = self.column(0)
         self.first_child = self.column(0)  # newest first
@@ -312,14 +310,6 @@ class RadixTree:
         self.length[node] += count
         self.resident[node] += count
 
-    def can_grow(self, node: int, num_bytes: int) -> bool:
-        """Whether a node may grow by `num_bytes` of atoms: a leaf, short enough to copy."""
-        return (
-            not self.first_child[node]
-            and self.parent[node] != 0
-            and self.length[node] * self.page_bytes + num_bytes <= MAX_GROWN_BYTES
-        )
-
     def refill(self, node: int, packed: bytes) -> None:
         """Give new page ids to the first evicted pages of a node whose parent is resident."""
         resident = self.resident[node]
@@ -413,10 +403,6 @@ class RadixTree:
         """The packed atoms of a node."""
         return bytes(self.edges[node])
 
-    def packed_pages(self, node: int) -> bytes:
-        """The packed ids of a node's resident pages."""
-        return self.pages[node]
-
     def path_pages(self, path: list[int]) -> bytes:
         """The packed ids of the resident pages of all nodes of a path."""
         parts = [self.pages[node] for node in path]
@@ -429,7 +415,7 @@ class RadixTree:
             parent=self.parent[node],
             namespace=self.namespaces[self.root[node]],
             atoms=self.edge(node),
-            pages=Pages(self.packed_pages(node)),
+            pages=Pages(self.pages[node]),
             start=self.start[node],
             pins=self.ref_count[node],
             holder=self.leader[node],

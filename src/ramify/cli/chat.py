@@ -8,7 +8,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TextIO
 
@@ -49,8 +50,8 @@ class Backend(Protocol):
 
     name: str
 
-    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
-        """Yield pieces of text, then the usage. Closing the iterator ends the request."""
+    def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
+        """Yield pieces of text, then the usage. Closing the generator ends the request."""
         ...
 
 
@@ -95,7 +96,7 @@ class RemoteBackend:
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(str(error)) from error
 
-    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
+    def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
         """See `Backend`."""
         body = {
             "model": self.name,
@@ -153,7 +154,7 @@ class LocalBackend:
             raise ConfigError(f"{model} has no chat template, which a conversation needs")
         self._params = params
 
-    def answer(self, messages: list[Message]) -> Iterator[str | TurnUsage]:
+    def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
         """See `Backend`."""
         llm = self._llm
         assert llm.tokenizer is not None
@@ -220,24 +221,20 @@ class Chat:
         """Send a question; after Ctrl-C the partial answer stays in the conversation."""
         messages = [*self.messages, _message("user", text)]
         start, pieces, usage = time.monotonic(), [], TurnUsage()
-        answer = self._backend.answer(messages)
         try:
-            for piece in answer:
-                if isinstance(piece, TurnUsage):
-                    usage = piece
-                    continue
-                pieces.append(piece)
-                self._out.write(piece)
-                self._out.flush()
+            with closing(self._backend.answer(messages)) as answer:
+                for piece in answer:
+                    if isinstance(piece, TurnUsage):
+                        usage = piece
+                        continue
+                    pieces.append(piece)
+                    self._out.write(piece)
+                    self._out.flush()
         except KeyboardInterrupt:
             self._note("\n(stopped)")
         except RamifyError as error:
             self._note(f"error: {error}")
             return
-        finally:
-            close = getattr(answer, "close", None)
-            if close is not None:
-                close()
         self._out.write("\n")
         self._out.flush()
         self.messages = [*messages, _message("assistant", "".join(pieces))]
@@ -260,7 +257,7 @@ def read_line() -> str | None:
         return None
 
 
-@engine_options("dtype")
+@engine_options("dtype", "ops")
 def chat(
     engine: dict[str, Any],
     model: Annotated[

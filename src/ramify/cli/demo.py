@@ -239,7 +239,7 @@ def _ask(
     return Round(name, tuple(outputs), time.perf_counter() - start)
 
 
-@engine_options("dtype", "page_size", "max_batch_tokens", "attention_backend", "exact")
+@engine_options("dtype", "page_size", "max_batch_tokens", "ops", "attention_backend", "exact")
 def demo(
     engine: dict[str, Any],
     model: Annotated[str, typer.Option("--model", help=MODEL_HELP)] = DEFAULT_MODEL,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     "max_model_len",
     "prefix_cache",
     "speculative",
+    "ops",
     "attention_backend",
     "exact",
 )

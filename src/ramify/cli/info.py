@@ -1,8 +1,9 @@
-"""`ramify info`: versions, device, attention backend and why, exactness, memory."""
+"""`ramify info`: versions, device, operations and attention backend and why, exactness, memory."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,7 +11,9 @@ import typer
 from ramify.cli.options import DEFAULT_MODEL, AsJson, Model, engine_options, exit_on_error
 
 if TYPE_CHECKING:
+    from ramify.attention.backend import BackendChoice
     from ramify.engine.llm import LLM
+    from ramify.models.ops.registry import OpsChoice
 
 
 @engine_options(
@@ -20,11 +23,12 @@ if TYPE_CHECKING:
     "kv_cache_memory",
     "max_num_seqs",
     "max_model_len",
+    "ops",
     "attention_backend",
     "exact",
 )
 def info(engine: dict[str, Any], model: Model = DEFAULT_MODEL, as_json: AsJson = False) -> None:
-    """Show versions, device, attention backend and why, exactness probe and memory plan."""
+    """Show versions, device, operations and attention backend and why, exactness, memory plan."""
     with exit_on_error():
         from ramify.engine.llm import LLM
 
@@ -46,16 +50,10 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
     import ramify
     from ramify.attention.backend import BACKENDS
     from ramify.engine.execution.host_memory import free_memory
+    from ramify.models.ops.registry import OPS
 
     config, plan = llm.engine.model_config, llm.config
     weights = llm.engine.num_weight_bytes
-    chosen = llm.engine.backend_choice
-    backends = {
-        name: f"chosen: {chosen.reason}"
-        if name == chosen.name
-        else f"not used: {chosen.rejected[name]}"
-        for name in BACKENDS
-    }
     return {
         "versions": {
             "ramify": ramify.__version__,
@@ -74,7 +72,8 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "layers": config.num_layers,
             "context": f"{plan.max_model_len} tokens",
         },
-        "attention backends": backends,
+        "operations": _explain(llm.engine.ops_choice, OPS),
+        "attention backends": _explain(llm.engine.backend_choice, BACKENDS),
         "exactness": {
             "exact": plan.requested.attention.exact,
             **{
@@ -91,6 +90,16 @@ def _collect_info(llm: LLM) -> dict[str, dict[str, Any]]:
             "K/V pool": f"{plan.kv_cache_tokens:,} tokens, {_mib(plan.kv_cache_bytes)}",
             "free": _mib(free_memory()),
         },
+    }
+
+
+def _explain(choice: BackendChoice | OpsChoice, names: Iterable[str]) -> dict[str, str]:
+    """Why each part of that kind is used or not."""
+    return {
+        name: f"chosen: {choice.reason}"
+        if name == choice.name
+        else f"not used: {choice.rejected[name]}"
+        for name in names
     }
 
 

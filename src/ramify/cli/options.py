@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,6 +16,7 @@ import typer
 from ramify.config import (
     DTYPES,
     KV_DTYPES,
+    OPS,
     SECTIONS,
     SPECULATIVE_METHODS,
     SPECULATIVE_SAMPLING,
@@ -25,6 +27,7 @@ from ramify.errors import RamifyError
 CHOICES = {
     "dtype": DTYPES,
     "kv_dtype": KV_DTYPES,
+    "ops": OPS,
     "speculative": SPECULATIVE_METHODS,
     "speculative_sampling": SPECULATIVE_SAMPLING,
 }
@@ -51,10 +54,12 @@ def engine_options(
         for field in fields(section):
             if field.name not in names:
                 continue
+            default = defaults.get(field.name, field.default)
             option = typer.Option(
-                help=field.metadata["help"], rich_help_panel=panels.get(section_name)
+                help=_flag_help(field.metadata["help"], default),
+                rich_help_panel=panels.get(section_name),
             )
-            default, kind = defaults.get(field.name, field.default), types[field.name]
+            kind = types[field.name]
             if field.name in CHOICES:
                 kind = _choice_type(field.name, CHOICES[field.name])
                 default = kind(default)
@@ -92,17 +97,27 @@ def engine_options(
     return decorate
 
 
+def _flag_help(text: str, default: object) -> str:
+    """The help text of an option for the command line: flags in place of Python's names."""
+    text = re.sub(r" \(set by `llm\.\S+\)", "", text)
+    text = (
+        re.sub(" `None`: .*", "", text) if default is not None else text.replace("`None`", "Unset")
+    )
+    names = "|".join(field.name for section in SECTIONS.values() for field in fields(section))
+    return re.sub(f"`({names})`", lambda match: "--" + match[1].replace("_", "-"), text)
+
+
 def _choice_type(name: str, choices: Sequence[str]) -> Any:
     """An enum of strings, which typer shows as `<auto|float32|bfloat16>`."""
     return Enum(name, {choice: choice for choice in choices}, type=str)
 
 
 @contextmanager
-def exit_on_error() -> Iterator[None]:
-    """Turn a RamifyError into a line on stderr and exit code 2."""
+def exit_on_error(errors: tuple[type[Exception], ...] = (RamifyError,)) -> Iterator[None]:
+    """Turn an error of these types into a line on stderr and exit code 2."""
     try:
         yield
-    except RamifyError as error:
+    except errors as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,11 @@ import typer
 from ramify.cli.options import DEFAULT_MODEL, Model, engine_options, exit_on_error
 from ramify.errors import ConfigError
 
+# Headings of the help page, and the flags below them that are no engine options.
 MODEL, CACHE, LOAD, SAFETY, OPERATIONS = "Model", "Cache", "Load", "Safety", "Operations"
+CacheOption = partial(typer.Option, rich_help_panel=CACHE)
+SafetyOption = partial(typer.Option, rich_help_panel=SAFETY)
+OperationsOption = partial(typer.Option, rich_help_panel=OPERATIONS)
 
 
 class LogFormat(str, Enum):
@@ -26,6 +31,7 @@ class LogFormat(str, Enum):
 @engine_options(
     "dtype",
     "max_model_len",
+    "ops",
     "attention_backend",
     "exact",
     "kv_cache_tokens",
@@ -52,53 +58,31 @@ def serve(
         ),
     ] = None,
     warm: Annotated[
-        Path | None,
-        typer.Option(help="Prompts to compute before the server is ready.", rich_help_panel=CACHE),
+        Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
-    public: Annotated[
-        Path | None,
-        typer.Option(help="Prefixes that all tenants may share.", rich_help_panel=CACHE),
-    ] = None,
+    public: Annotated[Path | None, CacheOption(help="Prefixes that all tenants may share.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            envvar="RAMIFY_API_KEY", help="Each key is a tenant of its own.", rich_help_panel=SAFETY
-        ),
+        SafetyOption(envvar="RAMIFY_API_KEY", help="Each key is a tenant of its own."),
     ] = None,
     admin_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="RAMIFY_ADMIN_KEY",
-            help="Key for the cache admin endpoints.",
-            rich_help_panel=SAFETY,
-        ),
+        SafetyOption(envvar="RAMIFY_ADMIN_KEY", help="Key for the cache admin endpoints."),
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="Hashed keys, tenants, quotas: `ramify keys`.", rich_help_panel=SAFETY),
+        Path | None, SafetyOption(help="Hashed keys, tenants, quotas: `ramify keys`.")
     ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(help="Allow a non-local --host without keys.", rich_help_panel=SAFETY),
-    ] = False,
+    insecure: Annotated[bool, SafetyOption(help="Allow a non-local --host without keys.")] = False,
     record: Annotated[
         Path | None,
-        typer.Option(
-            help="Append a line of token hashes per request to this file.",
-            rich_help_panel=OPERATIONS,
-        ),
+        OperationsOption(help="Append a line of token hashes per request to this file."),
     ] = None,
-    record_tokens: Annotated[
-        bool, typer.Option(help="Record token ids as well.", rich_help_panel=OPERATIONS)
-    ] = False,
+    record_tokens: Annotated[bool, OperationsOption(help="Record token ids as well.")] = False,
     log_format: Annotated[
-        LogFormat, typer.Option(help="Format of the lines on stderr.", rich_help_panel=OPERATIONS)
+        LogFormat, OperationsOption(help="Format of the lines on stderr.")
     ] = LogFormat.text,
     drain_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Time for live requests to end at shutdown.", rich_help_panel=OPERATIONS
-        ),
+        float, OperationsOption(min=0, help="Time for live requests to end at shutdown.")
     ] = 30.0,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, prompt caching included.
@@ -142,7 +126,7 @@ def keys(
     from ramify.server.tenants import ApiKeys, hash_key
 
     key = f"rk-{secrets.token_urlsafe(32)}"
-    try:
+    with exit_on_error((ConfigError, OSError)):
         if file.exists():
             ApiKeys.load(file)
             contents = json.loads(file.read_text("utf-8"))
@@ -154,7 +138,4 @@ def keys(
         new.touch(mode=0o600)
         new.write_text(json.dumps(contents, indent=2) + "\n", "utf-8")
         new.replace(file)
-    except (ConfigError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(key)

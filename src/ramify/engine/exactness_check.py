@@ -56,7 +56,6 @@ class Difference:
     plane: str | None
 
     def __str__(self) -> str:
-        """For people."""
         where = "logits" if self.layer is None else f"layer {self.layer}, plane {self.plane}"
         return f"{self.way}: prompt {self.prompt}, position {self.position}: {where}"
 
@@ -209,15 +208,15 @@ class ExactnessCheck:
 
     def scenarios(self) -> Iterator[Scenario]:
         """Run each scenario, one after the other, and yield it with its counts and differences."""
-        longest = max(map(len, self.prompts)) + 2 * self.num_new + self._page_size
-        total = sum(map(len, self.prompts)) + len(self.prompts) * (
-            longest - max(map(len, self.prompts))
-        )
-        unlimited = EngineSizes(total + longest, 1 << 20, len(self.prompts))
+        lengths = [len(prompt) + 2 * self.num_new + self._page_size for prompt in self.prompts]
+        unlimited = EngineSizes(sum(lengths) + max(lengths), 1 << 20, len(self.prompts))
         yield self._warm(unlimited)
-        yield self._scenario("chunked", replace(unlimited, max_batch_tokens=CHUNK, max_num_seqs=1))
-        yield self._scenario("batched", unlimited)
-        yield self._scenario("batched and chunked", replace(unlimited, max_batch_tokens=3 * CHUNK))
+        for name, sizes in (
+            ("chunked", replace(unlimited, max_batch_tokens=CHUNK, max_num_seqs=1)),
+            ("batched", unlimited),
+            ("batched and chunked", replace(unlimited, max_batch_tokens=3 * CHUNK)),
+        ):
+            yield self._scenario(name, sizes, self.prompts, self.num_new)
         yield self._preempted()
 
     def _preempted(self) -> Scenario:
@@ -229,9 +228,7 @@ class ExactnessCheck:
         pages = sum(-(-len(prompt) // size) for prompt in prompts) + 1
         alone = -(-(2 * size + num_new) // size)
         sizes = EngineSizes(max(pages, alone) * size, 1 << 20, len(prompts))
-        scenario, instance = Scenario("preempted and resumed"), _Instance(self._llm, sizes)
-        self._compare(scenario, instance, prompts, num_new)
-        return self._finish(scenario, instance)
+        return self._scenario("preempted and resumed", sizes, prompts, num_new)
 
     def _warm(self, sizes: EngineSizes) -> Scenario:
         """Each prompt again, and again followed by its answer and more tokens."""
@@ -239,24 +236,24 @@ class ExactnessCheck:
         for prompt in self.prompts:
             instance.answer([prompt], self.num_new)
         for prompt in self.prompts:
-            self._compare(scenario, instance, [prompt])
-            self._compare(
-                scenario,
-                instance,
-                [prompt + self._reference(prompt, self.num_new)[0].tokens[:-1] + prompt[:3]],
-            )
+            answer, _ = self._reference(prompt, self.num_new)
+            longer = prompt + answer.tokens[:-1] + prompt[:3]
+            self._compare(scenario, instance, [prompt], self.num_new)
+            self._compare(scenario, instance, [longer], self.num_new)
         return self._finish(scenario, instance)
 
-    def _scenario(self, name: str, sizes: EngineSizes) -> Scenario:
+    def _scenario(
+        self, name: str, sizes: EngineSizes, prompts: Sequence[TokenIds], num_new: int
+    ) -> Scenario:
+        """All prompts at once, in an engine of these sizes."""
         scenario, instance = Scenario(name), _Instance(self._llm, sizes)
-        self._compare(scenario, instance, self.prompts)
+        self._compare(scenario, instance, prompts, num_new)
         return self._finish(scenario, instance)
 
     @staticmethod
     def _finish(scenario: Scenario, instance: _Instance) -> Scenario:
         scenario.preemptions = instance.core.scheduler.num_preemptions
-        stats = instance.core.cache.stats()
-        scenario.read_tokens = stats.hit_tokens
+        scenario.read_tokens = instance.core.cache.stats().hit_tokens
         instance.core.cache.check()
         return scenario
 
@@ -280,9 +277,8 @@ class ExactnessCheck:
         scenario: Scenario,
         instance: _Instance,
         prompts: Sequence[TokenIds],
-        num_new: int | None = None,
+        num_new: int,
     ) -> None:
-        num_new = self.num_new if num_new is None else num_new
         answers = instance.answer(prompts, num_new)
         for prompt, answer in zip(prompts, answers, strict=True):
             alone, kv = self._reference(prompt, num_new)

@@ -17,13 +17,13 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ramify.cache.key import CacheKey, namespace_of, namespace_parts
+from ramify.cache.key import namespace_of, namespace_parts
 from ramify.cache.maintenance import evict_suspect_prefix, reset
 from ramify.engine.context import EngineContext
 from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.request import Request
 from ramify.engine.scheduling.scheduler import ScheduledStep
-from ramify.errors import OutOfPagesError, StepFailedError, StepMemoryError
+from ramify.errors import OutOfPagesError, StepMemoryError
 from ramify.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ class FailureRecovery:
     """Restores a consistent engine after a failure, and ends requests that keep failing.
 
     Args:
-        context, lifecycle: of the engine.
         chance: true with the given probability; samples the steps to audit.
     """
 
@@ -181,17 +180,14 @@ class FailureRecovery:
             self._fail(
                 request,
                 f"was in {request.num_failed_steps} failed steps, the limit is {MAX_FAILURES}; the "
-                f"last one failed with {type(error).__name__}: {error}",
+                "last one failed with",
                 error,
             )
 
-    def _fail(self, request: Request, reason: str, error: Exception) -> None:
+    def _fail(self, request: Request, problem: str, cause: Exception) -> None:
         for member in (request, *request.pending_children):
             if not member.is_finished:
-                self.counts.errors += 1
-                failure = StepFailedError(f"request {member.parent_or_self.id} {reason}")
-                failure.__cause__ = error
-                self._lifecycle.fail(member, failure)
+                self._lifecycle.fail(member, self._lifecycle.step_failure(member, problem, cause))
 
     def fail_blocked_request(self, error: OutOfPagesError) -> None:
         """After `step` raised this error: fail the group of the request that found no pages.
@@ -239,17 +235,14 @@ class FailureRecovery:
         request.num_failed_steps = request.num_rebuilds = 0
         if request.suspect_prefix is not None:
             suspect, request.suspect_prefix = request.suspect_prefix, None
-            self._evict_suspect_prefix(suspect)
-
-    def _evict_suspect_prefix(self, key: CacheKey) -> None:
-        pages = evict_suspect_prefix(self._context.cache, key)
-        self._context.executor.zero_pages(pages)
-        self.counts.evicted_suspect_pages += len(pages)
-        logger.error(
-            "a request failed with %d cached tokens and succeeded without: %d pages are evicted",
-            len(key),
-            len(pages),
-        )
+            pages = evict_suspect_prefix(self._context.cache, suspect)
+            self._context.executor.zero_pages(pages)
+            self.counts.evicted_suspect_pages += len(pages)
+            logger.error(
+                "a request failed with %d cached tokens and succeeded without: %d pages are evicted",
+                len(suspect),
+                len(pages),
+            )
 
     # -- the bookkeeping fails -----------------------------------------------------------------
 
@@ -268,7 +261,7 @@ class FailureRecovery:
             self._handled_error = None
             raise error
         at_fault, self.active_requests = self.active_requests, ()
-        if isinstance(error, OutOfPagesError) and not at_fault and self._is_consistent():
+        if isinstance(error, OutOfPagesError) and not at_fault and self._inconsistency() is None:
             raise error
         context = self._context
         running, isolated = list(context.scheduler.running), None
@@ -311,7 +304,7 @@ class FailureRecovery:
                     request,
                     f"ended because the engine was repaired {self._num_repairs} times in a row and no "
                     "step succeeded; make another LLM, or restart the server, and report the log; "
-                    f"the last repair was for {type(error).__name__}: {error}",
+                    "the last repair was for",
                     error,
                 )
 
@@ -331,31 +324,30 @@ class FailureRecovery:
             Whether it was consistent.
         """
         self.counts.audits += 1
+        error = self._inconsistency()
+        if error is None:
+            return True
+        self.counts.mismatches += 1
+        running = list(self._context.scheduler.running)
+        self.rebuild(error)
+        for request in running:
+            request.num_rebuilds += 1
+            if request.num_rebuilds >= MAX_REBUILDS:
+                self._fail(
+                    request,
+                    f"saw {request.num_rebuilds} repairs of the engine without a new token, the "
+                    f"limit is {MAX_REBUILDS}; the last was for",
+                    error,
+                )
+        return False
+
+    def _inconsistency(self) -> Exception | None:
+        """What is wrong with the bookkeeping; None if it is consistent."""
         try:
             self._context.check(self._lifecycle.live)
         except Exception as error:  # noqa: BLE001 - a damaged structure may raise anything
-            self.counts.mismatches += 1
-            running = list(self._context.scheduler.running)
-            self.rebuild(error)
-            for request in running:
-                request.num_rebuilds += 1
-                if request.num_rebuilds >= MAX_REBUILDS:
-                    self._fail(
-                        request,
-                        f"saw {request.num_rebuilds} repairs of the engine without a new token, "
-                        f"the limit is {MAX_REBUILDS}; the last was for {type(error).__name__}: "
-                        f"{error}",
-                        error,
-                    )
-            return False
-        return True
-
-    def _is_consistent(self) -> bool:
-        try:
-            self._context.check(self._lifecycle.live)
-        except Exception:  # noqa: BLE001 - a damaged structure may raise anything
-            return False
-        return True
+            return error
+        return None
 
     def rebuild(self, error: BaseException) -> None:
         """Replace cache contents, table, planner and queues by empty ones; requeue live requests.
@@ -397,13 +389,10 @@ class FailureRecovery:
                     elif request.pending_finish_reason is not None:
                         raise
                     else:  # it cannot be queued: `_resume` ends it in the next turn
-                        request.error = StepFailedError(
-                            f"request {request.parent_or_self.id} cannot go on: "
-                            f"{type(interrupt).__name__}: {interrupt}"
+                        request.error = self._lifecycle.step_failure(
+                            request, "cannot go on:", interrupt
                         )
-                        request.error.__cause__ = interrupt
                         request.pending_finish_reason = FinishReason.ERROR
-                        self.counts.errors += 1
         if interrupts:
             raise interrupts[0]
 

@@ -118,12 +118,14 @@ class RequestLifecycle:
 
     def _create_logits_processor(self, request: Request) -> LogitsProcessor | None:
         params, matcher = request.params, None
+        if not LogitsProcessor.is_needed(params):
+            return None
         if params.structured is not None:
             if self.grammar_compiler is None:
                 allowed = "None: the model has no tokenizer"
                 raise InvalidParamsError("structured", "given", allowed)
             matcher = self.grammar_compiler(params.structured)
-        return LogitsProcessor.create_if_needed(
+        return LogitsProcessor(
             request.prompt_ids,
             params,
             stop_token_ids=request.stop_token_ids,
@@ -223,12 +225,18 @@ class RequestLifecycle:
 
     def detokenize_failed(self, request: Request, error: Exception) -> FinishReason:
         """Make a request end with an error, with the tokens it has: its detokenizer raised."""
-        failure = StepFailedError(
-            f"request {request.parent_or_self.id} has tokens of which no text can be made: "
-            f"{type(error).__name__}: {error}"
+        request.detokenizer = None
+        request.error = self.step_failure(
+            request, "has tokens of which no text can be made:", error
         )
-        failure.__cause__ = error
-        self._context.failures.errors += 1
-        request.detokenizer, request.error = None, failure
         request.pending_finish_reason = FinishReason.ERROR
         return FinishReason.ERROR
+
+    def step_failure(self, request: Request, problem: str, cause: BaseException) -> StepFailedError:
+        """Count and return the error of a request that ends because the engine failed."""
+        self._context.failures.errors += 1
+        failure = StepFailedError(
+            f"request {request.parent_or_self.id} {problem} {type(cause).__name__}: {cause}"
+        )
+        failure.__cause__ = cause
+        return failure

@@ -5,22 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
-from ramify.cache import CacheKey, Salt
+from ramify.cache import CacheKey, Node, Salt
+from ramify.cache.inspection import NodeInfo
 from ramify.cache.key import namespace_of, namespace_parts
-
-
-class CachedNode(Protocol):
-    """What `is_stale` and `owner_of_node` read of a node: `cache.Node` and `NodeInfo` have it."""
-
-    @property
-    def namespace(self) -> bytes:
-        """Namespace of the root above the node."""
-
-    @property
-    def salt(self) -> bytes | None:
-        """The last salt on the path to the node's end."""
 
 
 class PrefixNamespaces:
@@ -81,7 +69,7 @@ class PrefixNamespaces:
             keys.append(CacheKey(ids, namespace_of(base=self.base, tenant=tenant, salt=salt)))
         return keys
 
-    def is_stale(self, node: CachedNode) -> bool:
+    def is_stale(self, node: NodeInfo) -> bool:
         """Whether no request can hit the node any more, since it belongs to other weights."""
         if node.salt is not None or node.namespace == self.base:
             return node.namespace != self.base
@@ -89,7 +77,7 @@ class PrefixNamespaces:
         return node.namespace != namespace_of(base=self.base, tenant=tenant, salt=salt)
 
 
-def owner_of_node(node: CachedNode) -> tuple[str, str]:
+def owner_of_node(node: Node | NodeInfo) -> tuple[str, str]:
     """Tenant and salt that a node's end belongs to; empty if it is shared by all."""
     return owner_of_namespace(node.namespace if node.salt is None else node.salt)
 

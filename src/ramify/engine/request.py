@@ -28,11 +28,9 @@ class IncrementalDetokenizer(Protocol):
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
-        ...
 
     def finish(self) -> str:
         """The text held back at the end of the output."""
-        ...
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -79,12 +79,9 @@ class Executor(Protocol):
         Raises:
             StepMemoryError: out of memory; a step of fewer tokens may fit.
         """
-        ...
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """Zero all K/V of these pages, after a failed step."""
-        ...
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy all K/V of the first page of each pair to the second."""
-        ...

@@ -31,7 +31,6 @@ class Watchdog:
 
     Args:
         timeout_s: a step that takes longer is stuck; 0 disables the watchdog.
-        clock: monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -80,20 +80,22 @@ class BlockTable(Protocol):
 
     page_size: int
     array: NDArray[np.int32]  # [num_rows, max_pages]; only the table writes to it
+    _rows: RowAllocator
+    _lengths: list[int]  # by row, in tokens
 
     @property
     def max_tokens(self) -> int:
         """Tokens that fit in a row."""
-        ...
+        return int(self.array.shape[1]) * self.page_size
 
     @property
     def num_free_rows(self) -> int:
         """Number of free rows."""
-        ...
+        return self._rows.num_free
 
     def allocate(self, num_tokens: int = 0) -> int:
         """Take the smallest free row, with pages for `num_tokens`, and set its length to that."""
-        ...
+        return self.allocate_all((num_tokens,))[0]
 
     def allocate_all(self, lengths: Sequence[int]) -> list[int]:
         """Take a row for each length in tokens: all rows, or an error and none."""
@@ -113,11 +115,25 @@ class BlockTable(Protocol):
 
     def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """Lengths of `rows` in tokens, as set by `allocate` and `update`: [len(rows)]."""
-        ...
+        return np.array(self._lengths, np.int32)[_index(self._rows, rows)]
 
     def reset(self) -> None:
         """Release every row."""
-        ...
+        for row in self._rows.rows:
+            self.release(row)
+
+    def _require_rows(self, lengths: Sequence[int]) -> None:
+        """Raise CacheError unless there are free rows for these lengths."""
+        self._rows.require_free(len(lengths))
+        for length in lengths:
+            _check_length(length, self.max_tokens)
+
+    def _updated_length(self, row: int, num_tokens: int) -> int:
+        """Tokens of a row once it is `num_tokens` longer; CacheError if it cannot be."""
+        self._rows.require(row)
+        length = self._lengths[row] + num_tokens
+        _check_length(length, self.max_tokens)
+        return length
 
 
 class PageSource(Protocol):
@@ -132,8 +148,8 @@ class PageSource(Protocol):
         ...
 
 
-class PagedBlockTable:
-    """A `BlockTable` whose rows hold arbitrary pages. Entries of `array` beyond a row's pages are -1.
+class PagedBlockTable(BlockTable):
+    """A table whose rows hold arbitrary pages. Entries of `array` beyond a row's pages are -1.
 
     With a `source` the table owns the pages of its rows: it reserves them as rows get longer and
     gives them back, appended pages included. Without a source the caller owns them, as the planner
@@ -164,25 +180,13 @@ class PagedBlockTable:
             table.append(table.allocate(), pages)
         return table
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that fit in a row."""
-        return int(self.array.shape[1]) * self.page_size
-
-    @property
-    def num_free_rows(self) -> int:
-        """Number of free rows."""
-        return self._rows.num_free
-
     def allocate(self, num_tokens: int = 0) -> int:
         """See `BlockTable.allocate`."""
-        return self.allocate_all((num_tokens,))[0] if num_tokens else self._rows.allocate()
+        return super().allocate(num_tokens) if num_tokens else self._rows.allocate()
 
     def allocate_all(self, lengths: Sequence[int]) -> list[int]:
         """See `BlockTable.allocate_all`."""
-        self._rows.require_free(len(lengths))
-        for length in lengths:
-            _check_length(length, self.max_tokens)
+        self._require_rows(lengths)
         counts = [-(-length // self.page_size) for length in lengths]
         pages = self._reserve(sum(counts))
         rows, start = [], 0
@@ -196,9 +200,7 @@ class PagedBlockTable:
 
     def update(self, row: int, num_tokens: int) -> None:
         """See `BlockTable.update`; gives pages that a shorter row does not need back to the source."""
-        self._rows.require(row)
-        length = self._lengths[row] + num_tokens
-        _check_length(length, self.max_tokens)
+        length = self._updated_length(row, num_tokens)
         missing = -(-length // self.page_size) - self._num_pages[row]
         if missing > 0:
             self.append(row, self._reserve(missing))
@@ -218,15 +220,6 @@ class PagedBlockTable:
     def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """See `BlockTable.view`."""
         return self.array[_index(self._rows, rows)]
-
-    def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """See `BlockTable.lengths`."""
-        return np.array(self._lengths, np.int32)[_index(self._rows, rows)]
-
-    def reset(self) -> None:
-        """See `BlockTable.reset`."""
-        for row in self._rows.rows:
-            self.release(row)
 
     def append(self, row: int, pages: Sequence[int]) -> None:
         """Append pages to a row.
@@ -277,16 +270,11 @@ class PagedBlockTable:
         return self._source.reserve(num_pages)
 
 
-class ContiguousBlockTable:
-    """A `BlockTable` whose row r always has pages r * max_pages .. (r + 1) * max_pages - 1.
+class ContiguousBlockTable(BlockTable):
+    """A table whose row r always has pages r * max_pages .. (r + 1) * max_pages - 1.
 
     A static cache without a radix tree: it reserves the longest request in advance and shares
-    nothing; a request's slots are contiguous.
-
-    Args:
-        num_rows: maximum number of live requests.
-        max_pages: pages of every row.
-        page_size: tokens per page.
+    nothing; a request's slots are contiguous. For the arguments see `PagedBlockTable`.
     """
 
     def __init__(self, num_rows: int, max_pages: int, page_size: int) -> None:
@@ -297,42 +285,24 @@ class ContiguousBlockTable:
             num_rows, max_pages
         )
         self.array.flags.writeable = False
-        self._lengths = np.zeros(num_rows, np.int32)
+        self._lengths = [0] * num_rows
 
     @property
     def num_pages(self) -> int:
         """Number of pages that the pool must have."""
         return self.array.size
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that fit in a row."""
-        return int(self.array.shape[1]) * self.page_size
-
-    @property
-    def num_free_rows(self) -> int:
-        """Number of free rows."""
-        return self._rows.num_free
-
-    def allocate(self, num_tokens: int = 0) -> int:
-        """See `BlockTable.allocate`."""
-        return self.allocate_all((num_tokens,))[0]
-
     def allocate_all(self, lengths: Sequence[int]) -> list[int]:
         """See `BlockTable.allocate_all`."""
-        self._rows.require_free(len(lengths))
-        for length in lengths:
-            _check_length(length, self.max_tokens)
+        self._require_rows(lengths)
         rows = [self._rows.allocate() for _ in lengths]
-        self._lengths[rows] = lengths
+        for row, length in zip(rows, lengths, strict=True):
+            self._lengths[row] = length
         return rows
 
     def update(self, row: int, num_tokens: int) -> None:
         """See `BlockTable.update`."""
-        self._rows.require(row)
-        length = int(self._lengths[row]) + num_tokens
-        _check_length(length, self.max_tokens)
-        self._lengths[row] = length
+        self._lengths[row] = self._updated_length(row, num_tokens)
 
     def release(self, row: int) -> None:
         """See `BlockTable.release`."""
@@ -341,20 +311,10 @@ class ContiguousBlockTable:
 
     def view(self, rows: Sequence[int]) -> NDArray[np.int32]:
         """See `BlockTable.view`."""
-        index = _index(self._rows, rows)
-        pages = self.array[index]
-        num_used = -(-self._lengths[index] // self.page_size)
+        pages = self.array[_index(self._rows, rows)]
+        num_used = -(-self.lengths(rows) // self.page_size)
         pages[np.arange(pages.shape[1]) >= num_used[:, None]] = -1
         return pages
-
-    def lengths(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """See `BlockTable.lengths`."""
-        return self._lengths[_index(self._rows, rows)]
-
-    def reset(self) -> None:
-        """See `BlockTable.reset`."""
-        for row in self._rows.rows:
-            self.release(row)
 
 
 def _check_sizes(max_pages: int, page_size: int) -> None:

@@ -64,12 +64,9 @@ class _Slabs:
 
 def _mapped(num_bytes: int) -> mmap.mmap:
     """Map zeros of whole huge pages: newer kernels align only such mappings to a huge page."""
-    flags, rounded_bytes = (
-        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,
-    )
+    rounded_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
-        mapping = mmap.mmap(-1, rounded_bytes, flags=flags)
+        mapping = mmap.mmap(-1, rounded_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
             f"no room for {num_bytes:,} bytes of weights or K/V: {error}; give the process more "

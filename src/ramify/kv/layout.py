@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError, SlotOutOfRangeError
-from ramify.kv.quantize import SCALED_DTYPES
+from ramify.kv.quantize import SCALED_DTYPES, dequantize
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VECTOR_BYTES = 16  # a vector load on a GPU
@@ -145,12 +146,15 @@ def read_slots(name: str, plane: Tensor, slots: Tensor) -> Tensor:
     """
     if plane.dim() < 5:
         return plane.flatten(0, 1).index_select(0, slots)
-    if name == "k":
-        page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[3])
-        return plane[page, :, :, offset].flatten(2)
-    x = plane.shape[4]
-    page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[2] * x)
-    return plane[page, :, offset // x, :, offset % x]
+    rows = plane[_vectorised_index(name, plane, slots)]
+    return rows.flatten(2) if name == "k" else rows
+
+
+def read_plane(planes: Mapping[str, Tensor], name: str, slots: Tensor) -> Tensor:
+    """`read_slots` of a layer's plane; if it has scales, dequantised to float32."""
+    rows = read_slots(name, planes[name], slots)
+    scale = planes.get(f"{name}_scale")
+    return rows if scale is None else dequantize(rows, read_slots(f"{name}_scale", scale, slots))
 
 
 def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -164,23 +168,25 @@ def write_slots(name: str, plane: Tensor, slots: Tensor, values: Tensor) -> None
         if plane.dtype == torch.float8_e4m3fn:
             plane, values = plane.view(torch.uint8), values.view(torch.uint8)
         plane.flatten(0, 1).index_copy_(0, slots, values)
-    elif name == "k":
-        page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[3])
-        plane[page, :, :, offset] = values.unflatten(2, (-1, plane.shape[4]))
     else:
-        x = plane.shape[4]
-        page, offset = _page_and_offset(slots, plane.shape[0], plane.shape[2] * x)
-        plane[page, :, offset // x, :, offset % x] = values
+        rows = values.unflatten(2, (-1, plane.shape[4])) if name == "k" else values
+        plane[_vectorised_index(name, plane, slots)] = rows
 
 
-def _page_and_offset(slots: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of every slot, range-checked on CPU.
+def _vectorised_index(name: str, plane: Tensor, slots: Tensor) -> tuple[Tensor | slice, ...]:
+    """Index of `slots` in plane `k` or `v` of the vectorised format, range-checked on CPU.
 
     Tensor indexing would count a negative page from the end. On GPU the check would need a host
     sync; there slot -1 leads to the last page, which is the padding page.
     """
+    x = plane.shape[4]
+    page_size = plane.shape[3] if name == "k" else plane.shape[2] * x
+    num_slots = plane.shape[0] * page_size
     if slots.device.type == "cpu" and len(slots):
         low, high = (int(bound) for bound in torch.aminmax(slots))
-        if low < 0 or high >= num_pages * page_size:
-            raise SlotOutOfRangeError(low, high, num_pages * page_size)
-    return slots // page_size, slots % page_size
+        if low < 0 or high >= num_slots:
+            raise SlotOutOfRangeError(low, high, num_slots)
+    page, offset, whole = slots // page_size, slots % page_size, slice(None)
+    if name == "k":
+        return page, whole, whole, offset
+    return page, whole, offset // x, whole, offset % x

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ramify.errors import ConfigError
 from ramify.kv import huge_pages
-from ramify.kv.layout import FLOAT_DTYPES, KVLayout, Plane, read_slots, write_slots
-from ramify.kv.quantize import SCALED_DTYPES, dequantize, quantize
+from ramify.kv.layout import FLOAT_DTYPES, KVLayout, Plane, read_plane, write_slots
+from ramify.kv.quantize import SCALED_DTYPES, quantize
 
 __all__ = ["KVLayout", "KVPool", "Plane"]
 
@@ -144,12 +144,8 @@ class KVPool:
         if out is not None:
             self._check_out(len(slots), out)
         gathered = {}
-        planes = self._planes[layer]
         for name in self._shapes:
-            dense = read_slots(name, planes[name], slots)
-            if planes[name].dtype in SCALED_DTYPES:
-                scale = f"{name}_scale"
-                dense = dequantize(dense, read_slots(scale, planes[scale], slots))
+            dense = read_plane(self._planes[layer], name, slots)
             gathered[name] = dense if out is None else out[name].copy_(dense)
         return gathered
 

@@ -6,6 +6,7 @@ import torch
 
 from ramify.attention.backend import AttentionBackend
 from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.attention.sparse_index import SparseIndex
 from ramify.attention.spec import AttentionSpec
 from ramify.kv.pool import KVLayout
@@ -67,7 +68,7 @@ def attention_spec(
 
 def build_attention(
     config: ModelConfig, spec: AttentionSpec, backend: AttentionBackend
-) -> AttentionBackend | MlaAttention:
+) -> PagedBackend:
     """The backend itself, or for MLA models the backend wrapped in `MlaAttention`, with its sparse index."""
     mla = config.mla
     if mla is None:

@@ -19,10 +19,18 @@ from torch import Tensor
 from ramify.attention.exactness import ProbeStore
 from ramify.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ramify.models.config import ModelConfig, token_ids
-from ramify.models.deepseek import DeepseekDecoder
-from ramify.models.dense import DenseDecoder
+from ramify.models.decoder import Decoder, Family
+from ramify.models.deepseek import DEEPSEEK
+from ramify.models.dense import DENSE
+from ramify.models.ops.quantized import QuantizedWeight, Weight
+from ramify.models.ops.registry import OpsFactory, select_ops
 
-Decoder = DenseDecoder | DeepseekDecoder
+# Families by architecture; all others are dense.
+FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV32ForCausalLM": DEEPSEEK,
+}
 BUILT_IN = "ramify-tiny"
 INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -252,35 +260,50 @@ def load_model(
     *,
     dtype: str = "auto",
     exact: bool = True,
+    ops: str | OpsFactory = "auto",
+    quantize: str | None = None,
     progress: bool = False,
     store: ProbeStore | None = None,
-    linear_strategy: str | None = None,
 ) -> Decoder:
     """Load a checkpoint directory into a decoder that is ready to run.
 
     Args:
         dtype: of weights and arithmetic, see `resolve_dtype`.
-        exact, store, linear_strategy: see `DenseDecoder`.
+        exact, store: see `TorchOps`.
+        ops: a name for `select_ops`, or what makes the operations.
+        quantize: "int8" rounds the projections to int8 with a scale for each output channel; they are
+            dequantised in each call, which takes less memory and more time. None: `dtype`.
         progress: show progress bars if stderr is a terminal.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `read_config` and `load_weights`.
-        ConfigError: the dtype is unknown.
+        ConfigError: the dtype, `ops` or `quantize` is unknown or cannot be used here.
     """
+    if quantize not in (None, "int8"):
+        raise ConfigError(f"quantize={quantize!r} does not exist; use 'int8' or None")
     config = read_config(path)
     compute_dtype = resolve_dtype(dtype, config)
-    weights = load_weights(path, config, dtype=compute_dtype, progress=progress)
+    if isinstance(ops, str):
+        ops = select_ops(ops, compute_dtype, torch.device("cpu")).factory
+    weights: dict[str, Weight] = {
+        **load_weights(path, config, dtype=compute_dtype, progress=progress)
+    }
+    if quantize is not None:
+        for name, weight in weights.items():
+            # kv_b is used by head, not as a linear.
+            is_linear = name.endswith("_proj.weight") and not name.endswith(".kv_b_proj.weight")
+            if is_linear and isinstance(weight, Tensor) and not config.is_float32(name):
+                weights[name] = QuantizedWeight.int8(weight)
     with _progress("preparing layers", config.num_layers, progress) as advance:
-        decoder = DenseDecoder if config.mla is None else DeepseekDecoder
-        return decoder(
-            config,
+        bound = ops(
             weights,
             dtype=compute_dtype,
+            max_len=config.max_model_len,
             exact=exact,
             store=store,
-            linear_strategy=linear_strategy,
-            on_layer=advance,
         )
+        family = FAMILIES.get(config.architecture, DENSE)
+        return Decoder(config, bound, family, on_layer=advance)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

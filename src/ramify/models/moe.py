@@ -1,17 +1,46 @@
-"""Mixture of experts: the router, and experts computed so that a token's bits do not depend on the batch."""
+"""Mixture of experts: the router, whose weights for a token do not depend on the batch, and the MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ramify.models.builder import GatedMlp, LayerBuilder
 from ramify.models.deepseek_config import MoeConfig
 from ramify.models.ops.probe import sample_rows
-from ramify.models.ops.torch_linear import Linear
+from ramify.models.ops.protocol import ForwardStep, Ops
+
+
+class MoeMlp:
+    """A float32 router, routed experts and shared experts in place of an MLP.
+
+    Args:
+        prefix: of the layer's MLP.
+    """
+
+    def __init__(self, ops: Ops, config: MoeConfig, prefix: str) -> None:
+        bias = None
+        if config.scoring == "sigmoid":
+            bias = ops.weight(f"{prefix}gate.e_score_correction_bias")
+        self.gate = ops.linear(f"{prefix}gate", dtype=torch.float32)
+        self.route = ops.row_op(
+            f"{config.scoring} router",
+            partial(route, bias=bias, config=config),
+            (config.num_experts, config.num_groups, config.topk_groups, config.top_k),
+            lambda: (sample_rows(config.num_experts, dtype=torch.float32),),
+            dtype=torch.float32,
+        )
+        self.experts = ops.experts(
+            f"{prefix}experts.", num_experts=config.num_experts, shared=f"{prefix}shared_experts."
+        )
+
+    def __call__(
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden_size] -> the same; see `Linear` for the residual."""
+        out = self.experts(x, self.route(self.gate(x.float(), step)))
+        return out if residual is None else residual.add_(out)
 
 
 def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:
@@ -51,50 +80,3 @@ def route(logits: Tensor, bias: Tensor | None, config: MoeConfig) -> Tensor:
 def _topk_indices(values: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest values of each row [..., n]; of equal values the lowest index first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The mixture of experts of one layer: float32 router, routed experts, one shared expert."""
-
-    gate: Linear
-    route: Callable[[Tensor], Tensor]
-    experts: tuple[GatedMlp, ...]
-    shared: GatedMlp
-
-    @classmethod
-    def build(cls, config: MoeConfig, build: LayerBuilder, prefix: str) -> Experts:
-        """Build the router and experts of the layer's MLP at `prefix`."""
-        bias = None
-        if config.scoring == "sigmoid":
-            bias = build.weight(f"{prefix}gate.e_score_correction_bias")
-        shape = (config.num_experts, config.num_groups, config.topk_groups, config.top_k)
-        routed = build.rows(
-            f"{config.scoring} router",
-            lambda logits: route(logits, bias, config),
-            shape,
-            lambda: (sample_rows(config.num_experts, dtype=torch.float32),),
-        )
-        return cls(
-            gate=build.matrix(build.weight(f"{prefix}gate.weight").float()),
-            route=routed,
-            experts=tuple(
-                build.mlp(f"{prefix}experts.{number}.") for number in range(config.num_experts)
-            ),
-            shared=build.mlp(f"{prefix}shared_experts."),
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden_size] -> weighted sum of a token's experts, like x.
-
-        Each product is rounded to x's dtype, then added: experts in ascending order, the shared
-        expert last.
-        """
-        weights = self.route(self.gate(x.float()))
-        total = torch.zeros_like(x)
-        is_routed = weights != 0
-        for number in is_routed.any(0).nonzero()[:, 0].tolist():
-            rows = is_routed[:, number].nonzero()[:, 0]
-            weighted = self.experts[number](x[rows]) * weights[rows, number, None]
-            total[rows] += weighted.to(x.dtype)
-        return total + self.shared(x)

@@ -14,13 +14,19 @@ class RotaryTable:
     """cos and sin of every position, for rope in the rotate-half convention of Hugging Face models."""
 
     def __init__(
-        self, rope: RopeConfig, *, head_dim: int, max_len: int, dtype: torch.dtype
+        self,
+        rope: RopeConfig,
+        *,
+        head_dim: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
-        """Compute `cos` and `sin` [max_len, head_dim / 2] in float32 and round them to `dtype`."""
+        """Compute `cos` and `sin` [max_len, head_dim / 2] in float32 on CPU and round them to `dtype`."""
         positions = torch.arange(max_len, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(rope, head_dim)
-        self.cos = (angles.cos() * rope.attention_factor).to(dtype)
-        self.sin = (angles.sin() * rope.attention_factor).to(dtype)
+        self.cos = (angles.cos() * rope.attention_factor).to(device, dtype)
+        self.sin = (angles.sin() * rope.attention_factor).to(device, dtype)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Gather cos and signed sin [rows, 1, head_dim] for positions [rows] int64.

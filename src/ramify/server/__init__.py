@@ -3,11 +3,11 @@
 A request goes through `app` (keys, errors, disconnects) → `routes` (the table of endpoints) →
 `openai.endpoints` or `anthropic.endpoints` → `*_request` (typed body to `GenerationRequest`) →
 `service` (quotas, pins, history; starts it in the engine) → `generation` (one request in flight: its
-events and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
+events, answers and cache usage) → `*_response` (JSON or server-sent events). Read in this order.
 
 - `context`: `RequestContext`, which every endpoint gets.
 - `prompt_renderer`, `tool_calls`, `request_history`, `cache_miss`: shared by both APIs.
-- `tenants`, `errors`: keys and quotas; error responses.
-- `http`: wire format and uvicorn. `operations`: cache administration, metrics, health, logs.
+- `tenants`, `errors`, `health`: keys and quotas; error responses; liveness and readiness.
+- `http`: wire format and uvicorn. `operations`: cache administration, metrics, logs.
 - `run`: all of it put together for `ramify serve`.
 """

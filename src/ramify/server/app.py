@@ -17,8 +17,8 @@ from starlette.routing import Route
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
+from ramify.server.health import Readiness
 from ramify.server.http.wire import PING_S, KeepAliveResponse, error_response, request_id
-from ramify.server.operations.health import Readiness
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected

@@ -47,7 +47,6 @@ def explain_miss(
 
     Args:
         explanation: of the prompt's key, restricted to the caller's own data.
-        decode: token ids to text.
     """
     reason = REASONS[explanation.reason]
     if reason == "hit":

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.server.errors import ApiError
-from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.http.wire import decode_body, json_response, read_body
-from ramify.server.operations.health import Readiness
+from ramify.server.generation import Generation, GenerationRequest, total_usage
+from ramify.server.health import Readiness
+from ramify.server.http.wire import decode_body, json_response, read_body, sse_event, sse_response
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
 
 T = TypeVar("T")
+
+
+class ResponseBuilder(Protocol):
+    """Builds the response to a request from its generations."""
+
+    async def body(self) -> dict[str, Any]:
+        """Wait for the end; returns the whole response."""
+        ...
+
+    def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the data of server-sent events; an event's `type`, if it has one, is its name."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +64,7 @@ class RequestContext:
         return await loop.run_in_executor(self.prompt_thread, render, *args)
 
     async def start(self, generation_request: GenerationRequest, *, prefix: str) -> Generation:
-        """Start a generation; returns at its first output. It ends with the HTTP request.
-
-        Args:
-            prefix: of the response id, `chatcmpl-` for instance.
-        """
+        """Start a generation as `Service.start` does; it ends with the HTTP request."""
         generation = await self.until_done_or_disconnect(
             self.service.start(generation_request, self.caller, prefix=prefix)
         )
@@ -86,6 +94,27 @@ class RequestContext:
         headers = self.headers | (cache_header(self.generations) if self.generations else {})
         return json_response(payload, headers=headers)
 
+    async def respond(
+        self,
+        builder: ResponseBuilder,
+        *,
+        stream: bool | None,
+        on_error: Callable[[ApiError], bytes],
+        end: bytes = b"",
+    ) -> Response:
+        """The response of a builder, whole or as server-sent events; `end` closes a stream."""
+        if not stream:
+            return self.json(await self.until_done_or_disconnect(builder.body()))
+
+        async def events() -> AsyncGenerator[bytes]:
+            async for event in builder.events():
+                yield sse_event(event, event.get("type"))
+            if end:
+                yield end
+
+        headers = self.headers | cache_header(self.generations)
+        return sse_response(events(), on_error=on_error, headers=headers)
+
     async def close(self) -> None:
         """Abort the generations that are still live."""
         for generation in self.generations:
@@ -100,10 +129,10 @@ async def _disconnected(request: Request) -> None:
 
 def cache_header(generations: list[Generation]) -> dict[str, str]:
     """The `X-Cache` header: prompt tokens read from the cache, and the reason for a miss."""
-    usages = [generation.cache for generation in generations if generation.cache is not None]
+    usage = total_usage(generations)
     total = sum(len(generation.request.prompt.ids) for generation in generations)
-    cached = sum(usage.cached for usage in usages)
-    status = "HIT" if cached else "MISS"
-    reason = next((usage.miss.reason for usage in usages if usage.miss is not None), None)
-    value = f"{status}; read={cached}; total={total}"
-    return {"X-Cache": value + (f"; reason={reason}" if reason else "")}
+    cached = 0 if usage is None else usage.cached
+    value = f"{'HIT' if cached else 'MISS'}; read={cached}; total={total}"
+    if usage is not None and usage.miss is not None:
+        value += f"; reason={usage.miss.reason}"
+    return {"X-Cache": value}

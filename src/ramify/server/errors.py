@@ -33,7 +33,6 @@ OPENAI_ERROR_TYPES = {
 ANTHROPIC_ERROR_TYPES = OPENAI_ERROR_TYPES | {
     413: "request_too_large",
     500: "api_error",
-    503: "overloaded_error",
 }
 
 

@@ -3,75 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ramify.cache.key import CacheKey
 from ramify.engine.serving.streams import Stream
-from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
+from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput, TokenLogprob
 from ramify.params import SamplingParams
 from ramify.server.cache_miss import CacheMiss
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.request_history import HistoryEntry
 from ramify.server.tenants import Caller
-from ramify.server.tool_calls import ToolCallFormat, ToolParsing, stop_after_call
+from ramify.server.tool_calls import (
+    ParsedToolCall,
+    TextOrCall,
+    ToolCallFormat,
+    ToolCallParser,
+    split,
+    stop_after_call,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A request of any API, translated for the engine."""
 
-    prompt: RenderedPrompt
-    params: SamplingParams
     history_entry: HistoryEntry
+    params: SamplingParams
     salt: str = ""
     priority: int = 0
     is_prewarm: bool = False  # compute and cache the prompt; the response has no text
     is_chat: bool = False  # a later request may send the answer back as a message
-    tool_parsing: ToolParsing | None = None  # None: the answers are plain text
+    # A parser for one answer; None: answers are plain text.
+    new_tool_parser: Callable[[], ToolCallParser | None] = lambda: None
 
     @property
-    def max_shared(self) -> int | None:
-        """Prompt tokens that may stay cached for other requests; None: all."""
-        return self.history_entry.max_shared
+    def prompt(self) -> RenderedPrompt:
+        """Token ids of the prompt, and the request fields that they came from."""
+        return self.history_entry.prompt
 
 
-def build_chat_generation(
-    prompt: RenderedPrompt,
-    params: SamplingParams,
-    history_entry: HistoryEntry,
-    *,
+def with_tool_calls(
+    request: GenerationRequest,
     tools: Sequence[Mapping[str, Any]],
-    tool_format: ToolCallFormat,
-    forces_call: bool,
-    single_call: bool,
-    salt: str,
-    priority: int,
-    is_prewarm: bool,
+    call_format: ToolCallFormat,
+    *,
+    forced: bool,
+    single: bool,
 ) -> GenerationRequest:
-    """The request of a conversation of any API; decides whether and how tool calls are parsed.
+    """A request whose answers are parsed for calls of these tools; the same one if there are none.
 
     Args:
         tools: definitions of functions; empty if the model must not call any.
-        forces_call: `params.structured` allows nothing but a call.
-        single_call: at most one call; the answer ends after it if the format has an end delimiter.
+        forced: `params.structured` allows nothing but a call.
+        single: at most one call; the answer ends after it if the format has an end delimiter.
     """
-    tool_parsing = None
-    if tools:
-        names = tuple(tool["function"]["name"] for tool in tools)
-        tool_parsing = ToolParsing(tool_format, names, is_forced=forces_call, is_single=single_call)
-        if single_call and not forces_call:
-            params = stop_after_call(params, tool_format)
-    return GenerationRequest(
-        prompt=prompt,
-        params=params,
-        history_entry=history_entry,
-        salt=salt,
-        priority=priority,
-        is_prewarm=is_prewarm,
-        is_chat=True,
-        tool_parsing=tool_parsing,
-    )
+    if not tools:
+        return request
+    names = [tool["function"]["name"] for tool in tools]
+    params = request.params
+    if single and not forced:
+        params = stop_after_call(params, call_format)
+    new_parser = partial(ToolCallParser, call_format, names, forced=forced, single=single)
+    return replace(request, params=params, new_tool_parser=new_parser)
 
 
 def sampling_filters(
@@ -126,12 +121,12 @@ class Generation:
     first_output: StepOutput | None
     miss: CacheMiss | None
     page_size: int
-    publishes: bool = True  # the prefix cache is on
+    publishes: bool  # the prefix cache is on
+    on_end: Callable[[Generation], None]
+    after_end: Callable[[Generation], Awaitable[None]]
+    on_event: Sequence[Callable[[Generation, StepOutput], None]]
     cache: CacheUsage | None = None
     output: RequestOutput | None = None
-    on_end: list[Callable[[Generation], None]] = field(default_factory=list)
-    after_end: Callable[[Generation], Awaitable[None]] | None = None  # only after a complete output
-    on_event: list[Callable[[Generation, StepOutput], None]] = field(default_factory=list)
     num_output: int = 0  # tokens so far, of all choices
     is_closed: bool = False
 
@@ -150,16 +145,14 @@ class Generation:
             await self.close()
 
     async def close(self) -> None:
-        """Abort the request if it is live, then call the `on_end` listeners. Idempotent."""
+        """Abort the request if it is live, then call `on_end` and `after_end`. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             try:
                 await self.events.aclose()
             finally:
-                for call in self.on_end:
-                    call(self)
-            if self.after_end is not None and self.output is not None:
-                await self.after_end(self)
+                self.on_end(self)
+            await self.after_end(self)
 
     @property
     def num_cached(self) -> int:
@@ -180,9 +173,10 @@ class Generation:
                 raise self.output.error
 
     async def wait(self) -> RequestOutput:
-        """Consume all events; returns the complete output."""
+        """Consume all events; returns the complete output, or raises the error that ended it."""
         async for _ in self:
             pass
+        self.raise_error()
         assert self.output is not None, "the engine ends every request"
         return self.output
 
@@ -198,7 +192,10 @@ class Generation:
         return event
 
     def _cache_usage(self, report: CacheReport) -> CacheUsage:
-        num_shareable, max_shared = len(self.request.prompt.ids), self.request.max_shared
+        num_shareable, max_shared = (
+            len(self.request.prompt.ids),
+            self.request.history_entry.max_shared,
+        )
         if max_shared is not None:
             num_shareable = min(num_shareable, max_shared)
         num_publishable = num_shareable // self.page_size * self.page_size if self.publishes else 0
@@ -210,3 +207,57 @@ class Generation:
             written=max(0, min(num_publishable, cached + report.computed_tokens) - cached),
             miss=self.miss,
         )
+
+
+def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
+    """Sums over generations, and the first miss; None while the usage of none is known."""
+    usages = [generation.cache for generation in generations if generation.cache is not None]
+    if not usages:
+        return None
+    return CacheUsage(
+        read=sum(usage.read for usage in usages),
+        shared=sum(usage.shared for usage in usages),
+        computed=sum(usage.computed for usage in usages),
+        written=sum(usage.written for usage in usages),
+        miss=next((usage.miss for usage in usages if usage.miss is not None), None),
+    )
+
+
+TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)  # ABORT: the server shut down
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer of a generation, as far as it was generated."""
+
+    parser: ToolCallParser | None  # None: the answer is plain text
+    stop_token_ids: frozenset[int] = frozenset()  # they end an answer and are not shown with it
+    text: str = ""
+    calls: list[ParsedToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_tokens: int = 0
+
+    def visible_logprobs(self, event: StepOutput) -> tuple[TokenLogprob, ...]:
+        """Logprobs of an event's tokens, without the stop token that ended the answer."""
+        logprobs = event.logprobs
+        if (
+            event.finish_reason is FinishReason.STOP
+            and logprobs
+            and logprobs[-1].token_id in self.stop_token_ids
+        ):
+            return logprobs[:-1]
+        return logprobs
+
+    def add(self, event: StepOutput) -> list[TextOrCall]:
+        """Append an event; returns the text to show and the calls that it completes."""
+        self.num_tokens += len(event.new_token_ids)
+        self.logprobs += self.visible_logprobs(event)
+        self.finish_reason = event.finish_reason
+        pieces: list[TextOrCall] = [event.text] if event.text else []
+        if self.parser is not None:
+            pieces = self.parser.feed(event.text, is_last=event.finish_reason is not None)
+        text, calls = split(pieces)
+        self.text += text
+        self.calls += calls
+        return pieces

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
@@ -16,6 +17,7 @@ from ramify.errors import ChatTemplateError
 TemplateMessage = Mapping[str, Any]
 REASONING_TAGS = ("<think>", "</think>")  # delimiters of what a model thinks before it answers
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
+PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
@@ -41,9 +43,8 @@ class PromptSegment:
 class CacheBreakpoint:
     """The caller asks to pin the first `num_tokens` of the prompt for `ttl_s`."""
 
-    path: str
     num_tokens: int
-    ttl_s: float | None
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class RenderedPrompt:
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
 
-    def with_breakpoint(self, path: str, ttl_s: float) -> RenderedPrompt:
+    def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
-        breakpoint_ = CacheBreakpoint(path, self.num_stable_tokens, ttl_s)
+        breakpoint_ = CacheBreakpoint(self.num_stable_tokens, ttl_s)
         return replace(self, breakpoints=(*self.breakpoints, breakpoint_))
 
     def path_at(self, token: int) -> str:
@@ -87,8 +88,7 @@ class PromptPart:
 
     path: str
     texts: tuple[str, ...]  # forms in which a template may write it, the likeliest first
-    ttl_s: float | None = None
-    is_breakpoint: bool = False
+    ttl_s: float | None = None  # of the breakpoint at its end; None: there is none
 
 
 class PromptRenderer:
@@ -129,17 +129,16 @@ class PromptRenderer:
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        render, escape = self.tokenizer.apply_chat_template, self.tokenizer.escape_special_tokens
+        escape = self.tokenizer.escape_special_tokens
         messages, tools, options = escape(messages), escape(tools), escape(template_options or {})
         parts = [replace(part, texts=tuple(escape(part.texts))) for part in parts]
-        text = render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            **options,
+        render: Callable[..., str] = partial(
+            self.tokenizer.apply_chat_template, tools=tools, **options
         )
         if continue_final_message:
-            text = _cut_after(text, str(messages[-1]["content"]))
+            text = _render_prefill(render, messages)
+        else:
+            text = render(messages, add_generation_prompt=add_generation_prompt)
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
@@ -161,9 +160,9 @@ class PromptRenderer:
             for part, start, end in spans
         )
         breakpoints = tuple(
-            CacheBreakpoint(part.path, num_tokens[end], part.ttl_s)
+            CacheBreakpoint(num_tokens[end], part.ttl_s)
             for part, _, end in spans
-            if part.is_breakpoint
+            if part.ttl_s is not None
         )
         return RenderedPrompt(
             encoding.ids, text, segments, breakpoints, num_tokens[num_stable_chars]
@@ -234,11 +233,31 @@ def common_prefix(left: str | array[int], right: str | array[int]) -> int:
     return low
 
 
-def _cut_after(text: str, content: str) -> str:
-    """Drop the text that the template writes after the last message."""
-    stripped = content.strip()
-    start = text.rfind(stripped)
-    return text if start < 0 or not stripped else text[: start + len(stripped)]
+def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessage]) -> str:
+    """The prompt up to the end of the last message's text, which a template may have stripped before.
+
+    Raises:
+        ChatTemplateError: the template leaves the last message out.
+    """
+
+    def render_until_end(content: str) -> str:
+        last = {**messages[-1], "content": content + PREFILL_END}
+        text = render([*messages[:-1], last], add_generation_prompt=False)
+        end = text.rfind(PREFILL_END)
+        if end < 0:
+            raise ChatTemplateError(
+                "the chat template does not write the last message, so its text cannot be "
+                "continued; end the messages with one of the user"
+            )
+        return text[:end]
+
+    prefill = str(messages[-1].get("content") or "")
+    text = render_until_end(prefill)
+    if not prefill[:1].isspace():
+        return text
+    beginning = render_until_end("")
+    is_stripped = text == beginning + prefill.lstrip()
+    return beginning + prefill if is_stripped else text
 
 
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:

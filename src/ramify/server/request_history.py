@@ -20,14 +20,14 @@ def canonical_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
     """A request as its prompt was made of it. `first_difference` compares the first five fields."""
 
     model: str
     options: Mapping[str, str]  # further request fields that may change the prompt, by name
-    tools: tuple[str, ...]  # as `canonical_json`
-    system: str  # as `canonical_json`; "" where the API has none
+    tools: tuple[str, ...] = ()  # as `canonical_json`
+    system: str = ""  # as `canonical_json`; "" where the API has none
     messages: tuple[str, ...]  # as `canonical_json`
     prompt: RenderedPrompt
     response: object = None  # Responses API: the `StoredResponse` that a next turn continues

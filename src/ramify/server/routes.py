@@ -18,6 +18,7 @@ from ramify import __version__
 from ramify.server.anthropic import endpoints as anthropic
 from ramify.server.anthropic.protocol import CountRequest, MessageRequest
 from ramify.server.context import RequestContext
+from ramify.server.health import Readiness
 from ramify.server.http.wire import json_response
 from ramify.server.openai import endpoints as openai
 from ramify.server.openai.protocol import (
@@ -29,7 +30,6 @@ from ramify.server.openai.protocol import (
 )
 from ramify.server.operations import cache_admin
 from ramify.server.operations.cache_admin import PinRequest
-from ramify.server.operations.health import Readiness
 
 Handler = Callable[[RequestContext], Awaitable[Response]]
 JSON, TEXT = "application/json", "text/plain"

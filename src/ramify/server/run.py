@@ -18,7 +18,7 @@ from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
-from ramify.server.operations.request_log import JsonFormatter, LineFile, TraceWriter, log_request
+from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys
 
@@ -114,9 +114,11 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
     )
     service.listeners.append(log_request)
     if options.record is not None:
-        write = LineFile(options.record).write
+        record = LineFile(options.record)
         service.listeners.append(
-            TraceWriter(write, page_size=service.page_size, with_tokens=options.record_tokens)
+            lambda generation: record.write(
+                trace_line(generation, with_tokens=options.record_tokens)
+            )
         )
     server = Server(service, keys, local_admin=is_local(options.host))
 

@@ -8,6 +8,7 @@ import secrets
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 from ramify import __version__
@@ -17,7 +18,6 @@ from ramify.cache.maintenance import evict_suffix
 from ramify.cache.packed import ATOM_BYTES
 from ramify.cache.types import Node
 from ramify.engine.async_llm import AsyncLLM
-from ramify.engine.cache_admin.view import AsyncCacheView
 from ramify.engine.core import EngineCore
 from ramify.engine.prefix_namespaces import owner_of_namespace, owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
@@ -129,7 +129,8 @@ class Service:
     ) -> CacheMiss | None:
         if explanation is None:
             return CacheMiss("disabled", 0)
-        return explain_miss(explanation, prompt, self._decode)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        return explain_miss(explanation, prompt, decode)
 
     def compare_with_earlier(self, generation: Generation, id_: str) -> PromptComparison | None:
         """Compare with the caller's request of response `id_`; None if unknown or expired."""
@@ -142,11 +143,6 @@ class Service:
             old, new, generation.num_cached, self.page_size
         )
         return PromptComparison(difference, is_reused, old.num_reusable_tokens)
-
-    @property
-    def cache(self) -> AsyncCacheView:
-        """See `AsyncLLM.cache`."""
-        return self.engine.cache
 
     async def start(self, request: GenerationRequest, caller: Caller, *, prefix: str) -> Generation:
         """Submit a request to the engine and wait for its first output.
@@ -177,7 +173,7 @@ class Service:
                 priority=request.priority,
                 tenant=caller.tenant,
                 salt=request.salt,
-                max_shared=request.max_shared,
+                max_shared=request.history_entry.max_shared,
             )
             first_output = await anext(aiter(events), None)
             generation = Generation(
@@ -190,7 +186,7 @@ class Service:
                 miss=miss,
                 page_size=self.page_size,
                 publishes=self.prefix_cache,
-                on_end=[self._account],
+                on_end=self._account,
                 on_event=self.event_listeners,
                 after_end=self._evict_reasoning,
             )
@@ -254,7 +250,7 @@ class Service:
         output, request = generation.output, generation.request
         if output is None or not self.prefix_cache:
             return
-        if not request.is_chat or request.max_shared is not None:
+        if not request.is_chat or request.history_entry.max_shared is not None:
             return
         call_mark = self.tool_format.begin or self.tool_format.bare
         answers = []
@@ -339,6 +335,3 @@ class Service:
 
         if prompt.breakpoints and self.prefix_cache:
             await self.engine.run(pin_all)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -128,6 +128,10 @@ def _tenant_of(key_hash: str) -> str:
     return "key-" + hashlib.sha256(key_hash.encode()).hexdigest()[:12]
 
 
+def _over_quota(message: str, retry_after_s: int = 1) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
 @dataclass(slots=True)
 class _TenantUsage:
     live: int = 0
@@ -158,30 +162,21 @@ class QuotaMeter:
         """
         quota, usage = caller.quota, self._usage_of(caller)
         if quota.max_requests is not None and usage.live >= quota.max_requests:
-            raise ApiError(
-                429,
+            raise _over_quota(
                 f"{usage.live} of your requests are live, the limit is {quota.max_requests}; "
-                "wait for one to end",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
+                "wait for one to end"
             )
         limit = quota.max_waiting_tokens
         if limit is not None and usage.live and usage.waiting_tokens + num_tokens > limit:
-            raise ApiError(
-                429,
+            raise _over_quota(
                 f"your live requests have {usage.waiting_tokens} prompt tokens, with this one "
-                f"{usage.waiting_tokens + num_tokens}; the limit is {limit}",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
+                f"{usage.waiting_tokens + num_tokens}; the limit is {limit}"
             )
         rate = quota.tokens_per_minute
         if rate is not None and usage.allowance <= 0:
             wait_s = max(1, round(-usage.allowance / rate * 60) + 1)
-            raise ApiError(
-                429,
-                f"your {rate} tokens per minute are used up; try again in {wait_s} s",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
+            raise _over_quota(
+                f"your {rate} tokens per minute are used up; try again in {wait_s} s", wait_s
             )
         usage.live += 1
         usage.waiting_tokens += num_tokens

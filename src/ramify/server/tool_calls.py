@@ -58,22 +58,6 @@ def detect_format(template: str) -> ToolCallFormat:
     return next((form for form in FORMATS if form.template_mark in template), BARE_JSON)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolParsing:
-    """How the tool calls in the answers to one request are parsed; fields as `ToolCallParser`."""
-
-    call_format: ToolCallFormat
-    names: tuple[str, ...]
-    is_forced: bool
-    is_single: bool
-
-    def new_parser(self) -> ToolCallParser:
-        """A parser for one answer."""
-        return ToolCallParser(
-            self.call_format, self.names, forced=self.is_forced, single=self.is_single
-        )
-
-
 class ToolCallParser:
     """Splits a streamed answer into text and calls.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 import torch
@@ -25,10 +24,10 @@ from torch import Tensor
 from ramify.attention.backends.blocked_matmul import choose_matmul
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
+from ramify.attention.gather import MASKED_MAX, gather_rows
 from ramify.attention.spec import AttentionSpec, reason_not_plain_mha
 
 BLOCK_KEYS = 256  # large enough that a block's matmul hides the calls around it
-MASKED_MAX = -1e30  # row max if all keys are masked; finite, so that differences stay finite
 MAX_SCORES = 1 << 20  # float32 scores in flight (4 MB); limits the blocks of one matmul
 
 
@@ -86,8 +85,8 @@ class BlockedBackend:
         gqa = self.spec.gqa_group_size
         seqs = sorted(seqs, key=lambda seq: -int(batch.seq_lens_kv[seq]))
         kv_lens = batch.seq_lens_kv[seqs].astype(np.int64)
-        ends = [self.padded_kv_len(int(length)) for length in kv_lens]
-        slots = np.zeros((len(seqs), max(ends)), np.int64)
+        num_blocks = -(-kv_lens // BLOCK_KEYS)
+        slots = np.zeros((len(seqs), num_blocks.max() * BLOCK_KEYS), np.int64)
         for index, seq in enumerate(seqs):
             slots[index, : kv_lens[index]] = batch.kv_slots(seq)
         rows = -(-q_len * gqa // self.row_multiple) * self.row_multiple
@@ -101,16 +100,12 @@ class BlockedBackend:
                 batch.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
             ),
             positions=torch.from_numpy(positions),
-            num_blocks=[-(-end // BLOCK_KEYS) for end in ends],
+            num_blocks=num_blocks.tolist(),
             slots=torch.from_numpy(slots),
             kv_lens=torch.from_numpy(kv_lens),
             first_position=int(start.min()),
             last_block_starts=int(kv_lens.min()) // BLOCK_KEYS * BLOCK_KEYS,
         )
-
-    def padded_kv_len(self, kv_len: int) -> int:
-        """`kv_len` rounded up to whole blocks."""
-        return -(-kv_len // BLOCK_KEYS) * BLOCK_KEYS
 
     # -- once per layer ----------------------------------------------------------------------
 
@@ -237,22 +232,14 @@ class BlockedBackend:
     def _gather(
         self, name: str, plane: Tensor, slots: Tensor, shape: tuple[int, int, int, int, int]
     ) -> Tensor:
-        """Keys or values of `slots` as float32 [n, heads, blocks, BLOCK_KEYS, dim].
-
-        Into reused buffers: an allocation costs more than the copy.
-        """
-        rows = self._buffer(f"{name} rows", (len(slots), *plane.shape[1:]), plane.dtype)
-        torch.index_select(plane, 0, slots, out=rows)
+        """Keys or values of `slots` as float32 [n, heads, blocks, BLOCK_KEYS, dim], in a reused buffer."""
+        rows = gather_rows(self._scratch, f"{name} rows", plane, slots)
         n, blocks, keys, heads, dim = shape
-        dense = self._buffer(name, (n, heads, blocks, keys, dim), torch.float32)
-        return dense.copy_(rows.view(shape).permute(0, 3, 1, 2, 4))
-
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = prod(shape)
         buffer = self._scratch.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
-            buffer = self._scratch[name] = torch.empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
+        if buffer is None or buffer.numel() < rows.numel():
+            buffer = self._scratch[name] = torch.empty(rows.numel())
+        dense = buffer[: rows.numel()].view(n, heads, blocks, keys, dim)
+        return dense.copy_(rows.view(shape).permute(0, 3, 1, 2, 4))
 
     def _mask(
         self,

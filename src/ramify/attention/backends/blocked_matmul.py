@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ramify.attention.exactness import FP32_ROW_MULTIPLE, Exactness, ProbeStore
+from ramify.attention.exactness import BATCHED, FP32_ROW_MULTIPLE, Exactness, ProbeStore
 
 # [..., rows, n] x [..., n, m] -> [..., rows, m], float32, rows a multiple of FP32_ROW_MULTIPLE
 MatMul = Callable[[Tensor, Tensor], Tensor]
 
-BATCHED, TILED = "batched", "tiled"
+TILED = "tiled"
 _PROBE_ROW_COUNTS = (8, 16, 24, 32, 64, 96, 128, 256, 504)
 _CHUNK_ROWS = 4096  # a prefill chunk of 512 tokens, 8 query heads per K/V head
 _BATCHES = ((1, 1), (1, 3), (5, 1), (4, 2))  # requests, blocks

@@ -26,14 +26,8 @@ from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
 from ramify.attention.spec import AttentionSpec, unprobed_exactness
 from ramify.errors import ConfigError
-from ramify.kernels.cpu.abi import BLOCK_KEYS
-from ramify.kernels.cpu.threads import (
-    KV_KINDS,
-    ROW_KINDS,
-    aligned_zeros,
-    round_up_to_cache_line,
-    set_num_threads,
-)
+from ramify.kernels.cpu.abi import BLOCK_KEYS, round_up_to_cache_line
+from ramify.kernels.cpu.threads import KV_KINDS, ROW_KINDS, aligned_zeros, set_num_threads
 
 
 class CpuBackend:
@@ -47,7 +41,7 @@ class CpuBackend:
         self._has_bf16_dot = simd.HAS_BF16_DOT
         self.num_workers = max(1, torch.get_num_threads())
         self._value_stride = -(-spec.v_head_dim // simd.TILE_N) * simd.TILE_N
-        self._state_width = round_up_to_cache_line(self._value_stride + 2)
+        self._state_width = round_up_to_cache_line(4 * (self._value_stride + 2)) // 4
         self._counters = np.zeros(1, np.int64)
         # by layer and query dtype, for the same tensors: to ask a tensor costs a microsecond
         self._plane_cache: dict[tuple[int, torch.dtype], tuple[tuple[Tensor, ...], list[Any]]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,13 +17,6 @@ from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
-
-
-@dataclass(frozen=True, slots=True)
-class FlashInferPlan:
-    """A step that the wrappers have planned; the next `plan` replaces it."""
-
-    num_tokens: int
 
 
 class FlashInferBackend:
@@ -59,10 +51,13 @@ class FlashInferBackend:
         """None: `exact=False`."""
         return unprobed_exactness(self.spec, "batched", "exact=False")
 
-    def plan(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Pass the pages of every request to each wrapper, as host arrays: no synchronisation."""
+    def plan(self, batch: AttentionBatch) -> int:
+        """Pass the pages of every request to each wrapper, as host arrays: no synchronisation.
+
+        Returns the number of tokens: the wrappers hold the plan until the next call.
+        """
         if batch.num_tokens == 0:
-            return FlashInferPlan(0)
+            return 0
         spec, page_size = self.spec, batch.page_size
         num_pages = -(-batch.seq_lens_kv // page_size)
         indptr = np.concatenate([[0], np.cumsum(num_pages)]).astype(np.int32)
@@ -87,11 +82,11 @@ class FlashInferBackend:
                 q_data_type=spec.dtype,
                 kv_data_type=spec.plane_dtype,
             )
-        return FlashInferPlan(batch.num_tokens)
+        return batch.num_tokens
 
     def run(
         self,
-        plan: FlashInferPlan,
+        plan: int,
         layer: int,
         q: Tensor,
         planes: Mapping[str, Tensor],
@@ -101,7 +96,7 @@ class FlashInferBackend:
         """See `AttentionBackend.run`."""
         assert selected is None
         out = torch.zeros_like(q)
-        if plan.num_tokens:
+        if plan:
             wrapper = self._wrappers[self.spec.windows[layer]]
-            out[: plan.num_tokens] = wrapper.run(q[: plan.num_tokens], (planes["k"], planes["v"]))
+            out[:plan] = wrapper.run(q[:plan], (planes["k"], planes["v"]))
         return out

@@ -84,10 +84,8 @@ class FlexBackend:
                 batch.total_kv,
                 device=str(self.device),
             )
-        flat = (
-            torch.from_numpy(np.concatenate(slots)) if slots else torch.zeros(0, dtype=torch.int64)
-        )
-        return FlexPlan(batch.num_tokens, flat.to(self.device), masks)
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *slots])).to(self.device)
+        return FlexPlan(batch.num_tokens, flat, masks)
 
     def run(
         self,
@@ -110,25 +108,17 @@ class FlexBackend:
         with warnings.catch_warnings():
             if self.device.type == "cpu":  # torch warns that flex_attention is not compiled
                 warnings.simplefilter("ignore", UserWarning)
-            attended = self._attend(plan, layer, q, keys, values)
+            attended = self._attention(  # [1, num_heads, T, value_dim]
+                q[: plan.num_tokens].transpose(0, 1)[None],
+                keys,
+                values,
+                score_mod=None if spec.soft_cap is None else _soft_cap(spec.soft_cap),
+                block_mask=plan.masks[spec.windows[layer]],
+                scale=spec.scale,
+                enable_gqa=spec.gqa_group_size > 1,
+            )
         out[: plan.num_tokens] = attended[0].transpose(0, 1)
         return out
-
-    def _attend(
-        self, plan: FlexPlan, layer: int, q: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """[1, num_heads, T, value_dim]."""
-        spec = self.spec
-        attended: Tensor = self._attention(
-            q[: plan.num_tokens].transpose(0, 1)[None],
-            keys,
-            values,
-            score_mod=None if spec.soft_cap is None else _soft_cap(spec.soft_cap),
-            block_mask=plan.masks[spec.windows[layer]],
-            scale=spec.scale,
-            enable_gqa=spec.gqa_group_size > 1,
-        )
-        return attended
 
 
 def _mask_mod(

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
-from ramify.attention.gather import RequestSlice, attention_mask, request_slices
+from ramify.attention.gather import RequestSlice, attention_mask, gather_rows, request_slices
 from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 
 
@@ -28,8 +28,7 @@ class SdpaPlan:
 class SdpaBackend:
     """Gathers a request's K/V and passes the query heads of a GQA group as query rows.
 
-    K/V are gathered into reused buffers, since an allocation costs several times the copy;
-    contiguous pages are read in place. The mask is explicit: SDPA's own causal mask is aligned
+    K/V are gathered into reused buffers; contiguous pages are read in place. The mask is explicit: SDPA's own causal mask is aligned
     top-left, which is wrong after a cached prefix. Bits depend on the key length, so decode
     differs from prefill.
     """
@@ -106,7 +105,4 @@ class SdpaBackend:
         """[kv_len, kv_heads, dim]: a view if contiguous, else a copy in the buffer of that name."""
         if start is not None:
             return plane[start : start + len(slots)]
-        buffer = self._scratch.get(name)
-        if buffer is None or len(buffer) < len(slots) or buffer.dtype != plane.dtype:
-            buffer = self._scratch[name] = plane.new_empty(len(slots), *plane.shape[1:])
-        return torch.index_select(plane, 0, slots, out=buffer[: len(slots)])
+        return gather_rows(self._scratch, name, plane, slots)

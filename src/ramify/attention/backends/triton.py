@@ -209,13 +209,13 @@ class TritonBackend:
         options: dict[str, Any] = {"enable_fp_fusion": not spec.exact}
         q = q.contiguous()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            inputs = (window, q, planes, selected, out)
-            if plan.prefill_programs:
-                shape = (self.tiles.prefill_rows, self.tiles.prefill_warps)
-                self._attend(plan, "prefill_items", shape, inputs, options)
-            if plan.decode_programs:
-                shape = (self.tiles.decode_rows, self.tiles.decode_warps)
-                self._attend(plan, "decode_items", shape, inputs, options)
+            inputs, tiles = (window, q, planes, selected, out), self.tiles
+            for items, programs, rows, warps in (
+                ("prefill_items", plan.prefill_programs, tiles.prefill_rows, tiles.prefill_warps),
+                ("decode_items", plan.decode_programs, tiles.decode_rows, tiles.decode_warps),
+            ):
+                if programs:
+                    self._attend(plan, items, (programs, rows, warps), inputs, options)
             if plan.merge_programs:
                 arrays = plan.arrays
                 merge_split_kv[plan.merge_programs, spec.num_heads](
@@ -230,14 +230,18 @@ class TritonBackend:
         self,
         plan: TritonPlan,
         items: str,
-        shape: tuple[int, int],
+        launch: tuple[int, int, int],
         inputs: tuple[int, Tensor, Mapping[str, Tensor], Tensor | None, Tensor],
         options: dict[str, Any],
     ) -> None:
-        """Launch the attention kernel on the prefill or decode items."""
-        from ramify.kernels.triton.paged_attention import paged_attention
+        """Launch the attention kernel on the prefill or decode items.
 
-        rows, warps = shape
+        Args:
+            launch: programs, rows of a tile, warps.
+        """
+        from ramify.kernels.triton.paged_attention import TYPES, paged_attention
+
+        programs, rows, warps = launch
         window, q, planes, selected, out = inputs
         spec, tiles, arrays = self.spec, self.tiles, plan.arrays
         latent = spec.kind == "mla"
@@ -251,7 +255,6 @@ class TritonBackend:
         dim_k = spec.v_head_dim if latent else spec.head_dim
         dim_rope = spec.head_dim - spec.v_head_dim if latent else 0
         heads_tile = min(spec.gqa_group_size, rows)
-        programs = plan.prefill_programs if items == "prefill_items" else plan.decode_programs
         table = arrays["block_table"]
         paged_attention[programs, spec.num_kv_heads * -(-spec.gqa_group_size // heads_tile)](
             q, _as_uint8(k), _as_uint8(v), _as_uint8(rope),
@@ -266,7 +269,8 @@ class TritonBackend:
             BLOCK_DK=_padded_dim(dim_k), BLOCK_DROPE=_padded_dim(dim_rope), BLOCK_DV=_padded_dim(spec.v_head_dim),
             PAGE=spec.page_size, WINDOW=window, SOFT_CAP=spec.soft_cap or 0.0,
             K_FP8=FLOAT8.get(k.dtype, 0), V_FP8=FLOAT8.get(v.dtype, 0),
-            ROPE_FP8=FLOAT8.get(rope.dtype, 0), **self._dtypes(),
+            ROPE_FP8=FLOAT8.get(rope.dtype, 0), INTERPRETED=self._interpreted,
+            TYPE=TYPES[str(_compute_dtype(spec)).removeprefix("torch.")],
             K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
             ROPE_SCALED=latent and rope_scale is not None,
             LATENT=latent, SPARSE=spec.sparse,
@@ -274,12 +278,6 @@ class TritonBackend:
             SPLIT_BLOCKS=tiles.split_keys // tiles.block_keys, MERGE_PER_SPLIT=spec.exact,
             num_warps=warps, num_stages=2, **options,
         )  # fmt: skip
-
-    def _dtypes(self) -> dict[str, Any]:
-        from ramify.kernels.triton.paged_attention import TYPES
-
-        dtype = TYPES[str(_compute_dtype(self.spec)).removeprefix("torch.")]
-        return {"TYPE": dtype, "INTERPRETED": self._interpreted}
 
 
 def _compute_dtype(spec: AttentionSpec) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ramify.attention.batch import AttentionBatch
 from ramify.attention.exactness import Exactness
+from ramify.attention.gather import gather_rows
 from ramify.attention.spec import AttentionSpec, reason_not_plain_mha, unprobed_exactness
 
 
@@ -23,10 +24,10 @@ class VarlenPlan:
     max_q_len: int
     max_kv_len: int
     cu_q: Tensor  # [B + 1] int32
-    cu_k: Tensor | None  # [B + 1] int32, of gathered keys
-    slots: Tensor | None  # [total_kv] int64
-    kv_lens: Tensor | None  # [B] int32, of paged keys
-    block_table: Tensor | None  # [B, P] int32
+    cu_k: Tensor | None = None  # [B + 1] int32, of gathered keys
+    slots: Tensor | None = None  # [total_kv] int64
+    kv_lens: Tensor | None = None  # [B] int32, of paged keys
+    block_table: Tensor | None = None  # [B, P] int32
 
 
 class VarlenBackend:
@@ -66,20 +67,19 @@ class VarlenBackend:
 
     def plan(self, batch: AttentionBatch) -> VarlenPlan:
         """Upload the metadata of a step without synchronising."""
-        kv_metadata: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
         if _reads_pages(self.device):
-            kv_lens, table = (
-                self._upload(batch.seq_lens_kv),
-                self._upload(batch.block_table.clip(0)),
-            )
-            kv_metadata = (None, None, kv_lens, table)
+            keys = {"kv_lens": batch.seq_lens_kv, "block_table": batch.block_table.clip(0)}
         else:
             slots = [batch.kv_slots(seq) for seq in range(batch.num_seqs)]
-            flat = np.concatenate(slots) if slots else np.zeros(0, np.int64)
             cu_k = np.concatenate([[0], np.cumsum(batch.seq_lens_kv)]).astype(np.int32)
-            kv_metadata = (self._upload(cu_k), self._upload(flat), None, None)
-        cu_q = self._upload(batch.cu_seqlens_q)
-        return VarlenPlan(batch.num_tokens, batch.max_q_len, batch.max_kv_len, cu_q, *kv_metadata)
+            keys = {"cu_k": cu_k, "slots": np.concatenate([np.zeros(0, np.int64), *slots])}
+        return VarlenPlan(
+            batch.num_tokens,
+            batch.max_q_len,
+            batch.max_kv_len,
+            self._upload(batch.cu_seqlens_q),
+            **{name: self._upload(array) for name, array in keys.items()},
+        )
 
     def _upload(self, array: NDArray[np.integer]) -> Tensor:
         host = torch.from_numpy(array.copy())
@@ -104,7 +104,10 @@ class VarlenBackend:
         spec, window = self.spec, self.spec.windows[layer]
         keys, values = planes["k"], planes["v"]
         if plan.slots is not None:
-            keys, values = (self._gather(name, planes[name], plan.slots) for name in ("k", "v"))
+            keys, values = (
+                gather_rows(self._scratch, name, planes[name].flatten(0, 1), plan.slots)
+                for name in ("k", "v")
+            )
         attended = varlen_attn(
             q[: plan.num_tokens],
             keys,
@@ -122,14 +125,6 @@ class VarlenBackend:
         assert isinstance(attended, Tensor)
         out[: plan.num_tokens] = attended
         return out
-
-    def _gather(self, name: str, plane: Tensor, slots: Tensor) -> Tensor:
-        """[total_kv, kv_heads, head_dim] in a reused buffer."""
-        rows = plane.flatten(0, 1)
-        buffer = self._scratch.get(name)
-        if buffer is None or len(buffer) < len(slots):
-            buffer = self._scratch[name] = rows.new_empty(len(slots), *rows.shape[1:])
-        return torch.index_select(rows, 0, slots, out=buffer[: len(slots)])
 
 
 def _reads_pages(device: torch.device) -> bool:

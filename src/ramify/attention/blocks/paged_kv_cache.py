@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +14,12 @@ from ramify.errors import CacheError, ConfigError, UnknownRequestError
 from ramify.kv.pool import KVLayout, KVPool
 
 
+@dataclass(slots=True)
 class _RequestPages:
     """The pages of a request, and the tokens written in each layer."""
 
-    __slots__ = ("blocks", "lengths")
-
-    def __init__(self, num_layers: int) -> None:
-        self.blocks = array("i")
-        self.lengths = [0] * num_layers
+    blocks: array[int]
+    lengths: list[int]
 
 
 class RadixAttentionWithPagedKVCache:
@@ -108,7 +107,8 @@ class RadixAttentionWithPagedKVCache:
             )
         blocks = array("i", self.ledger.take(num_blocks))
         if request is None:
-            request = self._requests[request_id] = _RequestPages(self.num_layers)
+            request = _RequestPages(array("i"), [0] * self.num_layers)
+            self._requests[request_id] = request
         request.blocks.extend(blocks)
         return blocks.tolist()
 

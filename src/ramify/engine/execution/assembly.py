@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ramify.attention.backend import AttentionBackend, BackendChoice, select_backend
+from ramify.attention.backend import COMPILED_BACKENDS, BackendChoice, select_backend
 from ramify.attention.exactness import Exactness
-from ramify.attention.mla import MlaAttention
+from ramify.attention.paged import PagedBackend
 from ramify.attention.spec import AttentionSpec
 from ramify.cache.key import namespace_of
 from ramify.config import EngineConfig, ResolvedConfig, resolve
@@ -26,14 +26,10 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import CheckpointError, ConfigError, ModelError
 from ramify.kv.pool import KVPool
 from ramify.models.config import ModelConfig
+from ramify.models.decoder import Decoder
 from ramify.models.kv_cache_spec import attention_spec, build_attention, kv_layout, resolve_kv_dtype
-from ramify.models.loader import (
-    Decoder,
-    find_checkpoint,
-    load_model,
-    read_config,
-    resolve_dtype,
-)
+from ramify.models.loader import find_checkpoint, load_model, read_config, resolve_dtype
+from ramify.models.ops.registry import OpsChoice, select_ops
 
 
 class LocalEngine:
@@ -67,19 +63,21 @@ class LocalEngine:
             exact=exact,
             kv_dtype=kv_dtype,
         )
+        device = torch.device("cpu")
+        self.ops_choice: OpsChoice = select_ops(requested.model.ops, dtype, device)
         self.backend_choice: BackendChoice = select_backend(
-            requested.attention.attention_backend, self.attention_spec, torch.device("cpu")
+            requested.attention.attention_backend,
+            self.attention_spec,
+            device,
+            last=COMPILED_BACKENDS if requested.model.ops == "torch" else (),
         )
         self.tokenizer: Tokenizer | None = _load_tokenizer(self.path)
-        weights = load_model(self.path, dtype=requested.model.dtype, exact=exact, progress=progress)
-        self.decoder: Decoder = weights
+        self.decoder: Decoder = self._load_model(self.path, progress=progress)
         pool = KVPool(layout, self.config.num_pages, self.config.page_size, dtype=kv_dtype)
-        self.attention: AttentionBackend | MlaAttention = build_attention(
+        self.attention: PagedBackend = build_attention(
             config, self.attention_spec, self.backend_choice.backend
         )
-        self.runner = ModelRunner(
-            weights, pool, self.attention, **({} if exact else {"row_multiple": 1})
-        )
+        self.runner = ModelRunner(self.decoder, pool, self.attention)
         tokenizer = self.tokenizer
         eos_token_ids = config.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ())
         detokenizer_factory: Callable[[], Detokenizer] | None = None
@@ -144,11 +142,7 @@ class LocalEngine:
                 f"the new weights need {self.num_weight_bytes:,} bytes beside the old ones but "
                 f"only {free:,} are free; restart with the new checkpoint instead"
             )
-        requested = self.config.requested
-        decoder = load_model(
-            path, dtype=requested.model.dtype, exact=requested.attention.exact, progress=progress
-        )
-        return WeightSwap(self, path, decoder)
+        return WeightSwap(self, path, self._load_model(path, progress=progress))
 
     def install_weights(self, path: Path, decoder: Decoder) -> bytes:
         """Compute with these weights from now on; returns their cache namespace. See `WeightSwap`."""
@@ -156,6 +150,16 @@ class LocalEngine:
         self.path, self.decoder, self.runner.model = path, decoder, decoder
         self.weights_epoch += 1
         return namespace
+
+    def _load_model(self, path: Path, *, progress: bool) -> Decoder:
+        requested = self.config.requested
+        return load_model(
+            path,
+            dtype=requested.model.dtype,
+            exact=requested.attention.exact,
+            ops=self.ops_choice.factory,
+            progress=progress,
+        )
 
     def _namespace(self, path: Path, epoch: int) -> bytes:
         """The cache namespace of the K/V that the weights in `path` compute."""

@@ -9,15 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.attention.backend import AttentionBackend
-from ramify.attention.backends.cpu import CpuBackend
-from ramify.attention.mla import MlaAttention
-from ramify.attention.paged import PagedAttention
+from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.engine.step import StepPlan
 from ramify.kv.pool import KVPool
-from ramify.models.dense import DenseDecoder
-from ramify.models.loader import Decoder
-from ramify.models.ops.cpu_layer_attention import FusedAttention, FusedAttentionArgs
+from ramify.models.decoder import Decoder
+from ramify.models.ops.protocol import ForwardStep
 
 
 class ModelRunner:
@@ -35,22 +31,13 @@ class ModelRunner:
         self,
         model: Decoder,
         pool: KVPool,
-        backend: AttentionBackend | MlaAttention,
+        backend: PagedBackend,
         *,
         row_multiple: int | None = None,
     ) -> None:
         self.model, self.pool, self.backend = model, pool, backend
         self.row_multiple = model.row_multiple if row_multiple is None else row_multiple
-        self._inline = self._inlined()
-
-    def inline_step(self, plan: object, slots: Tensor) -> FusedAttentionArgs | None:
-        """Arguments with which the model runs all layers of a step in one call; None if it cannot."""
-        inline = self._inline
-        if inline is None:
-            return None
-        if inline.backend is not self.backend or inline.pool is not self.pool:
-            return None
-        return inline.step(plan, slots.numpy())
+        model.warm_up(backend, pool)
 
     def output_rows(self, step: StepPlan) -> Tensor | None:
         """Rows [R] int64, ascending, that the whole last layer computes; None for all rows.
@@ -62,16 +49,6 @@ class ModelRunner:
             return None
         rows = {spec.row + offset for spec in step.samples for offset in range(len(spec.draft) + 1)}
         return None if len(rows) > max_rows else torch.tensor(sorted(rows), dtype=torch.int64)
-
-    def _inlined(self) -> FusedAttention | None:
-        """Makes the arguments of `inline_step`; None unless model, backend and pool support it."""
-        model, backend, pool = self.model, self.backend, self.pool
-        if not isinstance(model, DenseDecoder) or not isinstance(backend, CpuBackend):
-            return None
-        if FusedAttention.supports(backend, pool, model.dtype) is not None:
-            return None
-        inline = FusedAttention(backend, pool)
-        return inline if model.warm_up(inline.empty_step()) else None
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
@@ -90,12 +67,9 @@ class ModelRunner:
             spare = self.pool.padding_page * page_size + np.arange(num_padding) % page_size
             token_ids, positions = (np.pad(x, (0, num_padding)) for x in (token_ids, positions))
             slots = np.concatenate([slots, spare])
-        tensors = [torch.from_numpy(array) for array in (token_ids, positions, slots)]
-        attend = PagedAttention(
-            self.backend, self.pool, batch, tensors[2], output_rows=self.output_rows(plan)
-        )
-        attend.fused_args = self.inline_step(attend.plan, tensors[2])
-        hidden = self.model.forward(tensors[0], tensors[1], attend)
+        attention = PagedAttention(self.backend, self.pool, batch, torch.from_numpy(slots))
+        step = ForwardStep(torch.from_numpy(positions), attention, self.output_rows(plan))
+        hidden = self.model.forward(torch.from_numpy(token_ids), step)
         return hidden[: batch.num_tokens] if num_padding else hidden
 
     @torch.inference_mode()

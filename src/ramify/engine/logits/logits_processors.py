@@ -25,7 +25,6 @@ class GrammarMatcher(Protocol):
         Raises:
             DeadEndError: no token may follow, but the grammar is not complete.
         """
-        ...
 
     def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
         """Tokens allowed after the output, and after each draft token that is itself allowed.
@@ -33,7 +32,6 @@ class GrammarMatcher(Protocol):
         Returns:
             1 to 1 + len(draft) masks.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +113,6 @@ class LogitsProcessor:
 
     Each call catches up with the output that it is given, so preemption and failed steps need no
     roll-back here.
-
-    Args:
-        stop_token_ids: tokens that end the request.
-        matcher: of its structured output.
     """
 
     def __init__(
@@ -149,34 +143,17 @@ class LogitsProcessor:
             self._allowed = np.packbits(flags, bitorder="little")
         self.advance(())
 
-    @classmethod
-    def create_if_needed(
-        cls,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        stop_token_ids: frozenset[int],
-        vocab_size: int,
-        matcher: GrammarMatcher | None = None,
-    ) -> LogitsProcessor | None:
-        """A processor, or None if the request leaves its logits as they are."""
-        changes = (
-            matcher is not None
+    @staticmethod
+    def is_needed(params: SamplingParams) -> bool:
+        """Whether a request with these options changes its logits."""
+        return bool(
+            params.structured is not None
             or params.repetition_penalty != 1.0
             or params.presence_penalty
             or params.frequency_penalty
             or params.logit_bias
             or params.allowed_token_ids is not None
             or params.min_tokens
-        )
-        if not changes:
-            return None
-        return cls(
-            prompt_ids,
-            params,
-            stop_token_ids=stop_token_ids,
-            vocab_size=vocab_size,
-            matcher=matcher,
         )
 
     def advance(self, output_ids: Sequence[int]) -> bool:
@@ -203,7 +180,10 @@ class LogitsProcessor:
             )
         masks: tuple[TokenBitmask, ...] | None = None
         if self._matcher is not None:
-            masks = tuple(self._token_bitmasks(self._matcher, output_ids, draft))
+            try:
+                masks = tuple(self._matcher.token_bitmasks(output_ids, draft))
+            except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
+                masks = (np.zeros(self._num_bitmask_bytes, np.uint8),)
             if self._allowed is not None:
                 masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
                 # Draw nothing after a draft token that leads to a dead end; if it is accepted,
@@ -222,11 +202,3 @@ class LogitsProcessor:
             num_rows_without_stop=max(0, self._params.min_tokens - len(output_ids)),
             token_bitmasks=masks,
         )
-
-    def _token_bitmasks(
-        self, matcher: GrammarMatcher, output_ids: Sequence[int], draft: tuple[int, ...]
-    ) -> list[TokenBitmask]:
-        try:
-            return matcher.token_bitmasks(output_ids, draft)
-        except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
-            return [np.zeros(self._num_bitmask_bytes, np.uint8)]

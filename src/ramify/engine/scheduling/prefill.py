@@ -27,13 +27,7 @@ class _InFlightPrefix:
 
 
 class PrefillSelector:
-    """Distributes a step's prefill budget; `Scheduler` has the rules.
-
-    Args:
-        planner: for cache lookups and free pages.
-        queue: the waiting requests.
-        min_chunk: see `MIN_CHUNK`.
-    """
+    """Distributes a step's prefill budget; `Scheduler` has the rules."""
 
     def __init__(self, planner: RadixAttentionPlanner, queue: WaitingQueue, min_chunk: int) -> None:
         self._planner, self._queue, self._min_chunk = planner, queue, min_chunk
@@ -76,9 +70,7 @@ class PrefillSelector:
         self._budget_left, self._num_free_rows = budget, num_free_rows
         self._work, self._admitted, self._in_flight = [], [], {}
         if num_free_rows:
-            for leader in queue.leaders():
-                if leader not in running:
-                    queue.wake_all(leader)
+            queue.wake_abandoned(running)
             for leader in running:
                 self._in_flight[leader] = prefix = self._in_flight_prefix(leader, 0)
                 queue.wake(leader, self._num_attachable(prefix))

@@ -54,7 +54,6 @@ class Scheduler:
     work. The request with the smallest `virtual_arrival` is never preempted, so one always ends.
 
     Args:
-        planner: plans over the engine's cache and block table.
         max_num_seqs: maximum number of running requests.
         max_batch_tokens: maximum number of query tokens per step; may be below max_num_seqs.
         coalesce_steps: defer admissions for up to this many steps while others decode and the

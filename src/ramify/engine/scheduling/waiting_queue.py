@@ -22,7 +22,7 @@ one, and wait longer.) Priorities order the requests of one tenant only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 
 from ramify.engine.request import Request
@@ -35,12 +35,11 @@ SPARE_ENTRIES = 256  # stale heap entries, besides one per waiting request, befo
 class _Tenant:
     """Served tokens and waiting requests of one tenant."""
 
-    __slots__ = ("heap", "is_queued", "number", "served")
+    __slots__ = ("heap", "number", "served")
 
     def __init__(self, number: int, served: int) -> None:
         self.number, self.served = number, served
         self.heap: list[tuple[int, int, Request]] = []  # (rank, id, request), stale entries too
-        self.is_queued = False
 
 
 class WaitingQueue:
@@ -83,10 +82,10 @@ class WaitingQueue:
         request.waits_for = None
         self._waiting[request.id] = request
         tenant = self._tenant(request.tenant)
+        begins_to_wait = not tenant.heap
         heappush(tenant.heap, (request.rank, request.id, request))
         self._num_entries += 1
-        if not tenant.is_queued:
-            tenant.is_queued = True
+        if begins_to_wait:
             tenant.served = max(tenant.served, self._served_last)
             heappush(self._tenant_heap, (tenant.served, tenant.number, tenant))
         if self._num_entries > 2 * len(self._waiting) + SPARE_ENTRIES:
@@ -107,14 +106,7 @@ class WaitingQueue:
         """Undo an `add` of a new request that an interrupt cut off anywhere. O(n)."""
         self._waiting.pop(request.id, None)
         self.num_uncached = sum(waiting.rank - waiting.virtual_arrival for waiting in self)
-        for tenant in self._tenants.values():
-            tenant.is_queued = bool(tenant.heap)
-        self._tenant_heap = [
-            (tenant.served, tenant.number, tenant)
-            for tenant in self._tenants.values()
-            if tenant.heap
-        ]
-        heapify(self._tenant_heap)
+        self._compact()
 
     def peek(self) -> Request | None:
         """The next request to admit; None if all are parked or none waits."""
@@ -132,7 +124,6 @@ class WaitingQueue:
                 self._num_entries -= 1
             else:
                 heappop(tenants)
-                tenant.is_queued = False
                 continue
             heapreplace(tenants, (tenant.served, tenant.number, tenant))
         return None
@@ -151,17 +142,21 @@ class WaitingQueue:
 
     def _compact(self) -> None:
         """Drop the heap entries of requests that were admitted, aborted or re-ranked."""
-        tenants = []
-        for served, number, tenant in self._tenant_heap:
+        self._num_entries = 0
+        for tenant in self._tenants.values():
             tenant.heap = [entry for entry in tenant.heap if self._is_current(*entry)]
             heapify(tenant.heap)
-            tenant.is_queued = bool(tenant.heap)
-            if tenant.heap:
-                tenants.append((served, number, tenant))
-        heapify(tenants)
-        self._tenant_heap = tenants
-        self._num_entries = sum(len(tenant.heap) for _, _, tenant in tenants)
+            self._num_entries += len(tenant.heap)
+        self._rebuild_tenant_heap()
         self._forget_tenants()
+
+    def _rebuild_tenant_heap(self) -> None:
+        self._tenant_heap = [
+            (tenant.served, tenant.number, tenant)
+            for tenant in self._tenants.values()
+            if tenant.heap
+        ]
+        heapify(self._tenant_heap)
 
     def _forget_tenants(self) -> None:
         """Keep the tenants that wait, and the SPARE_TENANTS others that were served most."""
@@ -170,21 +165,13 @@ class WaitingQueue:
         idle = [
             (tenant.served, tenant.number, name)
             for name, tenant in self._tenants.items()
-            if not tenant.is_queued and tenant.served > self._served_last
+            if not tenant.heap and tenant.served > self._served_last
         ]
-        remembered = {name for _, _, name in nlargest(SPARE_TENANTS, idle)}
-        forgotten_served = [
-            tenant.served
-            for name, tenant in self._tenants.items()
-            if not tenant.is_queued and name not in remembered
-        ]
-        self._tenants = {
-            name: tenant
-            for name, tenant in self._tenants.items()
-            if tenant.is_queued or name in remembered
-        }
-        # Lift newcomers to the forgotten ones' counts: else a tenant could gain by being forgotten.
-        self._served_last = max([self._served_last, *forgotten_served])
+        kept = {name for _, _, name in nlargest(SPARE_TENANTS, idle)}
+        kept.update(name for name, tenant in self._tenants.items() if tenant.heap)
+        for name in self._tenants.keys() - kept:
+            # Lift newcomers to the forgotten's count: else a tenant could gain by being forgotten.
+            self._served_last = max(self._served_last, self._tenants.pop(name).served)
 
     # -- tenants -----------------------------------------------------------------------------
 
@@ -206,11 +193,8 @@ class WaitingQueue:
             return
         tenant = self._tenant(request.tenant)
         tenant.served += num_tokens
-        if num_tokens < 0 and tenant.is_queued:  # the heap must hold lower bounds
-            self._tenant_heap = [
-                (queued.served, queued.number, queued) for _, _, queued in self._tenant_heap
-            ]
-            heapify(self._tenant_heap)
+        if num_tokens < 0 and tenant.heap:  # the heap must hold lower bounds
+            self._rebuild_tenant_heap()
 
     def key(self, request: Request) -> tuple[int, int, int]:
         """Sort key of waiting and running requests; the smallest is first."""
@@ -245,15 +229,12 @@ class WaitingQueue:
         if later:
             self._parked[leader] = later
 
-    def wake_all(self, leader: Request) -> None:
-        """Wake all requests parked behind a leader that runs no prefill any more."""
-        for _, request in self._parked.pop(leader, ()):
-            if request in self and request.waits_for is leader:
-                self.add(request, request.rank - request.virtual_arrival)
-
-    def leaders(self) -> list[Request]:
-        """Requests that others are parked behind, or were."""
-        return list(self._parked)
+    def wake_abandoned(self, prefilling: Collection[Request]) -> None:
+        """Wake all requests parked behind a leader that is not one of `prefilling` any more."""
+        for leader in [leader for leader in self._parked if leader not in prefilling]:
+            for _, request in self._parked.pop(leader):
+                if request in self and request.waits_for is leader:
+                    self.add(request, request.rank - request.virtual_arrival)
 
     def next_to_refresh(self, count: int) -> list[Request]:
         """Up to `count` waiting requests in turn, to have their ranks recomputed."""

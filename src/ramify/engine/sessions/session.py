@@ -1,13 +1,16 @@
 """Sessions: prompts that grow turn by turn, branch and go back; each token is computed once."""
 
+# ruff: noqa: SLF001 - `SessionStream` is the part of `AsyncSession` that lives as long as an answer
+
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+from ramify.cache.call_guard import CallGuard
 from ramify.cache.pins import Pin
 from ramify.engine.cache_admin.view import AsyncCacheView, CacheView
 from ramify.engine.call_turns import CallTurns, whole_call
@@ -21,6 +24,8 @@ from ramify.params import SamplingParams
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer
 
+Engine = TypeVar("Engine")
+
 
 class AnswersPrompts(Protocol):
     """The calls that a `Session` makes; `LLM` has them."""
@@ -30,7 +35,6 @@ class AnswersPrompts(Protocol):
     @property
     def cache(self) -> CacheView:
         """Has `pin` and `unpin`."""
-        ...
 
     def generate(
         self,
@@ -43,7 +47,6 @@ class AnswersPrompts(Protocol):
         progress: bool,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
-        ...
 
 
 class StreamsAnswers(Protocol):
@@ -52,13 +55,11 @@ class StreamsAnswers(Protocol):
     @property
     def cache(self) -> AsyncCacheView:
         """Has `pin` and `unpin`."""
-        ...
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, *, priority: int, tenant: str, salt: str
     ) -> Stream:
         """See `AsyncLLM.stream`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +83,71 @@ class SessionOptions:
             raise InvalidParamsError("ttl_s", ttl_s, "None or more than 0 seconds")
 
 
-class _SessionCore:
-    """State that `Session` and `AsyncSession` share: the transcript and the pin of the last turn."""
+class _BaseSession(Generic[Engine]):
+    """What `Session` and `AsyncSession` share: a transcript, and the pin of the last turn."""
 
-    def __init__(self, transcript: Transcript, options: SessionOptions) -> None:
-        self.transcript, self.options = transcript, options
-        self.pinned: Pin | None = None
-        self.pin_refused: str | None = None
-        self.is_busy = False
+    turns: CallTurns
+
+    def __init__(self, llm: Engine, transcript: Transcript, options: SessionOptions) -> None:
+        self._llm, self._transcript, self._options = llm, transcript, options
+        self._pinned: Pin | None = None
+        self._pin_refused: str | None = None
+        self._is_busy = False  # an answer of an `AsyncSession` is running
         # Calls of `aclose`: an answer that was begun before the last of them is not pinned.
-        self.num_closed = 0
+        self._num_closed = 0
 
-    def begin(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All token ids so far; in a conversation, up to the last answer."""
+        return tuple(self._transcript.token_ids)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of a conversation, answers included."""
+        return self._transcript.messages
+
+    @property
+    def pin_refused(self) -> str | None:
+        """Why the last turn could not be pinned; None if it was, or `pin` is off."""
+        return self._pin_refused
+
+    @whole_call
+    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
+        """Add to the prompt of the next turn.
+
+        Args:
+            more: a text or token ids; in a conversation a message, several messages, or the text
+                of a user's message.
+
+        Raises:
+            InvalidParamsError: an answer is running, or `more` is malformed.
+        """
+        self._require_idle("append")
+        self._transcript.append(more)
+
+    @whole_call
+    def mark(self) -> Savepoint:
+        """The present length of the session, for `rollback`."""
+        return self._transcript.mark()
+
+    @whole_call
+    def rollback(self, to: Savepoint | int) -> None:
+        """Go back to a `mark`, or drop the last `to` tokens (in a conversation, messages).
+
+        Raises:
+            InvalidParamsError: the session is shorter than that, or an answer is running.
+        """
+        self._require_idle("rollback")
+        self._transcript.rollback(to)
+
+    @whole_call
+    def fork(self, count: int = 2) -> list[Self]:
+        """`count` new sessions that continue from here independently; this one is unchanged."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InvalidParamsError("count", count, "an integer >= 1")
+        return [type(self)(self._llm, self._transcript.copy(), self._options) for _ in range(count)]
+
+    def _begin_turn(self, params: SamplingParams | None) -> tuple[Sequence[int], SamplingParams]:
         """Prompt ids and parameters of the next turn.
 
         Raises:
@@ -104,24 +158,24 @@ class _SessionCore:
             raise InvalidParamsError("params", params, "SamplingParams or None")
         if chosen.n != 1:
             raise InvalidParamsError("n", chosen.n, "1: a session has one answer; fork it for more")
-        self.require_idle("generate")
-        return self.transcript.prompt_ids(), chosen
+        self._require_idle("generate")
+        return self._transcript.prompt_ids(), chosen
 
-    def require_idle(self, call: str) -> None:
+    def _require_idle(self, call: str) -> None:
         """Raise InvalidParamsError while an answer is running: it continues the present transcript."""
-        if self.is_busy:
+        if self._is_busy:
             allowed = "left until the running answer has ended: await it, or fork"
             raise InvalidParamsError(call, "called", allowed)
 
-    def end(self, output: RequestOutput) -> bool:
+    def _end_turn(self, output: RequestOutput) -> bool:
         """Add an answer to the transcript unless it failed or was aborted; returns whether to pin it."""
         if output.error is not None or output.finish_reason is FinishReason.ABORT:
             return False
-        self.transcript.add_answer(output)
-        return self.options.pin
+        self._transcript.add_answer(output)
+        return self._options.pin
 
 
-class Session:
+class Session(_BaseSession[AnswersPrompts]):
     """A growing prompt over an `LLM`; made by `LLM.session`.
 
     A plain session is a sequence of token ids: appended text is tokenised by itself, generated ids
@@ -136,33 +190,8 @@ class Session:
     def __init__(
         self, llm: AnswersPrompts, transcript: Transcript, options: SessionOptions
     ) -> None:
-        self._llm, self._core = llm, _SessionCore(transcript, options)
+        super().__init__(llm, transcript, options)
         self.turns = llm.turns
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All token ids so far; in a conversation, up to the last answer."""
-        return tuple(self._core.transcript.token_ids)
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages of a conversation, answers included."""
-        return self._core.transcript.messages
-
-    @property
-    def pin_refused(self) -> str | None:
-        """Why the last turn could not be pinned; None if it was, or `pin` is off."""
-        return self._core.pin_refused
-
-    @whole_call
-    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """Add to the prompt of the next turn.
-
-        Args:
-            more: a text or token ids; in a conversation a message, several messages, or the text
-                of a user's message.
-        """
-        self._core.transcript.append(more)
 
     @whole_call
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
@@ -171,8 +200,8 @@ class Session:
         Raises:
             RequestError: the turn can never be served; the session is unchanged.
         """
-        turns, options = self._core, self._core.options
-        ids, chosen = turns.begin(params)
+        options = self._options
+        ids, chosen = self._begin_turn(params)
         [output] = self._llm.generate(
             [ids],
             chosen,
@@ -181,45 +210,20 @@ class Session:
             salt=options.salt,
             progress=False,
         )
-        before = turns.transcript.mark()
-        if turns.end(output):
+        before = self._transcript.mark()
+        if self._end_turn(output):
             try:
                 self._pin()
             except BaseException:  # Ctrl-C: the caller gets no answer, so the session has none
-                turns.transcript.rollback(before)
+                self._transcript.rollback(before)
                 raise
         return output
 
     @whole_call
-    def mark(self) -> Savepoint:
-        """The present length of the session, for `rollback`."""
-        return self._core.transcript.mark()
-
-    @whole_call
-    def rollback(self, to: Savepoint | int) -> None:
-        """Go back to a `mark`, or drop the last `to` tokens (in a conversation, messages).
-
-        Raises:
-            InvalidParamsError: the session is shorter than that.
-        """
-        self._core.transcript.rollback(to)
-
-    @whole_call
-    def fork(self, count: int = 2) -> list[Session]:
-        """`count` new sessions that continue from here independently; this one is unchanged."""
-        turns = self._core
-        return [
-            Session(self._llm, turns.transcript.copy(), turns.options)
-            for _ in range(_validate_count(count))
-        ]
-
-    @whole_call
     def close(self) -> None:
         """Unpin the last turn. Its K/V stays cached until it is evicted."""
-        turns = self._core
-        if turns.pinned is not None:
-            pin, turns.pinned = turns.pinned, None
-            _unpin(self._llm, pin)
+        pin, self._pinned = self._pinned, None
+        self._unpin(pin)
 
     def __enter__(self) -> Self:
         return self
@@ -228,54 +232,35 @@ class Session:
         self.close()
 
     def _pin(self) -> None:
-        turns, options = self._core, self._core.options
-        turns.pin_refused, before = None, turns.pinned
+        options = self._options
+        self._pin_refused, before = None, self._pinned
         try:
-            turns.pinned = self._llm.cache.pin(
-                turns.transcript.token_ids,
+            self._pinned = self._llm.cache.pin(
+                self._transcript.token_ids,
                 owner="session",
                 ttl_s=options.ttl_s,
                 tenant=options.tenant,
                 salt=options.salt,
             )
         except PinError as error:
-            turns.pin_refused = str(error)
+            self._pin_refused = str(error)
             return
-        if before is not None:
-            _unpin(self._llm, before)
+        self._unpin(before)
+
+    def _unpin(self, pin: Pin | None) -> None:
+        if pin is not None:
+            with suppress(PinError):  # it has expired
+                self._llm.cache.unpin(pin)
 
 
-class AsyncSession:
+class AsyncSession(_BaseSession[StreamsAnswers]):
     """A `Session` over an `AsyncLLM`: answers are awaited or streamed."""
 
     def __init__(
         self, llm: StreamsAnswers, transcript: Transcript, options: SessionOptions
     ) -> None:
-        self._llm, self._core = llm, _SessionCore(transcript, options)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """See `Session.token_ids`."""
-        return tuple(self._core.transcript.token_ids)
-
-    @property
-    def messages(self) -> list[Message]:
-        """See `Session.messages`."""
-        return self._core.transcript.messages
-
-    @property
-    def pin_refused(self) -> str | None:
-        """See `Session.pin_refused`."""
-        return self._core.pin_refused
-
-    def append(self, more: Prompt | Message | Sequence[Message]) -> None:
-        """See `Session.append`.
-
-        Raises:
-            InvalidParamsError: an answer is running, or `more` is malformed.
-        """
-        self._core.require_idle("append")
-        self._core.transcript.append(more)
+        super().__init__(llm, transcript, options)
+        self.turns = CallTurns(CallGuard())
 
     async def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """See `Session.generate`; an answer that is aborted or cancelled is not added either."""
@@ -289,30 +274,11 @@ class AsyncSession:
         """The increments of an answer; it is added to the session once the last one is read."""
         return SessionStream(self, params)
 
-    def mark(self) -> Savepoint:
-        """See `Session.mark`."""
-        return self._core.transcript.mark()
-
-    def rollback(self, to: Savepoint | int) -> None:
-        """See `Session.rollback`. Raises InvalidParamsError while an answer is running, too."""
-        self._core.require_idle("rollback")
-        self._core.transcript.rollback(to)
-
-    def fork(self, count: int = 2) -> list[AsyncSession]:
-        """See `Session.fork`."""
-        turns = self._core
-        return [
-            AsyncSession(self._llm, turns.transcript.copy(), turns.options)
-            for _ in range(_validate_count(count))
-        ]
-
     async def aclose(self) -> None:
         """See `Session.close`; a running answer will not be pinned."""
-        turns = self._core
-        turns.num_closed += 1
-        if turns.pinned is not None:
-            pin, turns.pinned = turns.pinned, None
-            await self._unpin(pin)
+        self._num_closed += 1
+        pin, self._pinned = self._pinned, None
+        await self._unpin(pin)
 
     async def __aenter__(self) -> Self:
         return self
@@ -321,33 +287,33 @@ class AsyncSession:
         await self.aclose()
 
     async def _pin(self, num_closed: int) -> None:
-        turns, options = self._core, self._core.options
-        turns.pin_refused, before = None, turns.pinned
+        options = self._options
+        self._pin_refused, before = None, self._pinned
         try:
             pin = await self._llm.cache.pin(
-                turns.transcript.token_ids,
+                self._transcript.token_ids,
                 owner="session",
                 ttl_s=options.ttl_s,
                 tenant=options.tenant,
                 salt=options.salt,
             )
         except (PinError, EngineStoppedError) as error:  # the answer itself is not lost
-            turns.pin_refused = str(error)
+            self._pin_refused = str(error)
             return
-        if num_closed != turns.num_closed:
+        if num_closed != self._num_closed:
             before = pin
         else:
-            turns.pinned = pin
-        if before is not None:
-            await self._unpin(before)
+            self._pinned = pin
+        await self._unpin(before)
 
-    async def _unpin(self, pin: Pin) -> None:
-        async def end() -> None:
+    async def _unpin(self, pin: Pin | None) -> None:
+        async def end(pin: Pin) -> None:
             with suppress(PinError, EngineStoppedError):  # expired, or the engine has ended
                 await self._llm.cache.unpin(pin)
 
-        # Nobody else knows this pin, so a cancelled caller must still end it.
-        await asyncio.shield(end())
+        if pin is not None:
+            # Nobody else knows this pin, so a cancelled caller must still end it.
+            await asyncio.shield(end(pin))
 
 
 class SessionStream:
@@ -393,43 +359,32 @@ class SessionStream:
         self._leave()
 
     def _begin(self) -> Stream:
-        turns, options = self._session._core, self._session._core.options  # noqa: SLF001
-        ids, chosen = turns.begin(self._params)
-        stream = self._session._llm.stream(  # noqa: SLF001
+        session, options = self._session, self._session._options
+        ids, chosen = session._begin_turn(self._params)
+        stream = session._llm.stream(
             ids, chosen, priority=options.priority, tenant=options.tenant, salt=options.salt
         )
-        turns.is_busy, self._num_closed = True, turns.num_closed
+        session._is_busy, self._num_closed = True, session._num_closed
         return stream
 
     async def _end(self, output: RequestOutput) -> None:
-        turns = self._session._core  # noqa: SLF001
-        before = turns.transcript.mark()
+        session = self._session
+        before = session.mark()
         self._is_over = True  # the request has ended: nothing to abort
         try:
-            if turns.end(output):
-                await self._session._pin(self._num_closed)  # noqa: SLF001
+            if session._end_turn(output):
+                await session._pin(self._num_closed)
         except BaseException:  # cancelled: the caller gets no answer, so the session has none
-            turns.transcript.rollback(before)
+            session._transcript.rollback(before)
             raise
         finally:
-            turns.is_busy = False
+            session._is_busy = False
 
     def _leave(self) -> None:
         if self._stream is not None and not self._is_over:
-            self._session._core.is_busy = False  # noqa: SLF001
+            self._session._is_busy = False
             self._stream.leave()
         self._is_over = True
-
-
-def _unpin(llm: AnswersPrompts, pin: Pin) -> None:
-    with suppress(PinError):  # it has expired
-        llm.cache.unpin(pin)
-
-
-def _validate_count(count: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InvalidParamsError("count", count, "an integer >= 1")
-    return count
 
 
 def open_transcript(

@@ -68,11 +68,6 @@ class Transcript:
             self.append(begin)
 
     @property
-    def is_chat(self) -> bool:
-        """Whether this is a conversation."""
-        return self._messages is not None
-
-    @property
     def messages(self) -> list[Message]:
         """Copies of the messages, answers included; [] in a plain session."""
         return [dict(message) for message in self._messages or ()]
@@ -80,7 +75,7 @@ class Transcript:
     @property
     def token_ids(self) -> array[int]:
         """All token ids; in a conversation, those computed, up to the last answer."""
-        if not self.is_chat:
+        if self._messages is None:
             return self._ids[:]
         return _joined(self._answers[-1][1] if self._answers else ())
 
@@ -109,11 +104,7 @@ class Transcript:
                 raise EmptyPromptError
             return self._ids[:]
         assert self._tokenizer is not None
-        text = self._tokenizer.apply_chat_template(
-            self._tokenizer.escape_special_tokens(self._messages),
-            add_generation_prompt=True,
-            **self._tokenizer.escape_special_tokens(self._options),
-        )
+        text = self._tokenizer.render_chat(self._messages, **self._options)
         spans, end = self._reusable_spans(text)
         if end < len(text):
             # A token may cross the end of template text, so only a generated span can be kept.
@@ -144,7 +135,7 @@ class Transcript:
         """See `Session.rollback`."""
         items: array[int] | list[Message] = self._ids if self._messages is None else self._messages
         if isinstance(to, Savepoint):
-            keep = to.num_messages if self.is_chat else to.num_tokens
+            keep = to.num_tokens if self._messages is None else to.num_messages
         elif isinstance(to, int) and not isinstance(to, bool):
             keep = len(items) - to
         else:
@@ -152,10 +143,10 @@ class Transcript:
                 "to", to, "the result of mark(), or a number of tokens or messages"
             )
         if not 0 <= keep <= len(items):
-            what = "messages" if self.is_chat else "tokens"
+            what = "tokens" if self._messages is None else "messages"
             raise InvalidParamsError("to", to, f"within the {len(items)} {what} of the session")
         del items[keep:]
-        while self.is_chat and self._answers and self._answers[-1][0] > keep:
+        while self._answers and self._answers[-1][0] > keep:
             self._answers.pop()
 
     def copy(self) -> Transcript:

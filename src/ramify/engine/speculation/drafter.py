@@ -37,11 +37,9 @@ class Drafter(Protocol):
 
         A draft has at most `max_drafts` tokens, and is often empty.
         """
-        ...
 
     def verified(self, request: Request, num_accepted: int) -> None:
         """The first `num_accepted` tokens of `request.draft` became output, the others did not."""
-        ...
 
 
 class Proposer(Protocol):
@@ -49,7 +47,6 @@ class Proposer(Protocol):
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
         """At most `limit` draft tokens for what follows `request.sequence.tokens`; often none."""
-        ...
 
 
 def propose_drafts(drafter: Drafter, running: Sequence[Request]) -> None:
@@ -180,8 +177,6 @@ class AdaptiveDrafter:
 
     Args:
         proposers: by name, in order of preference.
-        max_draft_tokens: maximum draft length.
-        max_batch_tokens: maximum rows of a step.
     """
 
     def __init__(

@@ -17,9 +17,8 @@ class Detokenizer:
     bytes in a row.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._skipped_ids = tokenizer, tokenizer.special_token_ids
         # The tokens emitted last (the prefix), then those held back. The prefix is decoded again
         # with each new token, because decoders treat the start of a text specially.
         self._window: list[int] = []
@@ -32,7 +31,7 @@ class Detokenizer:
         if token_id in self._skipped_ids:
             return ""
         self._window.append(token_id)
-        new = self._decode()[len(self._prefix_text) :]
+        new = self._tokenizer.decode(self._window)[len(self._prefix_text) :]
         num_held = len(self._window) - self._prefix_len
         if (not new or new.endswith(REPLACEMENT)) and num_held < MAX_HELD_TOKENS:
             self._held_text = new
@@ -40,7 +39,7 @@ class Detokenizer:
         self._held_text = ""
         self._window = self._window[self._prefix_len :]
         self._prefix_len = len(self._window)
-        self._prefix_text = self._decode()
+        self._prefix_text = self._tokenizer.decode(self._window)
         return new
 
     def finish(self) -> str:
@@ -48,6 +47,3 @@ class Detokenizer:
         held, self._held_text = self._held_text, ""
         self._window, self._prefix_len, self._prefix_text = [], 0, ""
         return held
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip)

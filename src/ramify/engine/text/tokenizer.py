@@ -93,14 +93,10 @@ class Tokenizer:
         return self._core.to_str()
 
     @property
-    def bos_token_id(self) -> int | None:
-        """Id of the token that begins a text; None if the checkpoint names none."""
-        return self._id_of("bos_token")
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Id of the tokenizer's end-of-text token, if it has one; `config.json` may name more."""
-        token = self._id_of("eos_token")
+        text = self.special_tokens.get("eos_token")
+        token = None if text is None else self._core.token_to_id(text)
         return () if token is None else (token,)
 
     @property
@@ -118,10 +114,6 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Jinja source of the default template; None if there is none."""
         return self._chat_templates.default
-
-    def _id_of(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self._core.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids [T] int32; `add_special_tokens` adds what the model expects around a text (BOS)."""
@@ -195,20 +187,18 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
         )
 
-    def encode_chat(
-        self, messages: Messages, *, add_generation_prompt: bool = True, **kwargs: Any
-    ) -> array[int]:
-        """Token ids of a rendered conversation; special tokens in its messages are escaped.
+    def render_chat(self, messages: Messages, **kwargs: Any) -> str:
+        """`apply_chat_template`, with special tokens in what users wrote escaped."""
+        escape = self.escape_special_tokens
+        return self.apply_chat_template(escape(messages), **escape(kwargs))
+
+    def encode_chat(self, messages: Messages, **kwargs: Any) -> array[int]:
+        """Token ids of `render_chat`.
 
         Raises:
             ChatTemplateError: as `apply_chat_template`.
         """
-        text = self.apply_chat_template(
-            self.escape_special_tokens(messages),
-            add_generation_prompt=add_generation_prompt,
-            **self.escape_special_tokens(kwargs),
-        )
-        return self.encode_with_offsets(text)[0]
+        return self.encode_with_offsets(self.render_chat(messages, **kwargs))[0]
 
 
 def _require_unicode(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Constants that kernels share with their callers. Imports nothing, so that callers need no Numba."""
+"""What kernels share with their callers, mostly constants. Imports nothing, so that callers need no Numba."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ OP_ROWS, OP_NUM_TASKS, OP_OUT_OF_RANGE = 1, 11, 12
 
 # Epilogues of a GEMM
 STORE, ADD_RESIDUAL, SILU_MUL = range(3)
+
+
+def round_up_to_cache_line(num_bytes: int) -> int:
+    """`num_bytes` rounded up to cache lines, so that no vector straddles two."""
+    return -(-num_bytes // CACHE_LINE) * CACHE_LINE

@@ -6,6 +6,7 @@ Numba compares structs by class name: each must be unique among all kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -15,7 +16,7 @@ from numba.extending import intrinsic
 from ramify.kernels.cpu.abi import BF16, F16, F32, FP8, INT8, ITEM_BYTES
 from ramify.kernels.cpu.simd import i32, i64, load_as_f32
 
-_int, _float = types.int64, types.float32
+_int, _float, _bool = types.int64, types.float32, ir.IntType(1)
 
 
 class KVPlane(NamedTuple):
@@ -149,37 +150,26 @@ def with_address(_: Any, plane: Any, address: Any) -> Any:
     return plane(plane, _int), code
 
 
-@intrinsic
-def item_bytes(_: Any, plane: Any) -> Any:
-    """Bytes of an element of a plane."""
-    size = ITEM_BYTES[storage_kind(plane)]
+def _make_constant(numba_type: Any, llvm_type: Any, of: Callable[[Any], int]) -> Any:
+    @intrinsic
+    def constant(_: Any, plane: Any) -> Any:
+        """What `of` returns for the struct of a plane, at compile time."""
+        value = of(plane.instance_class)
 
-    def code(*_: Any) -> Any:
-        return i64(size)
+        def code(*_: Any) -> Any:
+            return llvm_type(value)
 
-    return _int(plane), code
+        return numba_type(plane), code
 
-
-@intrinsic
-def has_scales(_: Any, plane: Any) -> Any:
-    """Whether a plane's kind is quantized, so that its elements are multiplied by `scales`."""
-    scaled = storage_kind(plane) >= INT8
-
-    def code(*_: Any) -> Any:
-        return ir.IntType(1)(scaled)
-
-    return types.boolean(plane), code
+    return constant
 
 
-@intrinsic
-def is_vnni(_: Any, plane: Any) -> Any:
-    """Whether a plane is a `BF16VnniPlane`, at compile time."""
-    vnni = plane.instance_class.vnni
-
-    def code(*_: Any) -> Any:
-        return ir.IntType(1)(vnni)
-
-    return types.boolean(plane), code
+# bytes of an element
+item_bytes = _make_constant(_int, i64, lambda struct: ITEM_BYTES[struct.kind])
+# whether the kind is quantized, so that elements are multiplied by `scales`
+has_scales = _make_constant(types.boolean, _bool, lambda struct: struct.kind >= INT8)
+# whether it is a `BF16VnniPlane`
+is_vnni = _make_constant(types.boolean, _bool, lambda struct: struct.vnni)
 
 
 @intrinsic

@@ -36,6 +36,7 @@ from ramify.kernels.cpu.simd import (
     load,
     load_as_f32,
     offset,
+    row_addresses,
     shuffle,
     split_bf16_words,
     store,
@@ -54,15 +55,6 @@ def for_each_row_tile(builder: Any, tile: Any, emit: Callable[[int], None]) -> N
     for num_rows in ROW_TILES:
         with builder.if_then(builder.icmp_signed("==", tile, i64(num_rows))):
             emit(num_rows)
-
-
-def row_addresses(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
-    """Addresses of `count` rows; row `last` repeats. `stride` in bytes."""
-    addresses = []
-    for r in range(count):
-        row = builder.select(builder.icmp_signed("<", i64(r), last), i64(r), last)
-        addresses.append(builder.add(base, builder.mul(stride, row)))
-    return addresses
 
 
 def load_offset(builder: Any, offsets: Any, index: Any) -> Any:

@@ -21,11 +21,10 @@ from ramify.kernels.cpu.decode_microkernels import (
     load_accumulators,
     load_broadcast,
     load_offset,
-    row_addresses,
     store_accumulators,
 )
 from ramify.kernels.cpu.kv_pack import interleave_values_vnni
-from ramify.kernels.cpu.simd import bf16_dot, i64, load, offset, vector_type
+from ramify.kernels.cpu.simd import bf16_dot, i64, load, offset, row_addresses, vector_type
 
 # elements of a value that are multiplied at once; narrower ones for the rest
 _WIDTHS = (64, 32, 16, 8)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import BF16, CACHE_LINE, F32, ITEM_BYTES
+from ramify.kernels.cpu.abi import (
+    ADD_RESIDUAL,
+    BF16,
+    CACHE_LINE,
+    F32,
+    ITEM_BYTES,
+    SILU_MUL,
+    STORE,
+)
 from ramify.kernels.cpu.elementwise import f32_to_kind, round_to
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
@@ -25,6 +33,7 @@ from ramify.kernels.cpu.simd import (
     llvm_intrinsic,
     load,
     load_as_f32,
+    row_addresses,
     split_bf16_words,
     store,
     transpose_8x8,
@@ -45,13 +54,17 @@ K_UNROLL = 4  # k between two prefetches
 _int = types.int64
 
 
+def _load_row(builder: Any, address: Any) -> list[Any]:
+    """Load NR float32, or words, as two vectors."""
+    return [
+        load(builder, builder.add(address, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
+    ]
+
+
 def _load_b_row(builder: Any, address: Any, kind: int) -> list[Any]:
     """Load row k of a micro-panel as two float32 vectors."""
     if kind != BF16:
-        return [
-            load(builder, builder.add(address, i64(4 * LANES * v)), vector_type(LANES))
-            for v in (0, 1)
-        ]
+        return _load_row(builder, address)
     return split_bf16_words(builder, load(builder, address, vector_type(LANES, i32)))
 
 
@@ -73,88 +86,92 @@ def _prefetch_lines(builder: Any, prefetch_at: Any, prefetch_stride: Any, count:
             emit_prefetch(builder, builder.add(prefetch_at, i64(CACHE_LINE * line)), 2)
 
 
-def _make_tile(num_rows: int, num_panels: int, kind: int) -> Any:
+def _emit_tile(builder: Any, kind: int, num_rows: int, num_panels: int, args: list[Any]) -> None:
+    """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
+
+    a is [depth, num_rows], c[panel] [num_rows, NR], both float32; VNNI: a has words, and k counts
+    words. Strides in bytes from panel to panel.
+
+    Every `K_UNROLL` k, as many bytes as these k read are prefetched (one line if `prefetch_stride`
+    is at most a line), from `prefetch_at` on in steps of `prefetch_stride`. Tiles of several panels
+    do not prefetch: the hardware keeps up with them.
+
+    Args:
+        args: a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth.
+    """
+    a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth = args
     line_bytes = NR * (2 if kind == BF16 else 4)
+    sums = [
+        cgutils.alloca_once(builder, vector_type(LANES)) for _ in range(2 * num_rows * num_panels)
+    ]
+    for acc in sums:
+        builder.store(constant(0.0, LANES), acc)
+    panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
 
-    @intrinsic
-    def tile(
-        _: Any, a: Any, b: Any, b_stride: Any, prefetch_at: Any, prefetch_stride: Any, c: Any, c_stride: Any, depth: Any
-    ) -> Any:  # fmt: skip
-        """c[panel, row, :] += sum over k < depth of a[k, row] * b[panel, k, :], k ascending.
+    def add_row(k: Any) -> None:
+        step = builder.mul(k, i64(line_bytes))
+        b_rows = [_load_b_row(builder, builder.add(panel, step), kind) for panel in panels]
+        a_column = builder.add(a, builder.mul(k, i64(4 * num_rows)))
+        b_vectors = [vector for b_row in b_rows for vector in b_row]
+        _accumulate(builder, sums, a_column, b_vectors, kind)
 
-        a is [depth, num_rows], c[panel] [num_rows, NR], both float32; VNNI: a has words, and k
-        counts words. Strides in bytes from panel to panel.
-
-        Every `K_UNROLL` k, as many bytes as these k read are prefetched (one line if
-        `prefetch_stride` is at most a line), from `prefetch_at` on in steps of `prefetch_stride`.
-        Tiles of several panels do not prefetch: the hardware keeps up with them.
-        """
-
-        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth = args
-            sums = [
-                cgutils.alloca_once(builder, vector_type(LANES))
-                for _ in range(2 * num_rows * num_panels)
-            ]
-            for acc in sums:
-                builder.store(constant(0.0, LANES), acc)
-            panels = [builder.add(b, builder.mul(b_stride, i64(p))) for p in range(num_panels)]
-
-            def add_row(k: Any) -> None:
-                step = builder.mul(k, i64(line_bytes))
-                b_rows = [_load_b_row(builder, builder.add(panel, step), kind) for panel in panels]
-                a_column = builder.add(a, builder.mul(k, i64(4 * num_rows)))
-                b_vectors = [vector for b_row in b_rows for vector in b_row]
-                _accumulate(builder, sums, a_column, b_vectors, kind)
-
-            rounds = builder.udiv(depth, i64(K_UNROLL))
-            with cgutils.for_range(builder, rounds) as loop:
-                if num_panels == 1:
-                    address = builder.add(prefetch_at, builder.mul(loop.index, prefetch_stride))
-                    _prefetch_lines(
-                        builder, address, prefetch_stride, K_UNROLL * line_bytes // CACHE_LINE
-                    )
-                first = builder.mul(loop.index, i64(K_UNROLL))
-                for k in range(K_UNROLL):
-                    add_row(builder.add(first, i64(k)))
-            done = builder.mul(rounds, i64(K_UNROLL))
-            with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
-                add_row(builder.add(done, loop.index))
-            accumulators = iter(sums)
-            for r in range(num_rows):
-                for p in range(num_panels):
-                    into = builder.add(c, builder.mul(c_stride, i64(p)))
-                    for v in range(2):
-                        address = builder.add(into, i64(4 * LANES * (2 * r + v)))
-                        before = load(builder, address, vector_type(LANES))
-                        store(
-                            builder, builder.fadd(before, builder.load(next(accumulators))), address
-                        )
-            return context.get_dummy_value()
-
-        return types.void(*[_int] * 8), code
-
-    return tile
+    rounds = builder.udiv(depth, i64(K_UNROLL))
+    with cgutils.for_range(builder, rounds) as loop:
+        if num_panels == 1:
+            address = builder.add(prefetch_at, builder.mul(loop.index, prefetch_stride))
+            _prefetch_lines(builder, address, prefetch_stride, K_UNROLL * line_bytes // CACHE_LINE)
+        first = builder.mul(loop.index, i64(K_UNROLL))
+        for k in range(K_UNROLL):
+            add_row(builder.add(first, i64(k)))
+    done = builder.mul(rounds, i64(K_UNROLL))
+    with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
+        add_row(builder.add(done, loop.index))
+    accumulators = iter(sums)
+    for r in range(num_rows):
+        for p in range(num_panels):
+            into = builder.add(c, builder.mul(c_stride, i64(p)))
+            for v in range(2):
+                address = builder.add(into, i64(4 * LANES * (2 * r + v)))
+                before = load(builder, address, vector_type(LANES))
+                store(builder, builder.fadd(before, builder.load(next(accumulators))), address)
 
 
-f32_tile_0, f32_tile_1, f32_tile_2, f32_tile_3, f32_tile_4 = (
-    _make_tile(rows, 1, F32) for rows in MR_TILES
-)
-bf16_tile_0, bf16_tile_1, bf16_tile_2, bf16_tile_3, bf16_tile_4 = (
-    _make_tile(rows, 1, BF16) for rows in MR_TILES
-)
-vnni_tile_0, vnni_tile_1, vnni_tile_2, vnni_tile_3, vnni_tile_4 = (
-    _make_tile(rows, 1, BF16_VNNI) for rows in MR_TILES
-)
-f32_multi_panel_0, f32_multi_panel_1 = (
-    _make_tile(MR_TILES[i], PANELS_PER_TILE[i], F32) for i in range(2)
-)
-bf16_multi_panel_0, bf16_multi_panel_1 = (
-    _make_tile(MR_TILES[i], PANELS_PER_TILE[i], BF16) for i in range(2)
-)
-vnni_multi_panel_0, vnni_multi_panel_1 = (
-    _make_tile(MR_TILES[i], PANELS_PER_TILE[i], BF16_VNNI) for i in range(2)
-)
+def _emit_cases(builder: Any, value: Any, keys: Sequence[int], emit: Callable[[int], None]) -> None:
+    """Emit `emit(key)` for the key that equals `value`, for the last key otherwise."""
+    key, *others = keys
+    if not others:
+        emit(key)
+        return
+    with builder.if_else(builder.icmp_signed("==", value, i64(key))) as (then, otherwise):
+        with then:
+            emit(key)
+        with otherwise:
+            _emit_cases(builder, value, others, emit)
+
+
+@intrinsic
+def _select_tile(
+    _: Any, kind: Any, tile: Any, group: Any, a: Any, b: Any, b_stride: Any, prefetch_at: Any, prefetch_stride: Any,
+    c: Any, c_stride: Any, depth: Any,
+) -> Any:  # fmt: skip
+    """See `run_microkernel`."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        kind, tile, group, *operands = args
+
+        def emit_kind(stored: int) -> None:
+            def emit_size(size: int) -> None:
+                def emit_group(num_panels: int) -> None:
+                    _emit_tile(builder, stored, MR_TILES[size], num_panels, operands)
+
+                _emit_cases(builder, group, sorted({1, PANELS_PER_TILE[size]}), emit_group)
+
+            _emit_cases(builder, tile, range(len(MR_TILES))[::-1], emit_size)
+
+        _emit_cases(builder, kind, (F32, BF16_VNNI, BF16), emit_kind)
+        return context.get_dummy_value()
+
+    return types.void(*[_int] * 11), code
 
 
 @jit
@@ -163,50 +180,9 @@ def run_microkernel(
     c_stride: int, depth: int,
 ) -> None:  # fmt: skip
     """Run the micro-kernel MR_TILES[tile] for `group` panels: 1, or PANELS_PER_TILE[tile]."""
-    if kind == F32:
-        if tile == 4:
-            f32_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 3:
-            f32_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 2:
-            f32_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1 and group == 1:
-            f32_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1:
-            f32_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif group == 1:
-            f32_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        else:
-            f32_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif kind == BF16_VNNI:
-        if tile == 4:
-            vnni_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 3:
-            vnni_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 2:
-            vnni_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1 and group == 1:
-            vnni_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif tile == 1:
-            vnni_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        elif group == 1:
-            vnni_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-        else:
-            vnni_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 4:
-        bf16_tile_4(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 3:
-        bf16_tile_3(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 2:
-        bf16_tile_2(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 1 and group == 1:
-        bf16_tile_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif tile == 1:
-        bf16_multi_panel_1(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    elif group == 1:
-        bf16_tile_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
-    else:
-        bf16_multi_panel_0(a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth)
+    _select_tile(
+        kind, tile, group, a, b, b_stride, prefetch_at, prefetch_stride, c, c_stride, depth
+    )
 
 
 @intrinsic(prefer_literal=True)
@@ -226,10 +202,7 @@ def pack_a_rows(
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, stride, count, into, tile, steps, _ = args
         stored, last = kind.literal_value, builder.sub(count, i64(1))
-        starts = []
-        for r in range(8):
-            row = builder.select(builder.icmp_signed("<", i64(r), last), i64(r), last)
-            starts.append(builder.add(source, builder.mul(stride, row)))
+        starts = row_addresses(builder, source, stride, last, 8)
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, i64(8 * ITEM_BYTES[stored]))
             rows = [load_as_f32(builder, builder.add(start, step), stored) for start in starts]
@@ -263,88 +236,46 @@ def init_accumulators(_: Any, into: Any, line: Any, num_rows: Any) -> Any:
     return types.void(_int, _int, _int), code
 
 
+def _emit_epilogue(builder: Any, kind: int, mode: int, args: list[Any]) -> None:
+    """See `run_epilogue`; `args` are sums, ups, into."""
+    sums, ups, into = args
+    vectors = _load_row(builder, sums)
+    up_vectors = _load_row(builder, ups) if mode == SILU_MUL else vectors
+    addresses = [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
+    for x, up, address in zip(vectors, up_vectors, addresses, strict=True):
+        if mode == STORE:
+            result = x
+        elif mode == ADD_RESIDUAL:
+            before = load_as_f32(builder, address, kind, LANES)
+            result = builder.fadd(before, round_to(builder, x, kind))
+        else:
+            active = silu(builder, round_to(builder, x, kind), kind)
+            result = builder.fmul(active, round_to(builder, up, kind))
+        store(builder, f32_to_kind(builder, result, kind), address)
+
+
 @intrinsic
-def copy_bytes(_: Any, into: Any, source: Any, count: Any) -> Any:
-    """Copy `count` bytes."""
+def run_epilogue(_: Any, kind: Any, mode: Any, sums: Any, ups: Any, into: Any) -> Any:
+    """Epilogue of NR sums into a row of the result: float32 if `kind` is F32, else bfloat16.
+
+    - STORE: into = sums.
+    - ADD_RESIDUAL: into += sums, rounded before and after the addition.
+    - SILU_MUL: into = silu(sums) * ups; sums, ups, silu and the product are rounded.
+    """
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        into, source = (builder.inttoptr(address, pointer) for address in args[:2])
-        cgutils.raw_memcpy(builder, into, source, args[2], 1)
+        kind, mode, *operands = args
+
+        def emit_kind(stored: int) -> None:
+            def emit_mode(case: int) -> None:
+                _emit_epilogue(builder, stored, case, operands)
+
+            _emit_cases(builder, mode, (STORE, ADD_RESIDUAL, SILU_MUL), emit_mode)
+
+        _emit_cases(builder, kind, (F32, BF16), emit_kind)
         return context.get_dummy_value()
 
-    return types.void(_int, _int, _int), code
-
-
-@intrinsic(prefer_literal=True)
-def epilogue_store(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """into = NR sums, rounded to `kind`, a literal."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        source, into, _ = args
-        stored = kind.literal_value
-        for x, address in zip(
-            _load_accumulators(builder, source),
-            _output_addresses(builder, into, stored),
-            strict=True,
-        ):
-            store(builder, f32_to_kind(builder, x, stored), address)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, kind), code
-
-
-@intrinsic(prefer_literal=True)
-def epilogue_add(_: Any, source: Any, into: Any, kind: Any) -> Any:
-    """into += NR sums, rounded to `kind`, a literal, before and after the addition."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        source, into, _ = args
-        stored = kind.literal_value
-        for x, address in zip(
-            _load_accumulators(builder, source),
-            _output_addresses(builder, into, stored),
-            strict=True,
-        ):
-            before = load_as_f32(builder, address, stored, LANES)
-            total = builder.fadd(before, round_to(builder, x, stored))
-            store(builder, f32_to_kind(builder, total, stored), address)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, kind), code
-
-
-@intrinsic(prefer_literal=True)
-def epilogue_silu_mul(_: Any, gate: Any, up: Any, into: Any, kind: Any) -> Any:
-    """into = silu(gate) * up of NR sums each; both, silu and the product are rounded to `kind`."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        gate, up, into, _ = args
-        stored = kind.literal_value
-        vectors = zip(
-            _load_accumulators(builder, gate),
-            _load_accumulators(builder, up),
-            _output_addresses(builder, into, stored),
-            strict=True,
-        )
-        for g, u, address in vectors:
-            active = silu(builder, round_to(builder, g, stored), stored)
-            product = builder.fmul(active, round_to(builder, u, stored))
-            store(builder, f32_to_kind(builder, product, stored), address)
-        return context.get_dummy_value()
-
-    return types.void(_int, _int, _int, kind), code
-
-
-def _load_accumulators(builder: Any, source: Any) -> list[Any]:
-    """Load NR sums."""
-    return [
-        load(builder, builder.add(source, i64(4 * LANES * v)), vector_type(LANES)) for v in (0, 1)
-    ]
-
-
-def _output_addresses(builder: Any, into: Any, kind: int) -> list[Any]:
-    return [builder.add(into, i64(ITEM_BYTES[kind] * LANES * v)) for v in (0, 1)]
+    return types.void(*[_int] * 5), code
 
 
 def silu(builder: Any, x: Any, kind: int) -> Any:

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ramify.kernels.cpu.abi import F32, ITEM_BYTES
+from ramify.kernels.cpu.abi import F32, ITEM_BYTES, OP_NUM_TASKS, OP_OUT_OF_RANGE
 from ramify.kernels.cpu.elementwise import f32_to_kind, for_each_vector, round_to
 from ramify.kernels.cpu.jit import jit
 from ramify.kernels.cpu.simd import (
@@ -21,18 +21,14 @@ from ramify.kernels.cpu.simd import (
     broadcast,
     constant,
     i32,
-    i64,
     llvm_intrinsic,
     load_as_f32,
+    offset,
     reduce_lanes,
     store,
 )
 
 _int, _float = types.int64, types.float32
-
-
-def _element_address(builder: Any, address: Any, index: Any, kind: int) -> Any:
-    return builder.add(address, builder.mul(index, i64(ITEM_BYTES[kind])))
 
 
 @intrinsic(prefer_literal=True)
@@ -45,7 +41,7 @@ def sum_squares(_: Any, row: Any, width: Any, kind: Any) -> Any:
         sums = {n: cgutils.alloca_once_value(builder, constant(0.0, n)) for n in (LANES, 1)}
 
         def add(index: Any, n: int) -> None:
-            x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, n)
+            x = load_as_f32(builder, offset(builder, row, index, ITEM_BYTES[stored]), stored, n)
             acc = llvm_intrinsic(builder, "fma", x, x, builder.load(sums[n]))
             builder.store(acc, sums[n])
 
@@ -70,14 +66,16 @@ def rms_scale_row(
         stored, to_kind = kind.literal_value, target_kind.literal_value
 
         def body(index: Any, lanes: int) -> None:
-            x = load_as_f32(builder, _element_address(builder, row, index, stored), stored, lanes)
-            w = load_as_f32(
-                builder, _element_address(builder, weight, index, stored), stored, lanes
+            x, w = (
+                load_as_f32(
+                    builder, offset(builder, base, index, ITEM_BYTES[stored]), stored, lanes
+                )
+                for base in (row, weight)
             )
             y = round_to(builder, builder.fmul(x, broadcast(builder, scale, lanes)), stored)
             y = round_to(builder, builder.fmul(w, y), stored)
             y = f32_to_kind(builder, y, to_kind)
-            store(builder, y, _element_address(builder, into, index, to_kind))
+            store(builder, y, offset(builder, into, index, ITEM_BYTES[to_kind]))
 
         for_each_vector(builder, width, body)
         return context.get_dummy_value()
@@ -95,14 +93,14 @@ def rope_row(_: Any, row: Any, cos: Any, sin: Any, half: Any, kind: Any) -> Any:
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         row, cos, sin, half, _ = args
         stored = kind.literal_value
-        second_half = _element_address(builder, row, half, stored)
+        second_half = offset(builder, row, half, ITEM_BYTES[stored])
 
         def multiply(x: Any, y: Any) -> Any:
             return round_to(builder, builder.fmul(x, y), stored)
 
         def body(index: Any, lanes: int) -> None:
             addresses = [
-                _element_address(builder, address, index, stored)
+                offset(builder, address, index, ITEM_BYTES[stored])
                 for address in (row, second_half, cos, sin)
             ]
             a, b, c, s = (load_as_f32(builder, address, stored, lanes) for address in addresses)
@@ -143,7 +141,7 @@ def _norm_rope_head(
 @jit
 def token_range(op: Any, num_rows: int, task: int) -> Any:
     """Tokens [from, to) of a task."""
-    return num_rows * task // op[11], num_rows * (task + 1) // op[11]
+    return num_rows * task // op[OP_NUM_TASKS], num_rows * (task + 1) // op[OP_NUM_TASKS]
 
 
 @jit
@@ -165,7 +163,7 @@ def norm_rope(op: Any, eps: float, positions: Any, task: int) -> None:
     first, end = token_range(op, len(positions), task)
     for token in range(first, end):
         if positions[token] < 0 or positions[token] >= limit:
-            op[12] = 1
+            op[OP_OUT_OF_RANGE] = 1
             continue
         angle_offset = positions[token] * (head_dim // 2) * size
         for head in range(num_q + num_k):

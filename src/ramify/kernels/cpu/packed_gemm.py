@@ -13,24 +13,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, CACHE_LINE, F32, SILU_MUL, STORE
+from ramify.kernels.cpu.abi import ADD_RESIDUAL, BF16, F32, SILU_MUL, round_up_to_cache_line
 from ramify.kernels.cpu.gemm_microkernels import (
     BF16_VNNI,
     K_UNROLL,
     MR_TILES,
     NR,
     PANELS_PER_TILE,
-    copy_bytes,
-    epilogue_add,
-    epilogue_silu_mul,
-    epilogue_store,
     init_accumulators,
     pack_a_rows,
+    run_epilogue,
     run_microkernel,
 )
 from ramify.kernels.cpu.jit import data_address, jit
 from ramify.kernels.cpu.norm_rope import inverse_rms, rms_scale_row, sum_squares
-from ramify.kernels.cpu.simd import load_element, store_f32
+from ramify.kernels.cpu.simd import copy_bytes, load_element, store_f32
 from ramify.kernels.cpu.task_queue import next_task_from_either_end
 
 MC = 96  # a multiple of every MR; MC x KC packed rows stay in L2
@@ -56,11 +53,6 @@ class GemmArgs(NamedTuple):
     out: int  # address of [num_rows, num_columns]
     out_stride: int
     num_columns: int
-
-
-def round_up_to_cache_line(num_bytes: int) -> int:
-    """`num_bytes` rounded up to cache lines, so that no vector straddles two."""
-    return -(-num_bytes // CACHE_LINE) * CACHE_LINE
 
 
 _round_up_to_cache_line = jit(round_up_to_cache_line)
@@ -128,19 +120,7 @@ def _epilogue(
         target = out_row if is_whole else edge_row
         if gemm.mode == ADD_RESIDUAL and not is_whole:
             copy_bytes(edge_row, out_row, size * columns)
-        if gemm.kind == F32:
-            if gemm.mode == STORE:
-                epilogue_store(row, target, 0)
-            elif gemm.mode == ADD_RESIDUAL:
-                epilogue_add(row, target, 0)
-            else:
-                epilogue_silu_mul(row, up_row, target, 0)
-        elif gemm.mode == STORE:
-            epilogue_store(row, target, 1)
-        elif gemm.mode == ADD_RESIDUAL:
-            epilogue_add(row, target, 1)
-        else:
-            epilogue_silu_mul(row, up_row, target, 1)
+        run_epilogue(gemm.kind, gemm.mode, row, up_row, target)
         if not is_whole:
             copy_bytes(out_row, edge_row, size * columns)
 

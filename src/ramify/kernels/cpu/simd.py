@@ -73,12 +73,16 @@ def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     return shuffle(builder, first_lane, first_lane, [0] * lanes)
 
 
+def call_function(builder: Any, name: str, returns: Any, *args: Any) -> Any:
+    """Call an LLVM intrinsic or a C function by its name."""
+    signature = ir.FunctionType(returns, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
 def llvm_intrinsic(builder: Any, name: str, *args: Any) -> Any:
     """Call an LLVM intrinsic on float32 vectors of the same length."""
     vector = args[0].type
-    signature = ir.FunctionType(vector, [vector] * len(args))
-    full_name = f"llvm.{name}.v{vector.count}f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, full_name), args)
+    return call_function(builder, f"llvm.{name}.v{vector.count}f32", vector, *args)
 
 
 def bf16_dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
@@ -86,11 +90,9 @@ def bf16_dot(builder: Any, x: Any, y: Any, total: Any) -> Any:
     if not HAS_BF16_DOT:  # compiled all the same, never executed
         return total
     lanes = x.type.count
-    words = vector_type(lanes, i32)
-    signature = ir.FunctionType(vector_type(lanes), [vector_type(lanes), words, words])
+    words = (builder.bitcast(vector, vector_type(lanes, i32)) for vector in (x, y))
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    function = cgutils.get_or_insert_function(builder.module, signature, name)
-    return builder.call(function, [total, builder.bitcast(x, words), builder.bitcast(y, words)])
+    return call_function(builder, name, vector_type(lanes), total, *words)
 
 
 def fma(builder: Any, x: Any, y: Any, total: Any) -> Any:
@@ -113,6 +115,15 @@ def offset(builder: Any, base: Any, index: Any, size: int) -> Any:
     return builder.add(base, builder.mul(index, i64(size)))
 
 
+def row_addresses(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
+    """Addresses of `count` rows; row `last` repeats. `stride` in bytes."""
+    addresses = []
+    for r in range(count):
+        row = builder.select(builder.icmp_signed("<", i64(r), last), i64(r), last)
+        addresses.append(builder.add(base, builder.mul(stride, row)))
+    return addresses
+
+
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     """a where a > b, else b; b where either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -131,9 +142,8 @@ def f32_to_bf16(builder: Any, x: Any) -> Any:
         return builder.trunc(
             builder.bitcast(x, vector_type(LANES, i32)), vector_type(LANES, ir.IntType(16))
         )
-    signature = ir.FunctionType(vector_type(LANES, ir.IntType(16)), [vector_type(LANES)])
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [x])
+    return call_function(builder, name, vector_type(LANES, ir.IntType(16)), x)
 
 
 def load_as_f32(builder: Any, address: Any, kind: int, lanes: int = 8) -> Any:
@@ -233,26 +243,30 @@ def row_is_finite(_: Any, row: Any, count: Any) -> Any:
     return types.boolean(_int, _int), code
 
 
-@intrinsic
-def copy_row(_: Any, into: Any, source: Any, count: Any) -> Any:
-    """Copy `count` floats."""
+def _make_copy(item_bytes: int) -> Any:
+    @intrinsic
+    def copy(_: Any, into: Any, source: Any, count: Any) -> Any:
+        """Copy `count` elements of `item_bytes` bytes."""
 
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        into, source = (builder.inttoptr(address, pointer) for address in args[:2])
-        cgutils.raw_memcpy(builder, into, source, args[2], 4)
-        return context.get_dummy_value()
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            pointer = ir.IntType(8).as_pointer()
+            into, source = (builder.inttoptr(address, pointer) for address in args[:2])
+            cgutils.raw_memcpy(builder, into, source, args[2], item_bytes)
+            return context.get_dummy_value()
 
-    return types.void(_int, _int, _int), code
+        return types.void(_int, _int, _int), code
+
+    return copy
+
+
+copy_row, copy_bytes = _make_copy(4), _make_copy(1)  # a row is float32
 
 
 def emit_prefetch(builder: Any, address: Any, level: int) -> None:
     """Prefetch the cache line of an address for reading; level 3 is L1, 2 is L2."""
-    pointer = ir.IntType(8).as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     read, data = i32(0), i32(1)
-    builder.call(function, [builder.inttoptr(address, pointer), read, i32(level), data])
+    call_function(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, i32(level), data)
 
 
 @intrinsic(prefer_literal=True)

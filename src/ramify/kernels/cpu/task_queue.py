@@ -14,15 +14,15 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ramify.kernels.cpu.jit import jit
+from ramify.kernels.cpu.simd import call_function, i32, i64
 
 COUNTER_BYTES = 16  # of an op's two counters
 SPINS_BEFORE_YIELD = 1000  # about 50 µs on x86
 _BACK = 1 << 32
-_i64, _int = ir.IntType(64), types.int64
+_int = types.int64
 
 
 @intrinsic
@@ -30,7 +30,7 @@ def atomic_add(_: Any, counter: Any, value: Any) -> Any:
     """Add to the int64 at an address; returns the value before."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _i64.as_pointer())
+        pointer = builder.inttoptr(args[0], i64.as_pointer())
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return _int(_int, _int), code
@@ -41,7 +41,7 @@ def _atomic_load(_: Any, counter: Any) -> Any:
     """Load the int64 at an address, with acquire order."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _i64.as_pointer())
+        pointer = builder.inttoptr(args[0], i64.as_pointer())
         return builder.load_atomic(pointer, "acquire", 8)
 
     return _int(_int), code
@@ -53,9 +53,7 @@ def _pause(_: Any) -> Any:
 
     def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
         if platform.machine() in ("x86_64", "AMD64"):
-            signature = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [])
+            call_function(builder, "llvm.x86.sse2.pause", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), code
@@ -66,9 +64,8 @@ def _yield_cpu(_: Any) -> Any:
     """Yield the CPU to another thread that is ready."""
 
     def code(context: Any, builder: Any, _: Any, __: Any) -> Any:
-        signature = ir.FunctionType(ir.IntType(32), [])
         name = "SwitchToThread" if platform.system() == "Windows" else "sched_yield"
-        builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [])
+        call_function(builder, name, i32)
         return context.get_dummy_value()
 
     return types.void(), code

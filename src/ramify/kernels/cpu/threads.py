@@ -20,11 +20,6 @@ KV_KINDS = {
 ROW_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
 
 
-def round_up_to_cache_line(floats: int) -> int:
-    """`floats` rounded up to a multiple of the float32 in a cache line."""
-    return -(-floats * 4 // CACHE_LINE) * CACHE_LINE // 4
-
-
 def aligned_zeros(num_rows: int, floats: int) -> NDArray[np.float32]:
     """Zeros [num_rows, floats] float32, aligned to a cache line.
 

@@ -18,6 +18,7 @@ from ramify.kernels.cpu.simd import (
     TILE_N,
     bf16_dot,
     broadcast,
+    call_function,
     constant,
     i32,
     i64,
@@ -106,14 +107,10 @@ def _polynomial(builder: Any, x: Any, terms: tuple[float, ...]) -> Any:
 def _avx512_masked(builder: Any, name: str, *args: Any, mask: Any = None) -> Any:
     """An AVX-512 instruction on the lanes of a mask (None: all); the other lanes become 0."""
     vector, bits = vector_type(LANES), ir.IntType(LANES)
-    parameters = [*(arg.type for arg in args), vector, bits, i32]
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(vector, parameters),
-        f"llvm.x86.avx512.mask.{name}.ps.{32 * LANES}",
-    )
     lanes = bits(-1) if mask is None else builder.bitcast(mask, bits)
-    return builder.call(function, [*args, constant(0.0, LANES), lanes, i32(_ROUND_CURRENT)])
+    full_name = f"llvm.x86.avx512.mask.{name}.ps.{32 * LANES}"
+    args = (*args, constant(0.0, LANES), lanes, i32(_ROUND_CURRENT))
+    return call_function(builder, full_name, vector, *args)
 
 
 @intrinsic
@@ -186,12 +183,7 @@ def _pack_two_bf16(builder: Any, halves: list[Any]) -> Any:
     words = vector_type(2 * LANES, ir.IntType(16))
     if not HAS_BF16_DOT:  # compiled all the same, never executed
         return ir.Constant(words, ir.Undefined)
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(words, [vector_type(LANES)] * 2),
-        "llvm.x86.avx512bf16.cvtne2ps2bf16.512",
-    )
-    return builder.call(function, halves[::-1])
+    return call_function(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", words, *halves[::-1])
 
 
 @intrinsic

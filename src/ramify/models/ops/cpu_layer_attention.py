@@ -28,14 +28,14 @@ class FusedAttentionArgs(NamedTuple):
 
 
 class FusedAttention:
-    """A CPU backend and a pool that fused layers can use; `step` makes the arguments of one step.
+    """Makes the arguments of steps over a CPU backend and a pool, which it does not keep alive.
 
     Args:
         backend, pool: a pair for which `supports` returns None.
     """
 
     def __init__(self, backend: CpuBackend, pool: KVPool) -> None:
-        self.backend, self.pool = backend, pool
+        self.backend = backend
         layers, spec = range(pool.layout.num_layers), backend.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
         self._kind = spec.plane_dtype, len(layers), *heads, spec.head_dim
@@ -75,10 +75,11 @@ class FusedAttention:
             return str(error)
         return None
 
-    def step(self, plan: object, slots: NDArray[np.int64]) -> FusedAttentionArgs:
+    def step(self, pool: KVPool, plan: object, slots: NDArray[np.int64]) -> FusedAttentionArgs:
         """The arguments of one step.
 
         Args:
+            pool: the same again.
             plan: the backend's plan of the step.
             slots: [T] int64, of every token and every padding row.
 
@@ -89,11 +90,11 @@ class FusedAttention:
         outside = slots[(slots < 0) | (slots >= self._num_slots)]
         if len(outside):
             raise IndexError(f"slot {outside[0]} is not in 0..{self._num_slots - 1}")
-        kernel_args = self.backend.fused_layers_args(plan, self.pool.planes(0))
+        kernel_args = self.backend.fused_layers_args(plan, pool.planes(0))
         workers = self.backend.num_workers
         counts = plan.num_tokens, len(plan.phases)
         return FusedAttentionArgs(self._kind, workers, *counts, self._addresses, slots, kernel_args)
 
-    def empty_step(self) -> FusedAttentionArgs:
+    def empty_step(self, pool: KVPool) -> FusedAttentionArgs:
         """The arguments of a step without tokens, to compile the kernel with."""
-        return self.step(self.backend.empty_plan(), np.zeros(0, np.int64))
+        return self.step(pool, self.backend.empty_plan(), np.zeros(0, np.int64))

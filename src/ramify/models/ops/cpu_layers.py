@@ -5,7 +5,7 @@ A layer is five ops of an op list, with attention after the second:
     QKV GEMM (RMS norm)  ->  QK norm + rope  ->  attention  ->  O GEMM (+= hidden)
     gate/up GEMM (RMS norm, silu * mul)  ->  down GEMM (+= hidden)
 
-`FusedLayers.run` chooses for each step; the bits are the same:
+`FusedLayers` chooses for each step; the bits are the same:
 
 - fused: all layers in one call, K/V write and attention included, if the step is short;
 - by layer: a Python call of attention in each layer;
@@ -19,25 +19,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.attention.backends.cpu import CpuBackend
+from ramify.attention.paged import PagedAttention, PagedBackend
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import OP_FIELDS, OP_OUT, OP_ROWS, OP_X
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
+from ramify.kv.pool import KVPool
+from ramify.models.ops.cpu_layer_attention import FusedAttention, FusedAttentionArgs
 from ramify.models.ops.cpu_linear import PackedLinear
 from ramify.models.ops.cpu_rope import QKNormRope
 from ramify.models.ops.functional import mark_nonfinite_rows
-from ramify.models.ops.protocol import Attention
+from ramify.models.ops.protocol import DecoderLayer, ForwardStep, FusableLayer
+from ramify.models.ops.torch_ops import SplitAttention
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from ramify.models.ops.cpu_layer_attention import FusedAttentionArgs
 
 # A step is one call if it has at most this many rows or multiply-adds. At peak 6e10 is 0.3 s of two
 # cores with AVX-512-BF16 (Zen 4), 0.7 s of two with AVX2. In longer steps the interpreter around a layer
@@ -57,11 +62,14 @@ class LayerOps(NamedTuple):
     down: PackedLinear
 
     @classmethod
-    def of(cls, *operations: object) -> LayerOps | None:
-        """The five operations of a layer, in field order; None if one is not a compiled op."""
-        qkv, rope, *others = operations
-        linears = [operation for operation in (qkv, *others) if isinstance(operation, PackedLinear)]
-        if len(linears) < len(operations) - 1 or not isinstance(rope, QKNormRope):
+    def of(cls, layer: DecoderLayer) -> LayerOps | None:
+        """The ops of a layer; None if it is not fusable, or one of them is not compiled."""
+        if not isinstance(layer, FusableLayer):
+            return None
+        qkv, attention, *others = layer.fusable
+        rope = attention.qk_norm_rope if isinstance(attention, SplitAttention) else None
+        linears = [linear for linear in (qkv, *others) if isinstance(linear, PackedLinear)]
+        if len(linears) <= len(others) or not isinstance(rope, QKNormRope):
             return None
         return cls(linears[0], rope, *linears[1:])
 
@@ -71,35 +79,43 @@ _OPS_PER_LAYER = len(LayerOps._fields)
 
 
 class FusedLayers:
-    """All layers of a dense decoder as one op list; same bits as their operations called one by one.
+    """A `LayerStack` of a dense decoder as one op list; same bits as its layers called one by one.
 
     Args:
         layers: at least one, all of the same widths and dtype.
-        num_heads: q heads, k heads, v heads.
-        head_dim: of all three.
 
     Raises:
-        ConfigError: layers differ, or their widths do not fit the heads.
+        ConfigError: layers differ, or their widths do not fit their heads.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerOps], *, num_heads: tuple[int, int, int], head_dim: int
-    ) -> None:
+    @classmethod
+    def of(cls, layers: Sequence[DecoderLayer]) -> FusedLayers | None:
+        """All layers fused, if every operation is a compiled CPU op and layers are alike; else None."""
+        ops = [op for layer in layers if (op := LayerOps.of(layer)) is not None]
+        return cls(ops) if len(ops) == len(layers) and _are_alike(ops) else None
+
+    def __init__(self, layers: Sequence[LayerOps]) -> None:
         from ramify.kernels.cpu import fused_layers, op_list
 
-        kinds = {tuple(op.kind for op in ops) for ops in layers}
-        if len(kinds) != 1 or len({kind[0] for layer in kinds for kind in layer}) != 1:
-            raise ConfigError(f"layers differ in their widths or dtypes: {sorted(map(str, kinds))}")
-        first, heads = layers[0], sum(num_heads) * head_dim
-        hidden, attn_out, inner = first.qkv.widths[0], num_heads[0] * head_dim, first.down.widths[0]
+        if not _are_alike(layers):
+            kinds = sorted({str([op.kind for op in ops]) for ops in layers})
+            raise ConfigError(f"layers differ in their widths, heads or dtypes: {kinds}")
+        first = layers[0]
+        num_heads, head_dim = first.rope.heads.counts, first.rope.heads.head_dim
+        hidden, inner = first.qkv.widths[0], first.down.widths[0]
+        heads, attn_out = sum(num_heads) * head_dim, num_heads[0] * head_dim
         expected = (hidden, heads), (attn_out, hidden), (hidden, inner), (inner, hidden)
         widths = tuple(op.widths for op in first if isinstance(op, PackedLinear))
         if widths != expected:
             raise ConfigError(
-                f"products have widths {widths}; with these heads they must have {expected}"
+                f"linears have widths {widths}; with these heads they must have {expected}"
             )
         self._kernels, self._run_fused_layers = op_list, fused_layers.run_fused_layers
         self._layers, self._num_heads, self._head_dim = list(layers), num_heads, head_dim
+        # By pool: the backend of its last step, and what attends over both inside the kernel.
+        self._attention: WeakKeyDictionary[KVPool, tuple[PagedBackend, FusedAttention | None]] = (
+            WeakKeyDictionary()
+        )
         self._eps = np.array([op.eps for ops in layers for op in ops])
         self._num_weights = len(layers) * sum(
             op.widths[0] * op.widths[1] * (1 + (op is first.gate_up))
@@ -116,42 +132,69 @@ class FusedLayers:
         # Compile now, not in the first step.
         op_list.run_ops(*no_ops, 1, *thread_scratch(1, 0, 0))
 
-    def run(self, hidden: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """Run all layers over `hidden` in place and return it; see `DenseDecoder.forward`.
+    def __call__(self, hidden: Tensor, step: ForwardStep) -> Tensor:
+        """Run all layers over `hidden` in place and return it; see `LayerStack`.
 
         Args:
-            hidden: [T, hidden_size] of the layers' dtype, contiguous, T at least 1.
+            hidden: [T, hidden_size] of the layers' dtype, contiguous.
 
         Raises:
-            ConfigError: shapes or dtypes disagree, those of what `attend` returns included.
-            IndexError: a position is outside the rope tables.
+            ConfigError: shapes or dtypes disagree, those of attention's output included.
+            IndexError: a position or a slot is out of range.
         """
-        first = self._layers[0]
+        first, positions = self._layers[0], step.positions
         first.qkv.check(hidden)
         first.rope.check_positions(positions, len(hidden))
         if not hidden.is_contiguous():
             raise ConfigError(f"hidden has strides {hidden.stride()}; it must be contiguous")
+        if not len(hidden):
+            return hidden
         ops, _inner = self._bind_buffers(hidden)
-        output_rows: Tensor | None = getattr(attend, "output_rows", None)
-        full_layer_ops = len(ops) if output_rows is None else len(ops) - _OPS_PER_LAYER
-        fused_args: FusedAttentionArgs | None = getattr(attend, "fused_args", None)
+        is_pruned = step.output_rows is not None
+        full_layer_ops = len(ops) - _OPS_PER_LAYER if is_pruned else len(ops)
+        fused_args = self._fused_args(step)
         if fused_args is not None and self._fuses_attention(fused_args, positions):
             first.rope.check_position_range(positions)
             self._run_fused(ops[:full_layer_ops], positions, fused_args, hidden.dtype)
         else:
-            self._run_by_layer(ops[:full_layer_ops], positions, attend, hidden.dtype)
-        if output_rows is not None:
-            self._run_pruned_last_layer(ops, positions, attend, hidden, output_rows)
+            self._run_by_layer(ops[:full_layer_ops], step, hidden.dtype)
+        if is_pruned:
+            self._run_pruned_last_layer(ops, step, hidden)
         return hidden
 
-    def warm_up(self, fused_args: FusedAttentionArgs) -> None:
-        """Compile the fused kernel for arguments of this kind, given those of a step without tokens."""
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """See `LayerStack`: compiles the kernel of all layers if it can attend over this pool."""
+        attention = self._fused_attention(backend, pool)
+        if attention is None:
+            return
+        args = attention.empty_step(pool)
         no_ops = np.zeros((0, OP_FIELDS), np.int64)
         run_args = np.zeros(0, np.int64), 1, *thread_scratch(1, 0, 0), np.zeros(6, np.int64)
-        planes, slots = fused_args.planes, fused_args.slots
         self._run_fused_layers(
-            no_ops, self._eps[:0], *run_args, planes, slots, *fused_args.kernel_args
+            no_ops, self._eps[:0], *run_args, args.planes, args.slots, *args.kernel_args
         )
+
+    def _fused_attention(self, backend: PagedBackend, pool: KVPool) -> FusedAttention | None:
+        """What makes the kernel's arguments for steps over this backend and pool; None if it cannot."""
+        known_backend, attention = self._attention.get(pool, (None, None))
+        if backend is known_backend:
+            return attention
+        attention = None
+        if FusedAttention.supports(backend, pool, self._layers[0].qkv.dtype) is None:
+            assert isinstance(backend, CpuBackend)
+            attention = FusedAttention(backend, pool)
+        self._attention[pool] = backend, attention
+        return attention
+
+    def _fused_args(self, step: ForwardStep) -> FusedAttentionArgs | None:
+        """The kernel's arguments for the step's attention; None if it must be called by layer."""
+        paged = step.attention
+        if type(paged) is not PagedAttention:
+            return None
+        attention = self._fused_attention(paged.backend, paged.pool)
+        if attention is None:
+            return None
+        return attention.step(paged.pool, paged.plan, paged.slots.numpy())
 
     def _bind_buffers(self, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """A copy of the op list with addresses of hidden and of the MLP's intermediate rows.
@@ -167,10 +210,9 @@ class FusedLayers:
             ops[op::_OPS_PER_LAYER, OP_OUT] = out.data_ptr()
         return ops, inner
 
-    def _run_by_layer(
-        self, ops: NDArray[np.int64], positions: Tensor, attend: Attention, dtype: torch.dtype
-    ) -> None:
+    def _run_by_layer(self, ops: NDArray[np.int64], step: ForwardStep, dtype: torch.dtype) -> None:
         """Run whole layers, `ops` from the first on, with a Python call of attention in each."""
+        positions, whole = step.positions, replace(step, output_rows=None)
         run, begin = self._run(len(positions), positions), 0
         for number in range(len(ops) // _OPS_PER_LAYER):
             end = _OPS_PER_LAYER * number + _O_PROJ
@@ -178,21 +220,23 @@ class FusedLayers:
             run(ops, begin, end)
             if number == 0:
                 self._layers[0].rope.raise_if_out_of_range(ops[_ROPE])
-            attn_out = self._attention_output(attend, number, *heads)
+            attn_out = self._attention_output(whole, number, *heads)
             ops[end, OP_X] = attn_out.data_ptr()
             begin = end
         run(ops, begin, len(ops))
 
     def _run_pruned_last_layer(
-        self, ops: NDArray[np.int64], positions: Tensor, attend: Attention, hidden: Tensor, rows: Tensor
-    ) -> None:  # fmt: skip
-        """Run the last layer: K/V of all rows, then attention, O GEMM and MLP of `rows` only."""
+        self, ops: NDArray[np.int64], step: ForwardStep, hidden: Tensor
+    ) -> None:
+        """Run the last layer: K/V of all rows, then attention, O GEMM and MLP of `output_rows` only."""
+        positions, rows = step.positions, step.output_rows
+        assert rows is not None
         number = len(self._layers) - 1
         begin = _OPS_PER_LAYER * number
         q, k, v = self._heads(ops, number, len(hidden), hidden.dtype)
         self._run(len(hidden), positions)(ops, begin, begin + _O_PROJ)
         self._layers[0].rope.raise_if_out_of_range(ops[begin + _ROPE])
-        attn_out = self._attention_output(attend, number, q[rows], k, v)
+        attn_out = self._attention_output(step, number, q, k, v)
         if len(rows):
             wanted = hidden[rows]
             ops, _inner = self._bind_buffers(wanted)
@@ -229,14 +273,16 @@ class FusedLayers:
         return rows.split_with_sizes(self._num_heads, 1)
 
     def _attention_output(
-        self, attend: Attention, number: int, q: Tensor, k: Tensor, v: Tensor
+        self, step: ForwardStep, number: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Call attention and check what it returns: like q, made contiguous."""
-        attn_out = attend(number, q, k, v)
-        if attn_out.shape != q.shape or attn_out.dtype != q.dtype or not attn_out.is_cpu:
+        """Call attention and check what it returns: like q, or its `output_rows`, made contiguous."""
+        attn_out = step.pruned_attention(number, q, k, v)
+        num_rows = len(q) if step.output_rows is None else len(step.output_rows)
+        shape = (num_rows, *q.shape[1:])
+        if attn_out.shape != shape or attn_out.dtype != q.dtype or not attn_out.is_cpu:
             raise ConfigError(
-                f"attend returned {attn_out.dtype} {tuple(attn_out.shape)} on {attn_out.device}; it must "
-                f"return {q.dtype} {tuple(q.shape)} on cpu"
+                f"attention returned {attn_out.dtype} {tuple(attn_out.shape)} on {attn_out.device}; it "
+                f"must return {q.dtype} {shape} on cpu"
             )
         return attn_out.contiguous()
 
@@ -248,8 +294,7 @@ class FusedLayers:
             attention_macs = 2 * len(self._layers) * num_q * self._head_dim * num_keys
             if num_rows * (self._num_weights + attention_macs) > FUSED_MAX_MACS:
                 return False
-        dtype = self._layers[0].qkv.kind[0]
-        kind = dtype, len(self._layers), *self._num_heads, self._head_dim
+        kind = self._layers[0].qkv.dtype, len(self._layers), *self._num_heads, self._head_dim
         planned = fused_args.kind, fused_args.num_workers, len(fused_args.slots)
         return planned == (kind, torch.get_num_threads(), num_rows)
 
@@ -277,6 +322,12 @@ class FusedLayers:
         self._run_fused_layers(
             ops, self._eps, *run_args, fused_args.planes, fused_args.slots, *fused_args.kernel_args
         )
+
+
+def _are_alike(layers: Sequence[LayerOps]) -> bool:
+    """Whether there are layers, all of the same widths and heads, in one dtype."""
+    kinds = {tuple(op.kind for op in ops) for ops in layers}
+    return len(kinds) == 1 and len({kind[0] for layer in kinds for kind in layer}) == 1
 
 
 def _scratch_floats(layer_ops: LayerOps, num_rows: int, num_workers: int) -> int:

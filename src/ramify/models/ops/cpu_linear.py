@@ -23,6 +23,7 @@ from ramify.kernels.cpu.abi import (
 )
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
 from ramify.kv import huge_pages
+from ramify.models.ops.protocol import ForwardStep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,12 +36,12 @@ MAX_CACHED_OPS = 64  # per linear: one op for each number of rows, workers and m
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 
-def packed_gemm_supports(weight: Tensor) -> str | None:
-    """None if the packed GEMM supports this weight, else the reason."""
-    if weight.device.type != "cpu":
-        return f"device {weight.device.type}: written for CPU"
-    if weight.dtype not in ROW_KINDS:
-        return f"{weight.dtype}: written for {' and '.join(map(str, ROW_KINDS))}"
+def packed_gemm_supports(dtype: torch.dtype, device: torch.device) -> str | None:
+    """None if the packed GEMM computes this dtype on this device, else the reason."""
+    if device.type != "cpu":
+        return f"device {device.type}: written for CPU"
+    if dtype not in ROW_KINDS:
+        return f"{dtype}: written for {' and '.join(map(str, ROW_KINDS))}"
     if importlib.util.find_spec("numba") is None:
         return "Numba is not installed: pip install 'ramify[cpu]'"
     return None
@@ -122,7 +123,7 @@ class PackedLinear:
 
         self._kernels, self._run_ops = packed_gemm, op_list.run_ops
         self.out_width = weight.shape[0] // 2 if gated else weight.shape[0]
-        self._in_width, self._dtype = weight.shape[1], weight.dtype
+        self._in_width, self.dtype = weight.shape[1], weight.dtype
         self._kind = _weight_kind(weight)
         # Row width in elements of that kind: a VNNI word is two numbers.
         self._width = self._in_width // 2 if self._kind == BF16_VNNI else self._in_width
@@ -158,12 +159,12 @@ class PackedLinear:
     @property
     def kind(self) -> tuple[object, ...]:
         """Dtype and widths; layers of one model have equal kinds."""
-        return self._dtype, *self.widths
+        return self.dtype, *self.widths
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of the result."""
-        return self.out_width * self._dtype.itemsize
+        return self.out_width * self.dtype.itemsize
 
     def op(self, num_rows: int, num_workers: int, *, add: bool = False) -> tuple[int, ...]:
         """The GEMM op [OP_FIELDS] of `op_list.run_ops` for contiguous x [num_rows, in_width].
@@ -171,7 +172,7 @@ class PackedLinear:
         The caller fills in the addresses of x (`OP_X`) and of the result (`OP_OUT`). `add`: add the
         result to what is there.
         """
-        size, mode = self._dtype.itemsize, ADD_RESIDUAL if add else self._mode
+        size, mode = self.dtype.itemsize, ADD_RESIDUAL if add else self._mode
         return (
             self._kind, mode, 0, self._in_width * size, num_rows, self._width,
             *self._fixed, 0, self.row_bytes, self.out_width,
@@ -186,43 +187,41 @@ class PackedLinear:
     def check(self, x: Tensor) -> None:
         """Raise ConfigError unless x is [rows, in_width] in the dtype of the weight, on CPU."""
         fits = x.dim() == 2 and x.shape[1] == self._in_width
-        if not fits or x.dtype != self._dtype or not x.is_cpu:
+        if not fits or x.dtype != self.dtype or not x.is_cpu:
             raise ConfigError(
-                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {self._dtype} "
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {self.dtype} "
                 f"[rows, {self._in_width}] on cpu"
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in_width] -> [rows, out_width], in the dtype of the weight.
+    def __call__(
+        self,
+        x: Tensor,
+        step: ForwardStep | None = None,  # noqa: ARG002 - for adapters
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """[rows, in_width] -> [rows, out_width], in the dtype of the weight; see `Linear`.
 
         Any row stride will do; x with another element stride than 1 is copied.
 
         Raises:
-            ConfigError: x has another width, dtype or device.
+            ConfigError: shapes, dtypes or devices disagree, or `residual` is not contiguous.
         """
-        out = torch.empty((x.shape[0], self.out_width), dtype=self._dtype)
-        self._run(x, out)
-        return out
-
-    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """sums += self(x), in place; returns sums [rows, out_width], which must be contiguous.
-
-        Raises:
-            ConfigError: shapes or dtypes disagree, or the layer is gated.
-        """
-        if self._mode == SILU_MUL:
+        shape = (x.shape[0], self.out_width)
+        if residual is None:
+            out = torch.empty(shape, dtype=self.dtype)
+            self._run(x, out)
+            return out
+        if self._mode == SILU_MUL:  # its epilogue cannot add
+            return residual.add_(self(x))
+        if residual.shape != shape or residual.dtype != self.dtype:
             raise ConfigError(
-                "add_to is not possible for a gated linear; call it and add the result"
+                f"residual is {residual.dtype} {tuple(residual.shape)}; it must be {self.dtype} {shape}"
             )
-        if sums.shape != (x.shape[0], self.out_width) or sums.dtype != self._dtype:
-            raise ConfigError(
-                f"sums are {sums.dtype} {tuple(sums.shape)}; they must be {self._dtype} "
-                f"{(x.shape[0], self.out_width)}"
-            )
-        if not sums.is_contiguous():
-            raise ConfigError(f"sums have strides {sums.stride()}; they must be contiguous")
-        self._run(x, sums, add=True)
-        return sums
+        if not residual.is_contiguous():
+            raise ConfigError(f"residual has strides {residual.stride()}; it must be contiguous")
+        self._run(x, residual, add=True)
+        return residual
 
     def _run(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
         self.check(x)
@@ -241,7 +240,7 @@ class PackedLinear:
             self._ops_by_rows[num_rows, num_workers, add] = cached
         ops, floats = cached[0].copy(), cached[1]
         ops[0, OP_X], ops[0, OP_OUT] = x.data_ptr(), out.data_ptr()
-        ops[0, OP_X_STRIDE] = x.stride(0) * self._dtype.itemsize
+        ops[0, OP_X_STRIDE] = x.stride(0) * self.dtype.itemsize
         set_num_threads(num_workers)
         scratch = thread_scratch(num_workers, floats, 1)
         self._run_ops(ops, self._eps_of_norm, _NO_POSITIONS, num_workers, *scratch)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.kernels.cpu.abi import OP_NORM_ROPE, OP_OUT_OF_RANGE, OP_ROWS
 from ramify.kernels.cpu.threads import ROW_KINDS, set_num_threads, thread_scratch
+from ramify.models.ops.protocol import ForwardStep, Heads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,11 +23,10 @@ ROPE_ROWS_PER_TASK = 4
 class QKNormRope:
     """RMS norm and rope of q and k heads, in place, in one pass over the QKV rows.
 
-    A row is `num_q` query heads, `num_k` key heads, then value heads, which stay as they are.
+    A row is query heads, key heads, then value heads, which stay as they are.
 
     Args:
         cos, sin: [max_len, head_dim / 2] in the model's dtype, float32 or bfloat16.
-        num_q, num_k: heads per row.
         norms: weights [head_dim] for q and for k, and their eps; None: rope only.
     """
 
@@ -34,25 +34,24 @@ class QKNormRope:
         self,
         cos: Tensor,
         sin: Tensor,
+        heads: Heads,
         *,
-        num_q: int,
-        num_k: int,
         norms: tuple[Tensor, Tensor, float] | None = None,
     ) -> None:
         from ramify.kernels.cpu import op_list
 
-        self._run_ops = op_list.run_ops
+        self._run_ops, self.heads = op_list.run_ops, heads
         self._tables = cos.contiguous(), sin.contiguous()
         self._norms = () if norms is None else (norms[0].contiguous(), norms[1].contiguous())
         self.eps = 0.0 if norms is None else float(norms[2])
-        self._shape = num_q, num_k, 2 * cos.shape[1]
+        self._shape = heads.num_q, heads.num_kv, heads.head_dim
         weights = [norm.data_ptr() for norm in self._norms] or [0, 0]
         tables = [table.data_ptr() for table in self._tables]
         self._fixed = (*self._shape, *weights, *tables, len(cos))
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Dtype, max_len, num_q, num_k, head_dim; layers of one model have equal kinds."""
+        """Dtype, max_len and heads; layers of one model have equal kinds."""
         return self._tables[0].dtype, len(self._tables[0]), *self._shape
 
     def op(self, num_rows: int, row_bytes: int, num_workers: int) -> tuple[int, ...]:
@@ -63,8 +62,14 @@ class QKNormRope:
             *self._fixed, num_tasks, 0, 0, 0, 0, OP_NORM_ROPE,
         )  # fmt: skip
 
-    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Normalise and rotate rows [T, >= (num_q + num_k) * head_dim] for positions [T] int64; returns rows.
+    def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:
+        """QKV rows, overwritten -> q, k, v [T, heads, head_dim], views of them."""
+        rows = self.rotate(qkv, step.positions).unflatten(-1, (-1, self.heads.head_dim))
+        q, k, v = rows.split(self.heads.counts, 1)
+        return q, k, v
+
+    def rotate(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Normalise and rotate rows [T, >= (num_q + num_kv) * head_dim] for positions [T] int64; returns rows.
 
         Raises:
             ConfigError: shapes or dtypes disagree.

@@ -14,22 +14,24 @@ from torch import Tensor
 from ramify.attention.exactness import FP32_ROW_MULTIPLE
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / RMS(x) * weight over the last dimension.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / RMS(x) * (offset + weight) over the last dimension.
 
-    Mean and division are float32; their result is rounded to x's dtype before the multiplication
-    with the weight, as in the models' reference code.
+    Mean and division are float32. Without an offset their result is rounded to x's dtype before the
+    multiplication with the weight, with one after it, as in the models' reference code.
     """
     wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (wide * (offset + weight.float())).to(x.dtype)
+    return weight * wide.to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension, in float32 with eps 1e-6."""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension, in float32."""
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.float() + bias.float()).to(x.dtype)
 
 
@@ -41,6 +43,21 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
+
+
+def gelu_tanh_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up in the tanh approximation, all [rows, width]; by `exp`, as in `silu_and_mul`."""
+    wide = gate.float()
+    argument = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide.pow(3))
+    return (wide / (1 + torch.exp(-argument))).to(gate.dtype) * up
+
+
+ACTIVATIONS = {"silu_mul": silu_and_mul, "gelu_tanh_mul": gelu_tanh_and_mul}
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), by `exp`, as in `silu_and_mul`."""
+    return cap * (1 - 2 / (1 + torch.exp(2 * logits / cap)))
 
 
 def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ramify.attention.exactness import (
+    BATCHED,
     EXTRA_ROWS,
     PROBE_ROW_COUNTS,
+    ROW_BY_ROW,
     Exactness,
     ProbeStore,
-    batch_variant_row_counts,
+    probe_batch_invariance,
     row_by_row,
 )
 
@@ -28,6 +30,7 @@ def probe_row_op(
     exact: bool,
     store: ProbeStore,
     counts: Sequence[int] = PROBE_ROW_COUNTS,
+    strategy: str = BATCHED,
 ) -> tuple[Callable[..., Tensor], Exactness]:
     """`op` if the probe finds its rows independent of the batch, else `op` row by row; and the verdict.
 
@@ -39,24 +42,19 @@ def probe_row_op(
             layout that the model will use.
         exact: False returns `op` without a probe.
         counts: row counts to try.
+        strategy: the name of `op` in the verdict.
     """
     if not exact:
-        return op, Exactness(operation, shape, dtype_name(dtype), "batched", "exact=False")
+        return op, Exactness(operation, shape, dtype_name(dtype), strategy, "exact=False")
 
-    def probe() -> tuple[str, str]:
-        args = samples()
-
-        def run(indices: Tensor) -> Tensor:
-            start, stop = int(indices[0]), int(indices[-1]) + 1
-            return op(*(arg[start:stop] for arg in args))
-
-        differing = batch_variant_row_counts(run, torch.arange(args[0].shape[0]), counts)
-        if not differing:
-            return "batched", "rows agree at every count tried"
-        return "row_by_row", f"batched: rows differ at {', '.join(map(str, differing))} rows"
-
-    verdict = store.verdict(operation, shape, dtype, probe, strategies=("batched", "row_by_row"))
-    return (op if verdict.strategy == "batched" else row_by_row(op)), verdict
+    verdict = store.verdict(
+        operation,
+        shape,
+        dtype,
+        lambda: probe_batch_invariance(op, samples(), counts, strategy),
+        strategies=(strategy, ROW_BY_ROW),
+    )
+    return (op if verdict.strategy == strategy else row_by_row(op)), verdict
 
 
 def sample_rows(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -1,25 +1,302 @@
-"""Types of what a decoder calls: attention of a step, and functions of rows."""
+"""The seam between model families and devices: the operations that a family binds, and how it calls them.
+
+At load a family binds its operations by checkpoint names (`Ops.linear`, `Ops.attention`, ...). In a
+step it calls them with rows [T, ...] and the `ForwardStep`. No operation holds a current step, and none
+holds its `Ops`. `docs/architecture.md` says where graphs, tensor parallelism and adapters fit in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Concatenate
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-# [rows, ...] -> [rows, ...]
-RowFunction = Callable[[Tensor], Tensor]
+from ramify.attention.exactness import Exactness
+from ramify.attention.paged import PagedBackend
+from ramify.kv.pool import KVPool
+from ramify.models.config import RopeConfig
 
-# attend(layer, query, *kv) -> attention output. It writes kv, one tensor [T, ...] per K/V plane, to the
-# step's slots, then attends. The engine's is `ramify.attention.paged.PagedAttention`.
+# Of the two halves (gate, up) of a result.
+Activation = Literal["silu_mul", "gelu_tanh_mul"]
+
+# [T, ...] -> [T, ...]: row i of the result depends on row i of the argument only.
+RowOp = Callable[[Tensor], Tensor]
+# [T] int64 -> [T, hidden_size]
+Embedding = Callable[[Tensor], Tensor]
+# hidden rows [R, hidden_size] before the final norm -> logits [R, vocab_size] float32
+LmHead = Callable[[Tensor], Tensor]
+
+# attention(layer, query, *kv) -> output [T, num_heads, value_dim]. It writes kv, one tensor [T, ...] per
+# K/V plane, to the step's slots, then attends. `rows` [R] int64, ascending, says that the query has only
+# these of the T rows; so has the output then. The engine's is `ramify.attention.paged.PagedAttention`.
 #
-#   dense     attend(layer, q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]) -> like q
-#   DeepSeek  attend(layer, MlaQuery, latent [T, latent_dim], rope [T, rope_dim][, index_key [T, dim]])
-#             -> [T, num_heads, value_dim]
-#
-# Two optional attributes, which `DenseDecoder` reads:
-#   fused_args   `cpu_layer_attention.FusedAttentionArgs` of this step: fused layers may write K/V and
-#                attend by themselves, without calling `attend`.
-#   output_rows  [R] int64, ascending: the rows of the last layer that are wanted beyond its K/V.
-#                `attend` gets only their queries then.
-Attention = Callable[Concatenate[int, Any, ...], Tensor]
+#   dense     attention(layer, q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim])
+#   DeepSeek  attention(layer, MlaQuery, latent [T, latent_dim], rope [T, rope_dim][, index_key [T, dim]])
+Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over the last dimension; `name` is a checkpoint prefix, such as `model.norm`."""
+
+    name: str
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0  # of the weight: Gemma multiplies by 1 + weight
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of a layer."""
+
+    num_q: int
+    num_kv: int
+    head_dim: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Heads of q, k and v in a QKV row."""
+        return self.num_q, self.num_kv, self.num_kv
+
+
+# How the ranks of tensor parallelism divide a matrix; one device ignores it. "columns", "rows": the
+# output, the input. "vocab": the output, gathered afterwards. `Heads`: q, k and v, each by its heads.
+Shard = Literal["none", "columns", "rows", "vocab"] | Heads
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """What a step's operations share; the runner makes it, `Ops.begin` adds the angles."""
+
+    positions: Tensor  # [T] int64, padding rows included
+    attention: Attention
+    # [R] int64, ascending: rows that are wanted beyond the K/V of the last layer; None: all
+    output_rows: Tensor | None = None
+    # cos and signed sin [T, 1, dim] of each rotary table that operations read
+    angles: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def select(self, rows: Tensor) -> ForwardStep:
+        """The step of some rows [R] int64, for what comes after attention."""
+        angles = tuple((cos[rows], sin[rows]) for cos, sin in self.angles)
+        return ForwardStep(self.positions[rows], self.attention, None, angles)
+
+    def pruned_attention(self, layer: int, q: Tensor, *kv: Tensor) -> Tensor:
+        """Attention of a layer: [T, num_heads, value_dim], or [R, ...] with `output_rows`."""
+        if self.output_rows is None:
+            return self.attention(layer, q, *kv)
+        return self.attention(layer, q[self.output_rows], *kv, rows=self.output_rows)
+
+
+class Linear(Protocol):
+    """x @ weight.T + bias, with the norm before and the activation behind it that it was bound with."""
+
+    def __call__(
+        self, x: Tensor, step: ForwardStep | None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, in_width] -> [T, out_width].
+
+        Args:
+            step: whose rows these are; None if they are not the rows of a step, as in an LM head.
+            residual: [T, out_width], contiguous, not x: the result is added to it in place, and it is
+                returned.
+        """
+        ...
+
+
+class HeadLinear(Protocol):
+    """A matrix for each head."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[num_heads, n, m]."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, num_heads, n] -> [T, num_heads, m]."""
+        ...
+
+
+class Rope(Protocol):
+    """Rotary embedding of the first dimensions of each head; the others are copied."""
+
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """[T, heads, at least the bound dim] -> the same."""
+        ...
+
+
+class Attended(NamedTuple):
+    """What a layer's attention hands on."""
+
+    rows: Tensor  # [T or R, num_heads * value_dim]
+    kv: tuple[Tensor, ...]  # of all T rows
+
+
+class SelfAttention(Protocol):
+    """QK norm, rope, K/V write and attention over QKV rows."""
+
+    def __call__(self, qkv: Tensor, step: ForwardStep) -> Attended:
+        """qkv [T, (num_q + 2 * num_kv) * head_dim]; it may be overwritten."""
+        ...
+
+
+class Experts(Protocol):
+    """Routed experts of a layer, and the shared expert if there is one."""
+
+    def __call__(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Sum over experts of weight * expert(x), like x.
+
+        Each product is rounded to x's dtype, then added: experts in ascending order, the shared last.
+
+        Args:
+            x: [T, hidden_size].
+            weights: [T, num_experts] float32; 0 where a token is not routed to an expert.
+        """
+        ...
+
+
+class DecoderLayer(Protocol):
+    """A layer as its family writes it; the reference of every fused form."""
+
+    def attend(self, hidden: Tensor, step: ForwardStep) -> Attended:
+        """Everything up to attention's output: writes the K/V of all T rows of hidden."""
+        ...
+
+    def finish(self, hidden: Tensor, rows: Tensor, step: ForwardStep) -> Tensor:
+        """Everything after attention: hidden [R, hidden_size], which may be overwritten.
+
+        Args:
+            rows: attention's output of the same rows, [R, num_heads * value_dim].
+            step: of these rows.
+        """
+        ...
+
+
+@runtime_checkable
+class FusableLayer(Protocol):
+    """A layer that is QKV, attention, O + residual, gated MLP + residual, so that a device can fuse it."""
+
+    @property
+    def fusable(self) -> tuple[Linear, SelfAttention, Linear, Linear, Linear]:
+        """QKV, attention, O, gate and up, down: the norms are inside QKV and gate and up."""
+        ...
+
+
+class LayerStack(Protocol):
+    """All layers of a decoder."""
+
+    def __call__(self, hidden: Tensor, step: ForwardStep) -> Tensor:
+        """[T, hidden_size], which may be overwritten -> the rows before the final norm.
+
+        Rows that `step.output_rows` leaves out may be those before the last layer. Such a row is not
+        finite if its K/V of the last layer is not.
+        """
+        ...
+
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """Compile for steps over this backend and pool now, not in the first step."""
+        ...
+
+
+class Ops(Protocol):
+    """Operations of one decoder on one device, computed in `dtype`.
+
+    A `name` is a checkpoint prefix such as `model.layers.3.self_attn.q_proj`.
+    """
+
+    dtype: torch.dtype
+
+    @property
+    def row_multiple(self) -> int:
+        """Pad a step to a multiple of this many rows, or its bits are not exact."""
+        ...
+
+    def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
+        """Rows of the table, multiplied by `scale` in `dtype`."""
+        ...
+
+    def linear(
+        self,
+        *names: str,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        shard: Shard = "none",
+        dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """One matrix of the named ones, which have the same input; outputs side by side.
+
+        Args:
+            norm: of the input.
+            activation: of the two halves of the output, which `names` (gate, up) are then.
+            dtype: to compute in; None: `Ops.dtype`.
+        """
+        ...
+
+    def norm(self, norm: Norm) -> RowOp:
+        """A norm alone."""
+        ...
+
+    def head_linear(
+        self, name: str, *, num_heads: int, rows: slice, transpose: bool = False
+    ) -> HeadLinear:
+        """Rows of each head of a matrix [num_heads * n, m]: [n, m], or with `transpose` [m, n]."""
+        ...
+
+    def rope(
+        self, rope: RopeConfig, *, dim: int, num_heads: int, interleaved: bool = False
+    ) -> Rope:
+        """Rotary embedding of the first `dim` dimensions; `interleaved` pairs are neighbours."""
+        ...
+
+    def attention(
+        self,
+        layer: int,
+        heads: Heads,
+        rope: RopeConfig,
+        *,
+        qk_norm: tuple[Norm, Norm] | None = None,
+    ) -> SelfAttention:
+        """Attention over QKV rows; `qk_norm` are norms of each head of q and of k."""
+        ...
+
+    def experts(self, prefix: str, *, num_experts: int, shared: str | None) -> Experts:
+        """Gated MLPs `prefix` + 0., 1., ... and `shared`."""
+        ...
+
+    def row_op(
+        self,
+        operation: str,
+        op: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        samples: Callable[[], tuple[Tensor, ...]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Callable[..., Tensor]:
+        """A family's own function of rows, kept independent of the batch: see `probe_row_op`."""
+        ...
+
+    def lm_head(self, name: str, *, norm: Norm, soft_cap: float | None = None) -> LmHead:
+        """Final norm and output matrix; `soft_cap` c makes it c * tanh(logits / c)."""
+        ...
+
+    def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
+        """All layers of the decoder as one call."""
+        ...
+
+    def finish(self) -> None:
+        """Drop the weights once everything is bound: packed copies replace most of them."""
+        ...
+
+    def begin(self, step: ForwardStep) -> ForwardStep:
+        """Prepare a step: everything that is the same for all layers."""
+        ...
+
+    def weight(self, name: str) -> Tensor:
+        """The checkpoint's tensor of that name, for a `row_op`."""
+        ...
+
+    def exactness(self) -> list[Exactness]:
+        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
+        ...

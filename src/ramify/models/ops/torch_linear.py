@@ -1,4 +1,4 @@
-"""Linear layers: the ways to compute x @ weight.T + bias, and the choice of a batch-invariant one."""
+"""Linear layers in torch: the ways to compute x @ weight.T + bias, and the choice of a batch-invariant one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ramify.attention.exactness import (
     batch_variant_row_counts,
 )
 from ramify.errors import ConfigError
-from ramify.models.ops import cpu_linear
 from ramify.models.ops.probe import dtype_name, random_rows
-from ramify.models.ops.protocol import RowFunction
+from ramify.models.ops.protocol import RowOp
+from ramify.models.ops.quantized import QuantizedWeight, Weight, as_tensor
 
 # The number of rows for which oneDNN lays out packed weights. Of 1, 16, 64 and 512, 16 was never
 # slower beyond noise, at any number of rows (measured, AVX2, 896 x 4864 and 4864 x 896).
@@ -36,14 +36,14 @@ PROBE_COUNTS = (
 PROBE_MULTIPLY_ADDS = 80e9
 
 
-class Linear:
+class TorchLinear:
     """x @ weight.T + bias by one strategy of `TORCH_LINEARS`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, strategy: str) -> None:
-        """Bind the weight to a strategy; `packed_gemm` and `onednn` copy it into their layout.
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, strategy: str) -> None:
+        """Bind the weight to a strategy; `onednn` copies it into its layout.
 
         Args:
-            weight: [out_width, in_width], any float dtype.
+            weight: [out_width, in_width], any float dtype; if quantised, dequantised in each call.
             bias: [out_width] of the same dtype.
             strategy: a key of `TORCH_LINEARS`.
 
@@ -58,13 +58,8 @@ class Linear:
         if reason is not None:
             raise ConfigError(f"linear strategy {strategy!r} cannot be used here: {reason}")
         self.strategy = strategy
-        self.out_width = weight.shape[0]
+        self.out_width = len(weight)
         self._run = TORCH_LINEARS[strategy](weight, bias)
-
-    @property
-    def packed_linear(self) -> cpu_linear.PackedLinear | None:
-        """The compiled op behind this linear if its strategy is `packed_gemm`, else None."""
-        return self._run if isinstance(self._run, cpu_linear.PackedLinear) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in_width] -> [rows, out_width], in the dtype of the weight."""
@@ -72,15 +67,10 @@ class Linear:
             return x.new_empty((0, self.out_width))
         return self._run(x)
 
-    def add_to(self, sums: Tensor, x: Tensor) -> Tensor:
-        """sums += self(x), in place; returns sums [rows, out_width]."""
-        if self.packed_linear is not None:
-            return self.packed_linear.add_to(sums, x)
-        return sums.add_(self(x))
 
-
-def _onednn(weight: Tensor, bias: Tensor | None) -> RowFunction:
-    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONEDNN_PACK_ROWS)  # noqa: SLF001
+def _onednn(weight: Weight, bias: Tensor | None) -> RowOp:
+    matrix = as_tensor(weight).contiguous()
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(matrix, ONEDNN_PACK_ROWS)  # noqa: SLF001
 
     def run(x: Tensor) -> Tensor:
         out = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")  # noqa: SLF001
@@ -89,27 +79,29 @@ def _onednn(weight: Tensor, bias: Tensor | None) -> RowFunction:
     return run
 
 
-def _padded(weight: Tensor, bias: Tensor | None) -> RowFunction:
+def _padded(weight: Weight, bias: Tensor | None) -> RowOp:
     def run(x: Tensor) -> Tensor:
         missing = -x.shape[0] % FP32_ROW_MULTIPLE
         if missing == 0:
-            return F.linear(x, weight, bias)
-        return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
+            return F.linear(x, as_tensor(weight), bias)
+        return F.linear(F.pad(x, (0, 0, 0, missing)), as_tensor(weight), bias)[: x.shape[0]]
 
     return run
 
 
-def _row_by_row(weight: Tensor, bias: Tensor | None) -> RowFunction:
-    return lambda x: torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
+def _row_by_row(weight: Weight, bias: Tensor | None) -> RowOp:
+    def run(x: Tensor) -> Tensor:
+        matrix = as_tensor(weight)
+        return torch.cat([F.linear(row, matrix, bias) for row in x.split(1)])
+
+    return run
 
 
-def _plain(weight: Tensor, bias: Tensor | None) -> RowFunction:
-    return lambda x: F.linear(x, weight, bias)
+def _plain(weight: Weight, bias: Tensor | None) -> RowOp:
+    return lambda x: F.linear(x, as_tensor(weight), bias)
 
 
-TORCH_LINEARS: dict[str, Callable[[Tensor, Tensor | None], RowFunction]] = {
-    # compiled kernel: the order of summation does not depend on the number of rows
-    "packed_gemm": cpu_linear.PackedLinear,
+TORCH_LINEARS: dict[str, Callable[[Weight, Tensor | None], RowOp]] = {
     # oneDNN with weights packed once
     "onednn": _onednn,
     # F.linear, rows padded to a multiple of FP32_ROW_MULTIPLE
@@ -121,35 +113,36 @@ TORCH_LINEARS: dict[str, Callable[[Tensor, Tensor | None], RowFunction]] = {
 }
 
 
-def strategy_supports(strategy: str, weight: Tensor) -> str | None:
+def strategy_supports(strategy: str, weight: Weight) -> str | None:
     """None if the strategy supports this weight, else the reason."""
-    if strategy == "packed_gemm":
-        return cpu_linear.packed_gemm_supports(weight)
     return onednn_supports(weight) if strategy == "onednn" else None
 
 
-def strategy_order(weight: Tensor) -> tuple[str, ...]:
-    """Strategies to try for this dtype on this machine, the fastest first.
-
-    Measured at 1 to 2,048 rows, on AVX2 and AVX-512, in float32 and (with AVX-512-BF16) bfloat16:
-    `packed_gemm` is at least as fast as `onednn` with few rows, at most 6 % slower with many, and only
-    `packed_gemm` can run inside the fused layers. bfloat16 without AVX-512-BF16: nothing else is fast.
-    bfloat16 with AMX: oneDNN, which uses it; not measured.
-    """
-    if weight.dtype == torch.bfloat16:
-        if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
-            return "onednn", "packed_gemm", "plain"
-        native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-        return ("packed_gemm", "onednn", "plain") if native else ("packed_gemm", "plain")
+def strategy_order(dtype: torch.dtype) -> tuple[str, ...]:
+    """Strategies to try for this dtype on this machine, the fastest first."""
+    if dtype == torch.bfloat16:
+        return ("onednn", "plain") if has_bf16_instructions() else ("plain",)
     # No `plain` in float32: its rows are known to differ, and a probe might miss that.
-    return "packed_gemm", "onednn", "padded"
+    return "onednn", "padded"
 
 
-def onednn_supports(weight: Tensor) -> str | None:
+def has_bf16_instructions() -> bool:
+    """Whether this CPU has AVX-512-BF16 or AMX, without which oneDNN is slow in bfloat16."""
+    return has_amx() or bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
+
+
+def has_amx() -> bool:
+    """Whether this CPU has AMX, which multiplies tiles of bfloat16."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+
+
+def onednn_supports(weight: Weight) -> str | None:
     """None if oneDNN can pack this weight, else the reason.
 
     The two operations are private to torch, so their existence and their result are both checked.
     """
+    if isinstance(weight, QuantizedWeight):
+        return f"{weight.format} codes: oneDNN would keep a dequantised copy"
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
         return (
             f"oneDNN packs float32 and bfloat16 on cpu, not {weight.dtype} on {weight.device.type}"
@@ -174,42 +167,42 @@ def onednn_supports(weight: Tensor) -> str | None:
 
 
 def choose_torch_linear(
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     *,
     exact: bool,
     store: ProbeStore,
     candidates: Sequence[str] | None = None,
-) -> tuple[Linear, Exactness]:
+) -> tuple[TorchLinear, Exactness]:
     """Bind the weight to the first strategy that passes the probe; returns it and the verdict.
 
     Args:
         exact: False takes the fastest strategy that supports the weight, without a probe.
         candidates: keys of `TORCH_LINEARS` to try in this order before `row_by_row`; None means
-            `strategy_order(weight)`.
+            `strategy_order(weight.dtype)`.
     """
     operation = "linear" if bias is None else "linear with bias"
     shape = (weight.shape[0], weight.shape[1])
     if candidates is None:
-        candidates = strategy_order(weight)
+        candidates = strategy_order(weight.dtype)
     reasons = {name: strategy_supports(name, weight) for name in candidates}
     order = [name for name, reason in reasons.items() if reason is None]
     skipped = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     if not exact:
-        strategy = next((name for name in order if name in ("packed_gemm", "onednn")), "plain")
+        strategy = "onednn" if "onednn" in order else "plain"
         verdict = Exactness(operation, shape, dtype_name(weight.dtype), strategy, "exact=False")
-        return Linear(weight, bias, strategy=strategy), verdict
+        return TorchLinear(weight, bias, strategy=strategy), verdict
     # Every strategy passes on a constant matrix: do not store such a verdict.
-    if len(weight[:8].unique()) < 8:
+    if is_constant(weight):
         store = ProbeStore(None)
     # Packing is expensive: reuse the linear that the probe built.
-    built: dict[str, Linear] = {}
+    built: dict[str, TorchLinear] = {}
 
     def probe() -> tuple[str, str]:
         failures = list(skipped)
         for strategy in order:
             built.clear()  # never two packed copies of a large matrix
-            built[strategy] = Linear(weight, bias, strategy=strategy)
+            built[strategy] = TorchLinear(weight, bias, strategy=strategy)
             differing = _batch_variant_counts(built[strategy], weight)
             if not differing:
                 return strategy, "; ".join([*failures, "rows agree at every count tried"])
@@ -220,17 +213,23 @@ def choose_torch_linear(
         operation, shape, weight.dtype, probe, strategies=(*order, "row_by_row")
     )
     linear = built.get(verdict.strategy)
-    return linear or Linear(weight, bias, strategy=verdict.strategy), verdict
+    return linear or TorchLinear(weight, bias, strategy=verdict.strategy), verdict
 
 
-def _batch_variant_counts(linear: Linear, weight: Tensor) -> tuple[int, ...]:
+def is_constant(weight: Weight) -> bool:
+    """Whether the first rows have so few different values that a probe would find nothing."""
+    values = weight.codes if isinstance(weight, QuantizedWeight) else weight
+    return len(values[:8].unique()) < 8
+
+
+def _batch_variant_counts(linear: TorchLinear, weight: Weight) -> tuple[int, ...]:
     """The row counts at which the linear is not batch-invariant, tried with random rows."""
     counts = probe_counts(weight)
     rows = random_rows(max(counts) + EXTRA_ROWS, weight.shape[1], weight.dtype)
     return batch_variant_row_counts(linear, rows.to(weight.device), counts)
 
 
-def probe_counts(weight: Tensor) -> tuple[int, ...]:
+def probe_counts(weight: Weight) -> tuple[int, ...]:
     """The largest set of PROBE_COUNTS that is affordable for a matrix of this size."""
     affordable = [
         counts for counts in PROBE_COUNTS if 2 * sum(counts) * weight.numel() <= PROBE_MULTIPLY_ADDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,19 +15,19 @@ from ramify.server.anthropic.protocol import (
     CountRequest,
     InputTool,
     MessageRequest,
+    ToolChoice,
 )
 from ramify.server.errors import ApiError
 from ramify.server.generation import (
     GenerationRequest,
-    build_chat_generation,
     sampling_filters,
+    with_tool_calls,
 )
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import (
     BREAKPOINT_TTL_S,
     MAX_BREAKPOINTS,
     PromptPart,
-    RenderedPrompt,
     text_variants,
     tool_parts,
 )
@@ -48,13 +48,13 @@ def messages_to_generation(
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    prompt, history_entry = render_messages(request, service, tenant)
+    history_entry = render_messages(request, service, tenant)
     structured = None
     if request.output_config is not None and request.output_config.format is not None:
         structured = StructuredOutput(json_schema=request.output_config.format.schema)
-    choice, tools = request.tool_choice, _template_tools(request)
-    forces_call = choice is not None and choice.type in ("any", "tool")
-    if choice is not None and forces_call:
+    choice, tools = request.tool_choice or ToolChoice("auto"), _template_tools(request)
+    forces_call = choice.type in ("any", "tool")
+    if forces_call:
         if not tools:
             raise ApiError(400, f"{choice.type!r} needs tools", param="tool_choice")
         names = [tool["function"]["name"] for tool in tools]
@@ -67,24 +67,22 @@ def messages_to_generation(
         stop=request.stop_sequences or (),
         structured=structured,
     )
-    return build_chat_generation(
-        prompt,
-        params,
+    generation_request = GenerationRequest(
         history_entry,
-        tools=tools,
-        tool_format=service.tool_format,
-        forces_call=forces_call,
-        single_call=choice is not None and bool(choice.disable_parallel_tool_use),
+        params,
         salt=request.cache_salt or "",
         priority=request.priority,
         is_prewarm=request.max_tokens == 0,
+        is_chat=True,
+    )
+    single_call = bool(choice.disable_parallel_tool_use)
+    return with_tool_calls(
+        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
     )
 
 
-def render_messages(
-    request: CountRequest, service: Service, tenant: str = ""
-) -> tuple[RenderedPrompt, HistoryEntry]:
-    """Render the prompt of a request; returns the entry for the request history as well.
+def render_messages(request: CountRequest, service: Service, tenant: str = "") -> HistoryEntry:
+    """Render the prompt of a request; returns it as an entry of the request history.
 
     Raises:
         ApiError, RequestError: it cannot be served.
@@ -94,22 +92,24 @@ def render_messages(
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
     _check_num_breakpoints(request)
     system = _system_blocks(request)
-    system_text = "\n".join(block.text or "" for block in system)
+    system_texts = [block.text or "" for _, block in system]
     turns = [
         list(_template_messages(message.role, message.content, f"messages[{index}]"))
         for index, message in enumerate(request.messages)
     ]
-    messages = [{"role": "system", "content": system_text}] if system else []
+    messages = [{"role": "system", "content": "\n".join(system_texts)}] if system else []
     messages += [message for turn in turns for message in turn]
     if not messages:
         raise ApiError(400, "there is nothing to answer in them", param="messages")
     tools = _template_tools(request)
     parts = [
-        PromptPart(part.path, part.texts, *_breakpoint(tool.cache_control))
+        PromptPart(part.path, part.texts, _ttl_s(tool.cache_control))
         for part, tool in zip(tool_parts(tools), request.tools or (), strict=False)
     ]
-    if system:
-        parts += _system_parts(request.system, system)
+    parts += [
+        PromptPart(path, text_variants(block.text or ""), _ttl_s(block.cache_control))
+        for path, block in system
+    ]
     for index, message in enumerate(request.messages):
         parts += _message_parts(message.content, f"messages[{index}].content")
     prompt = service.prompt_renderer.chat(
@@ -120,20 +120,19 @@ def render_messages(
         tenant=tenant,
     )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
-        prompt = prompt.with_breakpoint("messages", BREAKPOINT_TTL_S[request.cache_control.ttl])
-    history_entry = HistoryEntry(
+        prompt = prompt.with_breakpoint(BREAKPOINT_TTL_S[request.cache_control.ttl])
+    return HistoryEntry(
         model=model,
         options={
             "tool_choice": canonical_json(msgspec.to_builtins(request.tool_choice)),
             "thinking": canonical_json(msgspec.to_builtins(request.thinking)),
         },
         tools=tuple(canonical_json(tool) for tool in tools),
-        system=canonical_json([block.text for block in system]),
+        system=canonical_json(system_texts),
         messages=tuple(canonical_json(turn) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
     )
-    return prompt, history_entry
 
 
 def _check_num_breakpoints(request: CountRequest) -> None:
@@ -155,35 +154,21 @@ def _blocks(content: str | list[Block] | None) -> list[Block]:
     return [Block("text", text=content)] if isinstance(content, str) else content
 
 
-def _system_blocks(request: CountRequest) -> list[Block]:
-    """The blocks of the system prompt, without the volatile line of some agents."""
+def _system_blocks(request: CountRequest) -> list[tuple[str, Block]]:
+    """Paths and blocks of the system prompt, without the volatile line of some agents."""
     blocks = []
     for index, block in enumerate(_blocks(request.system)):
+        path = "system" if isinstance(request.system, str) else f"system[{index}]"
         if block.type != "text" or block.text is None:
-            raise ApiError(400, "the system prompt is text", param=f"system[{index}].type")
+            raise ApiError(400, "the system prompt is text", param=f"{path}.type")
         if not block.text.startswith(VOLATILE_SYSTEM):
-            blocks.append(block)
+            blocks.append((path, block))
     return blocks
 
 
-def _system_parts(system: str | list[Block] | None, shown: Sequence[Block]) -> list[PromptPart]:
-    """The parts of the blocks in `shown`, with their indices in `system`."""
-    if isinstance(system, str):
-        return [PromptPart("system", text_variants(system))]
-    indices = {id(block): index for index, block in enumerate(system or ())}
-    return [
-        PromptPart(
-            f"system[{indices[id(block)]}]",
-            text_variants(block.text or ""),
-            *_breakpoint(block.cache_control),
-        )
-        for block in shown
-    ]
-
-
-def _breakpoint(control: CacheControl | None) -> tuple[float | None, bool]:
-    """`ttl_s` and `is_breakpoint` of a part."""
-    return (None, False) if control is None else (BREAKPOINT_TTL_S[control.ttl], True)
+def _ttl_s(control: CacheControl | None) -> float | None:
+    """`ttl_s` of a part."""
+    return None if control is None else BREAKPOINT_TTL_S[control.ttl]
 
 
 def _template_tools(request: CountRequest) -> list[dict[str, Any]]:
@@ -282,5 +267,5 @@ def _message_parts(content: str | list[Block], path: str) -> list[PromptPart]:
             variants = text_variants(block.thinking or "")
         else:
             variants = text_variants(block.text or "")
-        parts.append(PromptPart(f"{path}[{index}]", variants, *_breakpoint(block.cache_control)))
+        parts.append(PromptPart(f"{path}[{index}]", variants, _ttl_s(block.cache_control)))
     return parts

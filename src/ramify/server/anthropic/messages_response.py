@@ -8,19 +8,13 @@ from typing import Any
 
 from ramify.outputs import FinishReason
 from ramify.server.anthropic.protocol import MessageRequest
-from ramify.server.generation import Generation
+from ramify.server.generation import TRUNCATED, Answer, Generation
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
 from ramify.server.service import Service
-from ramify.server.tool_calls import ParsedToolCall, TextOrCall, split
+from ramify.server.tool_calls import ParsedToolCall, TextOrCall
 
-TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)
-# Kinds of `PromptDifference` -> types of `cache_miss_reason`.
-DIFFERENCE_REASONS = {
-    "model": "model_changed",
-    "system": "system_changed",
-    "tools": "tools_changed",
-    "messages": "messages_changed",
-}
+# Kinds of `PromptDifference` that have a type of `cache_miss_reason`: `model_changed`.
+REPORTED_KINDS = ("model", "system", "tools", "messages")
 
 
 def diagnostics(
@@ -37,11 +31,11 @@ def diagnostics(
     had_whole_page = comparison.num_reusable_tokens >= service.page_size
     if comparison.is_fully_reused or (difference is None and not had_whole_page):
         return None
-    reason_type = None if difference is None else DIFFERENCE_REASONS.get(difference.kind)
-    if difference is None or reason_type is None:  # evicted, or another option changed
+    # Evicted, or another option changed.
+    if difference is None or difference.kind not in REPORTED_KINDS:
         return {"cache_miss_reason": {"type": "unavailable"}}
     reason = {
-        "type": reason_type,
+        "type": f"{difference.kind}_changed",
         "cache_missed_input_tokens": difference.missed_tokens,
         "segment": difference.path,  # not a field of Anthropic's
     }
@@ -54,10 +48,7 @@ class MessageResponseBuilder:
     def __init__(self, service: Service, request: MessageRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
-        self.num_tokens = 0
-        self.calls: list[ParsedToolCall] = []
-        parsing = generation.request.tool_parsing
-        self._parser = None if parsing is None else parsing.new_parser()
+        self._answer = Answer(generation.request.new_tool_parser())
 
     def usage(self) -> dict[str, Any]:
         """`usage`: the prompt has `input + cache_read_input + cache_creation_input` tokens.
@@ -84,7 +75,7 @@ class MessageResponseBuilder:
                 "ephemeral_5m_input_tokens": num_written["5m"],
                 "ephemeral_1h_input_tokens": num_written["1h"],
             },
-            "output_tokens": self.num_tokens,
+            "output_tokens": 0 if self.is_prewarm else self._answer.num_tokens,
             "service_tier": "standard",
         }
         if generation.cache is not None:
@@ -114,7 +105,7 @@ class MessageResponseBuilder:
         stop = answer.stop_reason if answer.stop_reason in stop_sequences else None
         if self.is_prewarm:
             reason, stop = "max_tokens", None
-        elif self.calls and answer.finish_reason not in TRUNCATED:
+        elif self._answer.calls and answer.finish_reason not in TRUNCATED:
             reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
@@ -130,16 +121,8 @@ class MessageResponseBuilder:
     async def _pieces(self) -> AsyncIterator[list[TextOrCall]]:
         """Yield the text to show and the complete calls of each event."""
         async for event in self.generation:
-            pieces: list[TextOrCall] = []
-            if not self.is_prewarm:
-                self.num_tokens += len(event.new_token_ids)
-                if self._parser is None:
-                    pieces = [event.text] if event.text else []
-                else:
-                    is_last = event.finish_reason is not None
-                    pieces = self._parser.feed(event.text, is_last=is_last)
-                self.calls += split(pieces)[1]
-            yield pieces
+            pieces = self._answer.add(event)
+            yield [] if self.is_prewarm else pieces
         self.generation.raise_error()
 
     async def body(self) -> dict[str, Any]:
@@ -157,14 +140,14 @@ class MessageResponseBuilder:
             content.append(_text(""))
         return self._message(content, **self._stop_fields())
 
-    async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yield names and data of server-sent events."""
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the data of server-sent events."""
         begun, index, is_open = False, 0, False
         async for pieces in self._pieces():
             if not begun:
                 begun = True
-                yield "message_start", {"type": "message_start", "message": self._message([])}
-                yield "ping", {"type": "ping"}
+                yield _event("message_start", message=self._message([]))
+                yield _event("ping")
             for piece in pieces:
                 if isinstance(piece, str):
                     if not is_open:
@@ -188,8 +171,8 @@ class MessageResponseBuilder:
         yield _event("message_stop")
 
 
-def _event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"type": name} | fields
+def _event(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": name} | fields
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ramify.server.operations.health import Readiness
+from ramify.server.health import Readiness
 
 logger = logging.getLogger(__name__)
 

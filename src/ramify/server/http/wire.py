@@ -11,7 +11,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,39 +39,33 @@ STREAM_HEADERS = {
 }
 
 T = TypeVar("T")
-_ENCODER = msgspec.json.Encoder()
+encode_json = msgspec.json.Encoder().encode
 
 
-def encode_json(value: object) -> bytes:
-    """Encode a value as JSON."""
-    return _ENCODER.encode(value)
-
-
-async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Read the body of a request.
 
     Raises:
-        ApiError: 413 larger than `limit` bytes, 415 compressed, 408 not complete in time.
+        ApiError: 413 larger than `MAX_BODY_BYTES`, 415 compressed, 408 not complete in time.
     """
+    too_large = ApiError(
+        413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less, or token ids"
+    )
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "compressed bodies are not supported; send plain JSON")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise _too_large(limit)
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > limit:
-                    raise _too_large(limit)
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
     return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes; send less, or token ids")
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -144,39 +139,38 @@ def json_response(
 
 
 def error_response(
-    error: BaseException, *, anthropic: bool = False, headers: Mapping[str, str] | None = None
+    error: BaseException, *, anthropic: bool, headers: Mapping[str, str]
 ) -> Response:
     """The response for an exception, in the form of an API.
 
     An unexpected exception is logged with its traceback; the client gets a 500 without details.
     """
     api_error = as_api_error(error)
-    x_request_id = (headers or {}).get("x-request-id")
+    x_request_id = headers["x-request-id"]
     if api_error.status >= 500 and not isinstance(error, ApiError) and api_error.code is None:
         logger.error("request %s failed", x_request_id, exc_info=error)
     body = api_error.anthropic(x_request_id) if anthropic else api_error.openai()
-    return json_response(
-        body, status=api_error.status, headers={**(headers or {}), **api_error.headers}
-    )
+    return json_response(body, status=api_error.status, headers={**headers, **api_error.headers})
 
 
 def sse_response(
-    events: AsyncIterator[bytes],
+    events: AsyncGenerator[bytes],
     *,
-    on_error: Callable[[BaseException], bytes],
-    headers: Mapping[str, str] | None = None,
+    on_error: Callable[[ApiError], bytes],
+    headers: Mapping[str, str],
 ) -> Response:
     """A streamed response of server-sent events; `KeepAliveResponse` adds pings and clean-up.
 
     Args:
         events: whole events, as `sse_event` makes them.
-        on_error: encodes the ApiError with which a stream breaks off.
+        on_error: encodes the error with which a stream breaks off.
     """
 
     async def body() -> AsyncIterator[bytes]:
         try:
-            async for event in events:
-                yield event
+            async with aclosing(events):
+                async for event in events:
+                    yield event
         except (asyncio.CancelledError, GeneratorExit, ClientDisconnect):
             raise
         except BaseException as error:
@@ -184,14 +178,8 @@ def sse_response(
             if api_error.status >= 500 and api_error.code is None:
                 logger.error("a stream failed", exc_info=error)
             yield on_error(api_error)
-        finally:
-            close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
-            if close is not None:
-                await close()
 
-    return StreamingResponse(
-        body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **(headers or {})}
-    )
+    return StreamingResponse(body(), media_type=EVENT_STREAM, headers={**STREAM_HEADERS, **headers})
 
 
 class KeepAliveResponse:

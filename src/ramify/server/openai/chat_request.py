@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, build_chat_generation
+from ramify.server.generation import GenerationRequest, with_tool_calls
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
@@ -94,23 +94,22 @@ def chat_to_generation(
         model=model,
         options=compared_options(request),
         tools=tuple(canonical_json(tool) for tool in tools),
-        system="",
         messages=tuple(canonical_json(message) for message in messages),
         prompt=prompt,
         paths=tuple(names),
         max_shared=max_shared_tokens(prompt, request),
     )
-    return build_chat_generation(
-        prompt,
-        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
+    generation_request = GenerationRequest(
         history_entry,
-        tools=tools,
-        tool_format=service.tool_format,
-        forces_call=forces_call,
-        single_call=request.parallel_tool_calls is False,
+        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
         salt=request.cache_salt or "",
         priority=request.priority,
         is_prewarm=request.is_prewarm,
+        is_chat=True,
+    )
+    single_call = request.parallel_tool_calls is False
+    return with_tool_calls(
+        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
     )
 
 
@@ -181,7 +180,7 @@ def content_path(message: str) -> str:
 
 
 def message_parts(
-    messages: Sequence[ChatMessage], names: Sequence[str], ttl_s: float | None
+    messages: Sequence[ChatMessage], names: Sequence[str], ttl_s: float
 ) -> list[PromptPart]:
     """The parts to locate in the rendered text: one for each message, or each of its blocks.
 
@@ -194,11 +193,8 @@ def message_parts(
         if isinstance(message.content, list):
             for index, block in enumerate(message.content):
                 point, path = block.prompt_cache_breakpoint, f"{where}[{index}]"
-                own_ttl_s = (
-                    None if point is None or point.ttl is None else BREAKPOINT_TTL_S[point.ttl]
-                )
-                variants = text_variants(_part_text(block, path))
-                parts.append(PromptPart(path, variants, own_ttl_s or ttl_s, point is not None))
+                own_ttl_s = None if point is None else BREAKPOINT_TTL_S.get(point.ttl or "", ttl_s)
+                parts.append(PromptPart(path, text_variants(_part_text(block, path)), own_ttl_s))
         elif message.content:
             parts.append(PromptPart(where, text_variants(message.content)))
         parts += [

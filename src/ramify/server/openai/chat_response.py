@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from ramify.outputs import FinishReason, StepOutput, TokenLogprob
-from ramify.server.generation import CacheUsage, Generation
+from ramify.outputs import FinishReason, TokenLogprob
+from ramify.server.generation import Answer, CacheUsage, Generation
 from ramify.server.openai.options import diagnostics
 from ramify.server.openai.protocol import ChatRequest, StreamOptions
 from ramify.server.service import Service
-from ramify.server.tool_calls import ParsedToolCall, TextOrCall, ToolCallParser, split
+from ramify.server.tool_calls import ParsedToolCall, split
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 FINISH_REASONS = {
@@ -38,45 +37,23 @@ def usage_json(usage: CacheUsage | None, num_prompt: int, num_output: int) -> di
     return payload
 
 
-@dataclass(slots=True)
-class ChoiceState:
-    """One choice of a response while it is generated."""
+def finish_name(answer: Answer) -> str | None:
+    """`finish_reason` of a choice; None before its end."""
+    reason = answer.finish_reason
+    if answer.calls and reason is FinishReason.STOP:
+        return "tool_calls"
+    return None if reason is None else FINISH_REASONS[reason]
 
-    parser: ToolCallParser | None
-    stop_token_ids: frozenset[int] = frozenset()  # they end an answer and are not shown with it
-    text: str = ""
-    calls: list[ParsedToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: str | None = None
-    num_tokens: int = 0
 
-    def visible_logprobs(self, event: StepOutput) -> tuple[TokenLogprob, ...]:
-        """Logprobs of an event's tokens, without the stop token that ended the answer."""
-        logprobs = event.logprobs
-        if (
-            event.finish_reason is FinishReason.STOP
-            and logprobs
-            and logprobs[-1].token_id in self.stop_token_ids
-        ):
-            return logprobs[:-1]
-        return logprobs
-
-    def add(self, event: StepOutput) -> list[TextOrCall]:
-        """Append an event; returns the text to show and the calls that it completes."""
-        self.num_tokens += len(event.new_token_ids)
-        self.logprobs += self.visible_logprobs(event)
-        is_last = event.finish_reason is not None
-        pieces: list[TextOrCall] = [event.text] if event.text else []
-        if self.parser is not None:
-            pieces = self.parser.feed(event.text, is_last=is_last)
-        text, calls = split(pieces)
-        self.text += text
-        self.calls += calls
-        if event.finish_reason is not None:
-            self.finish = FINISH_REASONS[event.finish_reason]
-            if self.calls and self.finish == "stop":
-                self.finish = "tool_calls"
-        return pieces
+def response_header(generation: Generation, kind: str, service: Service) -> dict[str, Any]:
+    """The fields before `choices` of a response or a chunk."""
+    return {
+        "id": generation.id,
+        "object": kind,
+        "created": generation.created,
+        "model": generation.request.history_entry.model,
+        "system_fingerprint": service.fingerprint,
+    }
 
 
 class ChatResponseBuilder:
@@ -85,22 +62,8 @@ class ChatResponseBuilder:
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
-        parsing = generation.request.tool_parsing
-        self.choices = [
-            ChoiceState(
-                None if parsing is None else parsing.new_parser(), service.special_token_ids
-            )
-            for _ in range(request.n or 1)
-        ]
-
-    def _header(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.generation.id,
-            "object": kind,
-            "created": self.generation.created,
-            "model": self.generation.request.history_entry.model,
-            "system_fingerprint": self.service.fingerprint,
-        }
+        new_parser, stop_token_ids = generation.request.new_tool_parser, service.special_token_ids
+        self.choices = [Answer(new_parser(), stop_token_ids) for _ in range(request.n or 1)]
 
     def usage(self) -> dict[str, Any]:
         """`usage` with the tokens so far."""
@@ -118,24 +81,19 @@ class ChatResponseBuilder:
         async for event in self.generation:
             self.choices[event.index].add(event)
         self.generation.raise_error()
-        return (
-            self._header("chat.completion")
-            | {
-                "choices": [
-                    {
-                        "index": index,
-                        "message": self._message(choice),
-                        "logprobs": self.logprobs(choice.logprobs),
-                        "finish_reason": choice.finish,
-                    }
-                    for index, choice in enumerate(() if self.is_prewarm else self.choices)
-                ],
-                "usage": self.usage(),
+        header = response_header(self.generation, "chat.completion", self.service)
+        choices = [
+            {
+                "index": index,
+                "message": self._message(choice),
+                "logprobs": self.logprobs(choice.logprobs),
+                "finish_reason": finish_name(choice),
             }
-            | self.diagnostics()
-        )
+            for index, choice in enumerate(() if self.is_prewarm else self.choices)
+        ]
+        return header | {"choices": choices, "usage": self.usage()} | self.diagnostics()
 
-    def _message(self, choice: ChoiceState) -> dict[str, Any]:
+    def _message(self, choice: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": choice.text or (None if choice.calls else ""),
@@ -159,12 +117,13 @@ class ChatResponseBuilder:
         top = [entry(token, value) for token, value in logprob.top.items()]
         return entry(logprob.token_id, logprob.logprob) | {"top_logprobs": top}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield `chat.completion.chunk` objects while tokens arrive."""
         options = self.request.stream_options or StreamOptions()
 
         def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
-            payload = self._header("chat.completion.chunk") | {"choices": choices}
+            header = response_header(self.generation, "chat.completion.chunk", self.service)
+            payload = header | {"choices": choices}
             if options.include_usage:
                 payload["usage"] = self.usage() if options.continuous_usage_stats else None
             return payload
@@ -189,9 +148,9 @@ class ChatResponseBuilder:
             logprobs = choice.visible_logprobs(event)
             if delta or logprobs:
                 yield chunk([_delta(event.index, delta) | {"logprobs": self.logprobs(logprobs)}])
-            if choice.finish is not None:
+            if choice.finish_reason is not None:
                 self.generation.raise_error(event.index)
-                yield chunk([_delta(event.index, {}) | {"finish_reason": choice.finish}])
+                yield chunk([_delta(event.index, {}) | {"finish_reason": finish_name(choice)}])
         cache_diagnostics = self.diagnostics()
         if options.include_usage or cache_diagnostics:
             yield chunk([]) | {"usage": self.usage()} | cache_diagnostics

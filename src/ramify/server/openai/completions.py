@@ -6,11 +6,16 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ramify.outputs import TokenLogprob
+from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
-from ramify.server.generation import CacheUsage, Generation, GenerationRequest
+from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.http.wire import convert_value
-from ramify.server.openai.chat_response import FINISH_REASONS, MIN_LOGPROB, usage_json
+from ramify.server.openai.chat_response import (
+    FINISH_REASONS,
+    MIN_LOGPROB,
+    response_header,
+    usage_json,
+)
 from ramify.server.openai.options import (
     compared_options,
     limit_breakpoints,
@@ -42,14 +47,14 @@ def completion_to_generations(
     limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if request.is_prewarm:
         limit = 1
-    others: dict[str, Any] = {}
-    if request.logprobs is not None:
-        others["logprobs"] = request.logprobs
-        if request.echo:
-            others["prompt_logprobs"] = request.logprobs
     if limit == 0 and not request.echo:
         raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
-    params = sampling_params(request, max_tokens=max(1, limit), **others)
+    params = sampling_params(
+        request,
+        max_tokens=max(1, limit),
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
     prompts = _prompts(request.prompt)
     if len(prompts) * params.n > MAX_COMPLETION_PROMPTS:
         raise ApiError(
@@ -64,13 +69,13 @@ def completion_to_generations(
             special = request.add_special_tokens
             ids = encode_text(text_or_ids, service, add_special_tokens=special)
         else:
-            ids = _token_ids(text_or_ids)
+            token_ids = convert_value(text_or_ids, list[int])
+            check_token_ids(token_ids, "prompt")
+            ids = array("i", token_ids)
         prompt = limit_breakpoints(RenderedPrompt(ids, num_stable_tokens=len(ids)), request)
         entry = HistoryEntry(
             model=model,
             options=compared_options(request),
-            tools=(),
-            system="",
             messages=(canonical_json(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),
@@ -78,9 +83,8 @@ def completion_to_generations(
         )
         generation_requests.append(
             GenerationRequest(
-                prompt=prompt,
-                params=params,
                 history_entry=entry,
+                params=params,
                 salt=request.cache_salt or "",
                 priority=request.priority,
                 is_prewarm=request.is_prewarm,
@@ -100,12 +104,11 @@ def encode_text(text: str, service: Service, *, add_special_tokens: bool) -> arr
     return service.tokenizer.encode(text, add_special_tokens)
 
 
-def _token_ids(ids: Sequence[object]) -> array[int]:
-    token_ids = convert_value(ids, list[int])
+def check_token_ids(token_ids: Sequence[int], param: str) -> None:
+    """Raise ApiError for an id that is no 31-bit number."""
     invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
     if invalid is not None:
-        raise ApiError(400, f"{invalid} is no token id", param="prompt")
-    return array("i", token_ids)
+        raise ApiError(400, f"{invalid} is no token id", param=param)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:
@@ -140,38 +143,19 @@ class CompletionResponseBuilder:
         self, service: Service, request: CompletionRequest, generations: Sequence[Generation]
     ) -> None:
         self.service, self.request, self.generations = service, request, generations
-        self.id, self.created = generations[0].id, generations[0].created
         self.is_prewarm = generations[0].request.is_prewarm
         self.num_tokens = 0
         self._text_offsets: dict[int, int] = {}  # choice -> characters that have a `text_offset`
 
     def _base(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.generations[0].request.history_entry.model,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": [] if self.is_prewarm else choices,
-        }
+        header = response_header(self.generations[0], "text_completion", self.service)
+        return header | {"choices": [] if self.is_prewarm else choices}
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(generation.request.prompt.ids) for generation in self.generations)
-        usages = [
-            generation.cache for generation in self.generations if generation.cache is not None
-        ]
-        if not usages:
-            return usage_json(None, num_prompt, self.num_tokens)
-        total = CacheUsage(
-            read=sum(usage.read for usage in usages),
-            shared=sum(usage.shared for usage in usages),
-            computed=sum(usage.computed for usage in usages),
-            written=sum(usage.written for usage in usages),
-            miss=next((usage.miss for usage in usages if usage.miss is not None), None),
-        )
-        return usage_json(total, num_prompt, self.num_tokens)
+        return usage_json(total_usage(self.generations), num_prompt, self.num_tokens)
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield `text_completion` chunks, prompt after prompt."""
         options = self.request.stream_options or StreamOptions()
         async for index, choice in self._choices():
@@ -205,21 +189,19 @@ class CompletionResponseBuilder:
             first_index = number * per_prompt
             if self.is_prewarm:
                 await generation.wait()
-                generation.raise_error()
                 continue
             if self.request.echo and self.request.logprobs is not None:
                 # The prompt's logprobs arrive with the last event and come first in the response.
-                await generation.wait()
-                generation.raise_error()
+                output = await generation.wait()
                 for index in range(per_prompt):
-                    yield first_index + index, self._echoed(generation, index, first_index)
+                    yield first_index + index, self._echoed(output, index, first_index + index)
                 continue
             begun: set[int] = set()
             async for event in generation:
                 index = first_index + event.index
                 text = event.text if shows_answer else ""
                 if self.request.echo and event.index not in begun:
-                    text = self._prompt_text(generation) + text
+                    text = self.service.tokenizer.decode(generation.request.prompt.ids) + text
                 begun.add(event.index)
                 finish = None
                 if event.finish_reason is not None:
@@ -229,26 +211,21 @@ class CompletionResponseBuilder:
                 logprobs = self._logprobs(index, event.logprobs)
                 yield index, {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _echoed(self, generation: Generation, index: int, first_index: int) -> dict[str, Any]:
-        """A prompt with its whole answer, and the logprobs of both."""
-        output = generation.output
-        assert output is not None
-        answer = output.completions[index]
-        text = self._prompt_text(generation)
+    def _echoed(self, output: RequestOutput, number: int, index: int) -> dict[str, Any]:
+        """A prompt with its whole answer of this number, and the logprobs of both."""
+        answer = output.completions[number]
+        text = self.service.tokenizer.decode(output.prompt_token_ids)
         logprobs: list[TokenLogprob | None] = list(output.prompt_logprobs or ())
         if self.request.max_tokens != 0:
             text += answer.text
             logprobs += answer.logprobs or ()
             self.num_tokens += len(answer.token_ids)
-        first_token = int(generation.request.prompt.ids[0])
+        first_token = output.prompt_token_ids[0]
         return {
             "text": text,
-            "logprobs": self._logprobs(first_index + index, logprobs, first_token=first_token),
+            "logprobs": self._logprobs(index, logprobs, first_token=first_token),
             "finish_reason": FINISH_REASONS[answer.finish_reason],
         }
-
-    def _prompt_text(self, generation: Generation) -> str:
-        return self.service.tokenizer.decode(generation.request.prompt.ids)
 
     def _logprobs(
         self, index: int, logprobs: Sequence[TokenLogprob | None], *, first_token: int = 0

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
-from ramify.server.context import RequestContext, cache_header
+from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import DONE, sse_event, sse_response
+from ramify.server.http.wire import DONE, sse_event
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.completions import (
     CompletionResponseBuilder,
+    check_token_ids,
     completion_to_generations,
     encode_text,
 )
@@ -25,7 +24,11 @@ from ramify.server.openai.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_request import StoredResponse, response_to_generation
+from ramify.server.openai.responses_request import (
+    previous_response,
+    response_to_generation,
+    stored_response,
+)
 from ramify.server.openai.responses_response import ResponsesResponseBuilder
 from ramify.server.service import Service
 
@@ -38,9 +41,7 @@ async def chat_completions(context: RequestContext) -> Response:
     )
     generation = await context.start(generation_request, prefix="chatcmpl-")
     builder = ChatResponseBuilder(context.service, request, generation)
-    if request.stream:
-        return _stream(context, builder.chunks())
-    return context.json(await context.until_done_or_disconnect(builder.body()))
+    return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
 async def completions(context: RequestContext) -> Response:
@@ -54,83 +55,29 @@ async def completions(context: RequestContext) -> Response:
     )
     context.generations.extend(generations)
     builder = CompletionResponseBuilder(context.service, request, generations)
-    if request.stream:
-        return _stream(context, builder.chunks())
-    return context.json(await context.until_done_or_disconnect(builder.body()))
+    return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
-def _stream(context: RequestContext, chunks: AsyncIterator[dict[str, Any]]) -> Response:
-    async def events() -> AsyncIterator[bytes]:
-        async for chunk in chunks:
-            yield sse_event(chunk)
-        yield DONE
-
-    def on_error(error: BaseException) -> bytes:
-        assert isinstance(error, ApiError)
-        return sse_event(error.openai()) + DONE
-
-    headers = context.headers | cache_header(context.generations)
-    return sse_response(events(), on_error=on_error, headers=headers)
+def _error_event(error: ApiError) -> bytes:
+    return sse_event(error.openai()) + DONE
 
 
 async def responses(context: RequestContext) -> Response:
     """POST /v1/responses; stores the response unless the request says `store: false`."""
     request = await context.body(ResponsesRequest)
     service, tenant = context.service, context.caller.tenant
-    previous = None
-    if request.previous_response_id is not None:
-        previous = stored_response(
-            service, tenant, request.previous_response_id, "previous_response_id"
-        )
+    previous = previous_response(request, service, tenant)
     chat, generation_request = await context.in_prompt_thread(
         response_to_generation, request, previous, service, tenant
     )
     generation = await context.start(generation_request, prefix="resp_")
     builder = ResponsesResponseBuilder(service, request, chat, generation)
 
-    def store(body: Mapping[str, Any]) -> None:
-        stored = builder.stored_response(body)
-        if stored is not None:
-            entry = replace(generation_request.history_entry, response=stored)
-            service.history.put(tenant, generation.id, entry)
+    def on_error(error: ApiError) -> bytes:
+        payload = {"type": "error", "sequence_number": 0} | error.openai()["error"]
+        return sse_event(payload, "error")
 
-    if not request.stream:
-        body = await context.until_done_or_disconnect(builder.body())
-        store(body)
-        return context.json(body)
-
-    async def events() -> AsyncIterator[bytes]:
-        async for event in builder.events():
-            if "response" in event and event["response"]["usage"] is not None:
-                store(event["response"])
-            yield sse_event(event, event["type"])
-
-    def on_error(error: BaseException) -> bytes:
-        assert isinstance(error, ApiError)
-        payload = error.openai()["error"]
-        return sse_event({"type": "error", "sequence_number": 0} | payload, "error")
-
-    headers = context.headers | cache_header(context.generations)
-    return sse_response(events(), on_error=on_error, headers=headers)
-
-
-def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
-    """Look up a stored response of this tenant.
-
-    Args:
-        param: the request's field, named in the error.
-
-    Raises:
-        ApiError: 404, it has expired or was never stored.
-    """
-    entry = service.history.get(tenant, name)
-    if entry is None or not isinstance(entry.response, StoredResponse):
-        raise ApiError(
-            404,
-            f"there is no response {name[:100]!r}; it has expired or was never stored",
-            param=param,
-        )
-    return entry.response
+    return await context.respond(builder, stream=request.stream, on_error=on_error)
 
 
 async def get_response(context: RequestContext) -> Response:
@@ -208,8 +155,6 @@ async def detokenize(context: RequestContext) -> Response:
     request = await context.body(DetokenizeRequest)
     service = context.service
     service.check_model(request.model)
-    wrong = next((token for token in request.tokens if not 0 <= token < 2**31), None)
-    if wrong is not None:
-        raise ApiError(400, f"{wrong} is no token id", param="tokens")
+    check_token_ids(request.tokens, "tokens")
     text = await context.in_prompt_thread(service.tokenizer.decode, request.tokens, False)
     return context.json({"prompt": text})

@@ -15,16 +15,16 @@ from ramify.server.prompt_renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, Ren
 from ramify.server.request_history import canonical_json
 from ramify.server.service import Service
 
-# Kinds of `PromptDifference` -> reasons of `prompt_cache_diagnostics`.
-DIFFERENCE_REASONS = {
-    "model": "model_changed",
-    "tools": "tools_changed",
-    "text_format": "text_format_changed",
-    "reasoning_effort": "reasoning_effort_changed",
-    "verbosity": "verbosity_changed",
-    "service_tier": "service_tier_changed",
-    "prompt_cache_key": "prompt_cache_key_changed",
-}
+# Kinds of `PromptDifference` that have a reason of their own: `model_changed`.
+REPORTED_KINDS = (
+    "model",
+    "tools",
+    "text_format",
+    "reasoning_effort",
+    "verbosity",
+    "service_tier",
+    "prompt_cache_key",
+)
 
 
 def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any) -> SamplingParams:
@@ -106,7 +106,7 @@ def limit_breakpoints(prompt: RenderedPrompt, request: Sampling) -> RenderedProm
     prompt = replace(prompt, breakpoints=prompt.breakpoints[-(MAX_BREAKPOINTS - 1) :])
     if options.ttl is None and not options.prewarm and request.prompt_cache_retention != "24h":
         return prompt
-    return prompt.with_breakpoint("prompt", breakpoint_ttl_s(request))
+    return prompt.with_breakpoint(breakpoint_ttl_s(request))
 
 
 def max_shared_tokens(prompt: RenderedPrompt, request: Sampling) -> int | None:
@@ -146,9 +146,10 @@ def diagnostics(
     difference = comparison.difference
     if difference is None:
         return {"type": "unavailable"}  # the same prompt, but its prefix was evicted
+    changed = difference.kind if difference.kind in REPORTED_KINDS else "input"
     return {
         "type": "cache_miss",
-        "reason": DIFFERENCE_REASONS.get(difference.kind, "input_changed"),
+        "reason": f"{changed}_changed",
         "cache_missed_tokens": difference.missed_tokens,
         "comparison_reusable_tokens": difference.at_token,
         "segment": difference.path,  # not a field of OpenAI's

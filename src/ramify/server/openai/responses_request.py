@@ -44,6 +44,35 @@ class StoredResponse:
     body: Mapping[str, Any]  # as the client received it
 
 
+def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
+    """Look up a stored response of this tenant.
+
+    Args:
+        param: the request's field, named in the error.
+
+    Raises:
+        ApiError: 404, it has expired or was never stored.
+    """
+    entry = service.history.get(tenant, name)
+    if entry is None or not isinstance(entry.response, StoredResponse):
+        raise ApiError(
+            404,
+            f"there is no response {name[:100]!r}; it has expired or was never stored",
+            param=param,
+        )
+    return entry.response
+
+
+def previous_response(
+    request: ResponsesRequest, service: Service, tenant: str
+) -> StoredResponse | None:
+    """The response that a request continues; None if it begins a conversation. See `stored_response`."""
+    name = request.previous_response_id
+    if name is None:
+        return None
+    return stored_response(service, tenant, name, "previous_response_id")
+
+
 def to_chat_request(
     request: ResponsesRequest, previous: StoredResponse | None
 ) -> tuple[ChatRequest, list[str]]:

@@ -1,4 +1,4 @@
-"""Responses API: the whole response, and the numbered events of a stream."""
+"""Responses API: the whole response, and the numbered events of a stream; both are stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,8 +14,8 @@ import msgspec
 from ramify.errors import RamifyError
 from ramify.outputs import FinishReason
 from ramify.server.errors import as_api_error
-from ramify.server.generation import Generation
-from ramify.server.openai.chat_response import ChatResponseBuilder, ChoiceState
+from ramify.server.generation import TRUNCATED, Answer, Generation
+from ramify.server.openai.chat_response import ChatResponseBuilder
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
@@ -55,7 +55,7 @@ class ResponsesResponseBuilder:
         self._is_open = False  # in a stream: the last item is a message that still grows
 
     @property
-    def _choice(self) -> ChoiceState:
+    def _choice(self) -> Answer:
         return self.inner.choices[0]
 
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -103,13 +103,10 @@ class ResponsesResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         usage = self.inner.usage()
-        details = usage.get("prompt_tokens_details", {})
+        no_details = {"cached_tokens": 0, "cache_write_tokens": 0}
         payload = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": details.get("cached_tokens", 0),
-                "cache_write_tokens": details.get("cache_write_tokens", 0),
-            },
+            "input_tokens_details": usage.get("prompt_tokens_details", no_details),
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
@@ -120,8 +117,8 @@ class ResponsesResponseBuilder:
 
     def _end(self) -> dict[str, Any]:
         """The whole response, after the last event."""
-        is_truncated = self._choice.finish == "length"
-        is_prewarm = self.generation.request.is_prewarm
+        is_truncated = self._choice.finish_reason in TRUNCATED
+        is_prewarm = self.inner.is_prewarm
         if not is_prewarm and not self._items:
             self._message()
         last = self._items[-1] if is_truncated and self._items else None
@@ -179,19 +176,21 @@ class ResponsesResponseBuilder:
         """Wait for the end; returns the `response`."""
         async for event in self.generation:
             pieces = self._choice.add(event)
-            for piece in () if self.generation.request.is_prewarm else pieces:
+            for piece in () if self.inner.is_prewarm else pieces:
                 if isinstance(piece, ParsedToolCall):
                     self._items.append(piece)
                 else:
                     self._message().text += piece
         self.generation.raise_error()
-        return self._end()
+        end = self._end()
+        self._store(end)
+        return end
 
-    def stored_response(self, body: Mapping[str, Any]) -> StoredResponse | None:
-        """The ended response, for a next request to continue; None if `store` is false."""
+    def _store(self, body: Mapping[str, Any]) -> None:
+        """Store the ended response, for a next request to continue, unless `store` is false."""
         output = self.generation.output
         if output is None or self.request.store is False:
-            return None
+            return
         choice, ids = self._choice, list(output.completions[0].token_ids)
         calls = [
             ToolCall(FunctionCall(call.name, call.arguments), call.id) for call in choice.calls
@@ -202,13 +201,16 @@ class ResponsesResponseBuilder:
             messages[0] = msgspec.structs.replace(messages[0], name=INSTRUCTIONS)
         if isinstance(output.completions[0].stop_reason, int):
             ids = ids[:-1]  # the template writes the stop token
-        prompt = self.generation.request.prompt
+        entry = self.generation.request.history_entry
+        prompt = entry.prompt
         text = output.completions[0].text
         known = [KnownPrefix(prompt.text, prompt.ids)]
         # They differ if a stop string was cut off.
         if self.service.tokenizer.decode(ids) == text:
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
-        return StoredResponse((*messages, answer), tuple(known), body)
+        stored = StoredResponse((*messages, answer), tuple(known), body)
+        tenant = self.generation.caller.tenant
+        self.service.history.put(tenant, self.generation.id, replace(entry, response=stored))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the data of server-sent events, numbered by `sequence_number`."""
@@ -222,10 +224,9 @@ class ResponsesResponseBuilder:
         body = self._body("in_progress", [])
         yield event("created", response=body)
         yield event("in_progress", response=body)
-        is_prewarm = self.generation.request.is_prewarm
         async for step in self.generation:
             pieces = self._choice.add(step)
-            for piece in () if is_prewarm else pieces:
+            for piece in () if self.inner.is_prewarm else pieces:
                 for payload in self._piece_events(event, piece):
                     yield payload
         try:
@@ -234,7 +235,7 @@ class ResponsesResponseBuilder:
             failed = {"code": "server_error", "message": as_api_error(error).message}
             yield event("failed", response=self._body("failed", []) | {"error": failed})
             return
-        if not is_prewarm and not self._items:  # the answer is empty
+        if not self.inner.is_prewarm and not self._items:  # the answer is empty
             for payload in self._message_begin_events(event):
                 yield payload
         end = self._end()
@@ -242,6 +243,7 @@ class ResponsesResponseBuilder:
             status = "incomplete" if end["status"] == "incomplete" else "completed"
             for payload in self._message_end_events(event, status):
                 yield payload
+        self._store(end)
         yield event(end["status"], response=end)
 
     def _where(self, message: OutputMessage) -> dict[str, Any]:

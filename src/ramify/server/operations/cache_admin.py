@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from ramify.engine.core import EngineCore
@@ -20,7 +19,6 @@ from ramify.server.errors import ApiError
 from ramify.server.http.wire import convert_value, decode_body, json_response, read_body
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
-from ramify.server.openai.endpoints import stored_response
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
     ChatRequest,
@@ -28,7 +26,7 @@ from ramify.server.openai.protocol import (
     Name,
     ResponsesRequest,
 )
-from ramify.server.openai.responses_request import response_to_generation
+from ramify.server.openai.responses_request import previous_response, response_to_generation
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
@@ -50,7 +48,7 @@ class PinRequest(Struct, kw_only=True):
 
 async def stats(context: RequestContext) -> Response:
     """GET /v1/cache."""
-    stats = await context.service.cache.stats()
+    stats = await context.service.engine.cache.stats()
     payload = {
         name: value
         for name, value in asdict(stats).items()
@@ -66,10 +64,12 @@ async def stats(context: RequestContext) -> Response:
 
 async def tree(context: RequestContext) -> Response:
     """GET /v1/cache/tree?max_nodes=."""
-    limit = _int_parameter(context.request, "max_nodes", 200)
-    if not 1 <= limit <= MAX_NODES:
+    text = context.request.query_params.get("max_nodes", "200")
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ApiError(400, f"{text[:50]!r} is no whole number", param="max_nodes")
+    if not 1 <= int(text) <= MAX_NODES:
         raise ApiError(400, f"it must be in 1..{MAX_NODES}", param="max_nodes")
-    dump = await context.service.cache.tree(limit)
+    dump = await context.service.engine.cache.tree(int(text))
     return json_response(
         {"num_nodes": dump.num_nodes, "nodes": [asdict(node) for node in dump.nodes]}
     )
@@ -92,7 +92,7 @@ async def clear(context: RequestContext) -> Response:
     # An unset shell variable gives an empty prefix; that must not clear everything.
     if query.get("prefix") == "":
         raise ApiError(400, "it is empty; leave it out to clear everything", param="prefix")
-    cleared = await context.service.cache.clear(
+    cleared = await context.service.engine.cache.clear(
         prefix=query.get("prefix"),
         tenant=query.get("tenant"),
         salt=query.get("salt"),
@@ -103,7 +103,7 @@ async def clear(context: RequestContext) -> Response:
 
 async def reset(context: RequestContext) -> Response:
     """POST /reset_prefix_cache, the path that benchmarks of vLLM and SGLang call."""
-    await context.service.cache.clear()
+    await context.service.engine.cache.clear()
     return json_response({"status": "ok"})
 
 
@@ -133,7 +133,7 @@ async def pin(context: RequestContext) -> Response:
     if len(given) != 1:
         raise ApiError(400, "one of prompt, messages and token_ids is needed", param="prompt")
     try:
-        pin = await context.service.cache.pin(
+        pin = await context.service.engine.cache.pin(
             given[0],
             owner=request.tenant or "operator",
             ttl_s=request.ttl_s,
@@ -151,7 +151,7 @@ async def unpin(context: RequestContext) -> Response:
     if not name.isascii() or not name.isdigit() or len(name) > 18:
         raise ApiError(404, f"there is no pin {name[:100]!r}")
     try:
-        await context.service.cache.unpin(int(name))
+        await context.service.engine.cache.unpin(int(name))
     except PinError as error:
         raise ApiError(404, str(error)) from error
     return json_response({"id": int(name), "deleted": True})
@@ -185,25 +185,19 @@ def parse_any_request(
     """
     fields = decode_body(body, dict[str, Any])
     if "prompt" in fields:
-        completion = decode_body(body, CompletionRequest)
-        generation = completion_to_generations(completion, service)[0]
-        return generation.prompt, generation.salt
-    if "input" in fields:
-        request = decode_body(body, ResponsesRequest)
-        previous = None
-        if request.previous_response_id is not None:
-            previous = stored_response(
-                service, tenant, request.previous_response_id, "previous_response_id"
-            )
-        _, generation = response_to_generation(request, previous, service, tenant)
-        return generation.prompt, generation.salt
-    if is_anthropic or "system" in fields:
+        request = completion_to_generations(decode_body(body, CompletionRequest), service)[0]
+    elif "input" in fields:
+        response = decode_body(body, ResponsesRequest)
+        previous = previous_response(response, service, tenant)
+        _, request = response_to_generation(response, previous, service, tenant)
+    elif is_anthropic or "system" in fields:
         filled = {"model": service.model} | fields
-        prompt, _ = render_messages(convert_value(filled, CountRequest), service, tenant)
+        entry = render_messages(convert_value(filled, CountRequest), service, tenant)
         salt = fields.get("cache_salt")
-        return prompt, salt if isinstance(salt, str) else ""
-    generation = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
-    return generation.prompt, generation.salt
+        return entry.prompt, salt if isinstance(salt, str) else ""
+    else:
+        request = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
+    return request.prompt, request.salt
 
 
 async def metrics(context: RequestContext) -> Response:
@@ -212,10 +206,3 @@ async def metrics(context: RequestContext) -> Response:
         async with asyncio.timeout(READ_S):
             await context.service.engine.run(context.metrics.engine.read)
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE)
-
-
-def _int_parameter(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise ApiError(400, f"{text[:50]!r} is no whole number", param=name)
-    return int(text)

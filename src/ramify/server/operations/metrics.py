@@ -76,28 +76,17 @@ class EngineCollector(Collector):
         return self._metrics
 
 
-class DualCounter:
-    """A counter under its `ramify_` name and, labelled with the model, under vLLM's."""
+class DualMetric:
+    """A counter or histogram under its `ramify_` name and, labelled with the model, under vLLM's."""
 
-    def __init__(self, ours: Counter, vllm: Counter) -> None:
-        self._both = (ours, vllm)
+    def __init__(self, *adds: Callable[[float], None]) -> None:
+        self._adds = adds
 
-    def inc(self, count: float) -> None:
-        """Add to both."""
-        for counter in self._both:
-            counter.inc(count)
-
-
-class DualHistogram:
-    """A histogram under its `ramify_` name and, labelled with the model, under vLLM's."""
-
-    def __init__(self, ours: Histogram, vllm: Histogram) -> None:
-        self._both = (ours, vllm)
-
-    def observe(self, value: float | None) -> None:
+    def add(self, value: float | None) -> None:
         """Add a value to both; None is not counted."""
-        for histogram in self._both if value is not None else ():
-            histogram.observe(value or 0.0)
+        if value is not None:
+            for add in self._adds:
+                add(value)
 
 
 class Metrics:
@@ -158,18 +147,16 @@ class Metrics:
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"ramify_{name}", help_text, labels, registry=self.registry)
 
-    def _dual_counter(self, name: str, help_text: str) -> DualCounter:
+    def _dual_counter(self, name: str, help_text: str) -> DualMetric:
         vllm = Counter(f"vllm:{name}", help_text, ("model_name",), registry=self.registry)
-        return DualCounter(self._counter(name, help_text), vllm.labels(self._model))
+        return DualMetric(self._counter(name, help_text).inc, vllm.labels(self._model).inc)
 
-    def _dual_histogram(
-        self, name: str, help_text: str, buckets: tuple[float, ...]
-    ) -> DualHistogram:
+    def _dual_histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> DualMetric:
         ours = Histogram(f"ramify_{name}", help_text, buckets=buckets, registry=self.registry)
         vllm = Histogram(
             f"vllm:{name}", help_text, ("model_name",), buckets=buckets, registry=self.registry
         )
-        return DualHistogram(ours, vllm.labels(self._model))
+        return DualMetric(ours.observe, vllm.labels(self._model).observe)
 
     def count_response(self, route: str, status: int) -> None:
         """Count a response by route and status, when it begins."""
@@ -183,13 +170,13 @@ class Metrics:
         count = len(event.new_token_ids)
         if not count:
             return
-        self._output_tokens.inc(count)
+        self._output_tokens.add(count)
         self.num_output += count
         now, key = time.monotonic(), (generation.id, event.index)
         last_s = self._last_token_s.get(key)
         self._last_token_s[key] = now
         for _ in range(count if last_s is not None else 0):
-            self._gaps.observe((now - (last_s or now)) / count)
+            self._gaps.add((now - (last_s or now)) / count)
 
     def observe_request(self, generation: Generation) -> None:
         """Count a request that has ended: reason, tokens by source, latencies."""
@@ -202,7 +189,7 @@ class Metrics:
         if output is None:
             return
         num_prompt, report = len(output.prompt_token_ids), output.cache
-        self._prompt_tokens.inc(num_prompt)
+        self._prompt_tokens.add(num_prompt)
         self.num_prompt += num_prompt
         self.num_saved += report.read_tokens + report.shared_tokens
         for source, count in (
@@ -214,11 +201,11 @@ class Metrics:
         if generation.miss is not None:
             self._misses.labels(generation.miss.reason).inc()
         times = output.metrics
-        self._ttft.observe(times.ttft_s)
-        self._total.observe(times.total_s)
-        self._queue.observe(times.queue_s)
-        self._prompt_sizes.observe(float(num_prompt))
-        self._output_sizes.observe(float(output.usage.completion_tokens))
+        self._ttft.add(times.ttft_s)
+        self._total.add(times.total_s)
+        self._queue.add(times.queue_s)
+        self._prompt_sizes.add(float(num_prompt))
+        self._output_sizes.add(float(output.usage.completion_tokens))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ramify.errors import ConfigError
@@ -36,12 +36,12 @@ class JsonFormatter(logging.Formatter):
 
 def log_request(generation: Generation) -> None:
     """Log `id=… tenant=… prompt=… hit=… miss=… …` for an ended request: counts and times, no text."""
-    output, usage = generation.output, generation.cache
+    output = generation.output
     fields: dict[str, object] = {
         "id": generation.id,
         "tenant": log_safe(generation.caller.tenant) or "-",
         "prompt": len(generation.request.prompt.ids),
-        "hit": 0 if usage is None else usage.cached,
+        "hit": generation.num_cached,
         "miss": "-" if generation.miss is None else generation.miss.reason,
     }
     if generation.miss is not None and generation.miss.segment is not None:
@@ -100,37 +100,23 @@ class LineFile:
                 logger.error("%s: lines are lost: %s", self._path, error)
             self._has_failed = True
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._handle)
 
-
-class TraceWriter:
-    """Writes a JSON line per request for the analyser: lengths and page hashes, no text.
+def trace_line(generation: Generation, *, with_tokens: bool = False) -> str:
+    """A JSON line about an ended request, for the analyser: lengths and page hashes, no text.
 
     Args:
-        write: gets each line, with its newline.
-        page_size: tokens per hash; the hash of a page covers the whole prefix up to its end.
-        with_tokens: write token ids as well, from which the text can be restored.
+        with_tokens: with token ids as well, from which the text can be restored.
     """
-
-    def __init__(
-        self, write: Callable[[str], object], *, page_size: int, with_tokens: bool = False
-    ) -> None:
-        self._write, self._page_size, self._with_tokens = write, page_size, with_tokens
-
-    def __call__(self, generation: Generation) -> None:
-        """Write the line of a request that has ended."""
-        output, prompt = generation.output, generation.request.prompt
-        entry: dict[str, object] = {
-            "timestamp": round(1000 * time.time()),
-            "tenant": generation.caller.tenant,
-            "input_length": len(prompt.ids),
-            "output_length": 0 if output is None else output.usage.completion_tokens,
-            "page_size": self._page_size,
-            "hash_ids": generation.page_hashes(),
-            "hit": 0 if generation.cache is None else generation.cache.cached,
-        }
-        if self._with_tokens:
-            entry["token_ids"] = prompt.ids.tolist()
-        self._write(json.dumps(entry) + "\n")
+    output, prompt = generation.output, generation.request.prompt
+    entry: dict[str, object] = {
+        "timestamp": round(1000 * time.time()),
+        "tenant": generation.caller.tenant,
+        "input_length": len(prompt.ids),
+        "output_length": 0 if output is None else output.usage.completion_tokens,
+        "page_size": generation.page_size,
+        "hash_ids": generation.page_hashes(),
+        "hit": generation.num_cached,
+    }
+    if with_tokens:
+        entry["token_ids"] = prompt.ids.tolist()
+    return json.dumps(entry) + "\n"

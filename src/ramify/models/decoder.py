@@ -1,0 +1,101 @@
+"""`Decoder`: token embedding, decoder layers and LM head, whatever the family and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ramify.attention.exactness import Exactness
+from ramify.attention.paged import PagedBackend
+from ramify.kv.pool import KVPool
+from ramify.models.config import ModelConfig
+from ramify.models.ops.protocol import DecoderLayer, Embedding, ForwardStep, LmHead, Norm, Ops
+
+
+def bind_embedding(ops: Ops, config: ModelConfig) -> Embedding:  # noqa: ARG001 - of `Family`
+    """The rows of `model.embed_tokens`."""
+    return ops.embedding("model.embed_tokens")
+
+
+def bind_lm_head(ops: Ops, config: ModelConfig) -> LmHead:
+    """`lm_head`, or tied `model.embed_tokens`, behind the RMS norm `model.norm`."""
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return ops.lm_head(name, norm=Norm("model.norm", config.rms_norm_eps))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a model family binds its operations: each layer by its number, what is before and behind."""
+
+    layer: Callable[[Ops, ModelConfig, int], DecoderLayer]
+    embedding: Callable[[Ops, ModelConfig], Embedding] = bind_embedding
+    lm_head: Callable[[Ops, ModelConfig], LmHead] = bind_lm_head
+
+
+class Decoder:
+    """A decoder-only transformer of one family, bound to one device's operations.
+
+    The caller owns the K/V cache and attention, passes both in the `ForwardStep`, and calls under
+    `torch.inference_mode`.
+
+    Args:
+        ops: holds every weight of `config.tensor_shapes()`.
+        on_layer: called after each layer is bound, for a progress bar.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        family: Family,
+        *,
+        on_layer: Callable[[], None] | None = None,
+    ) -> None:
+        self.config, self.ops = config, ops
+        self.embedding = family.embedding(ops, config)
+        layers = []
+        for number in range(config.num_layers):
+            layers.append(family.layer(ops, config, number))
+            if on_layer is not None:
+                on_layer()
+        self.layers = ops.stack(layers)
+        self.lm_head = family.lm_head(ops, config)
+        ops.finish()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+        return self.ops.dtype
+
+    @property
+    def row_multiple(self) -> int:
+        """Pad a step to a multiple of this many rows, or its bits are not exact."""
+        return self.ops.row_multiple
+
+    def exactness(self) -> list[Exactness]:
+        """The implementation of each distinct operation, shape and dtype, and why it was chosen."""
+        return self.ops.exactness()
+
+    def warm_up(self, backend: PagedBackend, pool: KVPool) -> None:
+        """Compile for steps over this backend and pool now, not in the first step."""
+        self.layers.warm_up(backend, pool)
+
+    def forward(self, token_ids: Tensor, step: ForwardStep) -> Tensor:
+        """Run all layers; returns the hidden rows before the final norm, which `logits` applies.
+
+        Args:
+            token_ids: [T] int64, each below vocab_size.
+            step: positions below max_model_len; its attention is called once per layer, in order,
+                unless the device does both in one.
+
+        Returns:
+            [T, hidden_size] in the model's dtype; for rows outside `step.output_rows` see `LayerStack`.
+        """
+        return self.layers(self.embedding(token_ids), self.ops.begin(step))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """lm_head(norm(hidden)): rows of `forward` [R, hidden_size] -> [R, vocab_size] float32."""
+        return self.lm_head(hidden)

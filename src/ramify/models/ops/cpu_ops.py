@@ -1,0 +1,161 @@
+"""`CpuOps`: the operations of `TorchOps`, with our compiled CPU kernels wherever there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ramify.attention.exactness import PROBE_ROW_COUNTS, ProbeStore
+from ramify.models.config import RopeConfig
+from ramify.models.ops.cpu_layers import FusedLayers
+from ramify.models.ops.cpu_linear import PackedLinear, packed_gemm_supports
+from ramify.models.ops.cpu_rope import QKNormRope
+from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.probe import probe_row_op
+from ramify.models.ops.protocol import (
+    Activation,
+    DecoderLayer,
+    Heads,
+    LayerStack,
+    Linear,
+    Norm,
+    Shard,
+)
+from ramify.models.ops.torch_linear import is_constant, probe_counts
+from ramify.models.ops.torch_ops import SplitAttention, TorchOps
+
+
+class CpuOps(TorchOps):
+    """Packed GEMM with norm, activation and residual inside, QK norm + rope in place, fused layers.
+
+    Anything without a kernel (quantised weights, norms with an offset, MLA) is `TorchOps`.
+    """
+
+    @classmethod
+    def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None, or why the kernels cannot compute this dtype on this device."""
+        return packed_gemm_supports(dtype, device)
+
+    @property
+    def row_multiple(self) -> int:
+        """1: rows of the kernels are independent by construction, those of other operations by the probe."""
+        return 1
+
+    def linear(
+        self,
+        *names: str,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        shard: Shard = "none",
+        dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """See `Ops`: one kernel, or a kernel between torch operations that it has no form of."""
+        weight, bias = self._matrix(names, dtype)
+        inner_norm = norm if norm is not None and _has_kernel(norm) else None
+        is_gated = activation == "silu_mul"
+        packed = None
+        if isinstance(weight, Tensor):
+            packed = self._packed_linear(weight, bias, inner_norm, is_gated)
+        if packed is None:
+            return super().linear(
+                *names, norm=norm, activation=activation, shard=shard, dtype=dtype
+            )
+        if norm is inner_norm and activation in (None, "silu_mul"):
+            return packed
+        outer_norm = None if norm is inner_norm else norm
+        return self._compose(outer_norm, packed, None if is_gated else activation, len(weight) // 2)
+
+    def _packed_linear(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, is_gated: bool
+    ) -> PackedLinear | None:
+        """The packed GEMM of this matrix; None if the probe finds that its rows differ."""
+        norm_weight = None
+        if norm is not None:
+            norm_weight = self.weight(f"{norm.name}.weight"), norm.eps
+        packed = PackedLinear(weight, bias, norm=norm_weight, gated=is_gated)
+        parts = {
+            "rms_norm": norm is not None,
+            "linear": True,
+            "bias": bias is not None,
+            "silu_mul": is_gated,
+        }
+        operation = " + ".join(name for name, is_part in parts.items() if is_part)
+        out_width, in_width = weight.shape
+        passes = self._probe_kernel(
+            operation,
+            packed,
+            (out_width, in_width),
+            self._samples(in_width, dtype=weight.dtype),
+            dtype=weight.dtype,
+            store=ProbeStore(None) if is_constant(weight) else None,
+            counts=probe_counts(weight),
+        )
+        return packed if passes else None
+
+    def attention(
+        self,
+        layer: int,
+        heads: Heads,
+        rope: RopeConfig,
+        *,
+        qk_norm: tuple[Norm, Norm] | None = None,
+    ) -> SplitAttention:
+        """See `Ops`."""
+        table, norms = self._table(rope, heads.head_dim), None
+        if qk_norm is not None:
+            q_norm, k_norm = qk_norm
+            if not _has_kernel(q_norm) or not _has_kernel(k_norm) or q_norm.eps != k_norm.eps:
+                return super().attention(layer, heads, rope, qk_norm=qk_norm)
+            weights = [self.weight(f"{norm.name}.weight") for norm in qk_norm]
+            norms = (weights[0], weights[1], q_norm.eps)
+        kernel = QKNormRope(table.cos, table.sin, heads, norms=norms)
+
+        def on_copy(rows: Tensor, positions: Tensor) -> Tensor:
+            return kernel.rotate(rows.clone(), positions)
+
+        def samples() -> tuple[Tensor, ...]:
+            [rows] = self._samples(sum(heads.counts) * heads.head_dim)()
+            return rows, self._sample_positions(len(rows))
+
+        operation = "rope" if norms is None else "qk_norm + rope"
+        shape = (heads.num_q + heads.num_kv, heads.head_dim)
+        if not self._probe_kernel(operation, on_copy, shape, samples, dtype=self.dtype):
+            return super().attention(layer, heads, rope, qk_norm=qk_norm)
+        return SplitAttention(layer, kernel)
+
+    def _probe_kernel(
+        self,
+        operation: str,
+        kernel: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        samples: Callable[[], tuple[Tensor, ...]],
+        *,
+        dtype: torch.dtype,
+        store: ProbeStore | None = None,
+        counts: Sequence[int] = PROBE_ROW_COUNTS,
+    ) -> bool:
+        """Whether the kernel's rows are independent of the batch; records the verdict if they are."""
+        chosen, verdict = probe_row_op(
+            operation,
+            kernel,
+            shape,
+            dtype,
+            samples,
+            exact=self.exact,
+            store=store or self._store,
+            counts=counts,
+            strategy="kernel",
+        )
+        if chosen is kernel:
+            self._record(verdict)
+        return chosen is kernel
+
+    def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
+        """See `Ops`: fused if every operation of every layer is a kernel."""
+        return FusedLayers.of(layers) or LayerLoop(layers)
+
+
+def _has_kernel(norm: Norm) -> bool:
+    return norm.kind == "rms" and not norm.offset

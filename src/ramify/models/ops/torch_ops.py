@@ -1,0 +1,407 @@
+"""`TorchOps`: a decoder's operations in plain torch, so far tried on CPU only; the reference of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ramify.attention.exactness import (
+    FP32_ROW_MULTIPLE,
+    Exactness,
+    ProbeStore,
+)
+from ramify.models.config import RopeConfig
+from ramify.models.ops import functional
+from ramify.models.ops.functional import (
+    ACTIVATIONS,
+    apply_rotary,
+    deinterleave_rope,
+    layer_norm,
+    per_head_matmul,
+    rms_norm,
+)
+from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.mlp import GatedMlp
+from ramify.models.ops.probe import dtype_name, probe_row_op, sample_rows
+from ramify.models.ops.protocol import (
+    Activation,
+    Attended,
+    DecoderLayer,
+    Embedding,
+    ForwardStep,
+    Heads,
+    LayerStack,
+    Linear,
+    LmHead,
+    Norm,
+    RowOp,
+    Shard,
+)
+from ramify.models.ops.quantized import Weight, as_tensor, concat_weights
+from ramify.models.ops.torch_linear import TorchLinear, choose_torch_linear
+from ramify.models.rope import RotaryTable
+
+CPU = torch.device("cpu")
+
+
+class TorchOps:
+    """Operations in plain torch, each in a form whose rows do not depend on the batch if `exact`.
+
+    Args:
+        weights: by Hugging Face name, on one device; matrices in `dtype` or quantised.
+        dtype: to compute in.
+        max_len: positions of the rotary tables.
+        exact: require batch invariance: a row's bits do not depend on the other rows.
+        store: verdicts of earlier probes; None: `ProbeStore.default()`.
+        device: of the weights.
+        linear_strategy: a key of `TORCH_LINEARS` for every matrix, without a probe; None: the fastest
+            that passes. Tests inject faults with it.
+    """
+
+    @classmethod
+    def supports(cls, dtype: torch.dtype, device: torch.device) -> str | None:
+        """None: it computes every dtype on every device."""
+        return None
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        *,
+        dtype: torch.dtype,
+        max_len: int,
+        exact: bool = True,
+        store: ProbeStore | None = None,
+        device: torch.device = CPU,
+        linear_strategy: str | None = None,
+    ) -> None:
+        self.dtype, self.exact = dtype, exact
+        self._weights, self._max_len, self._device = weights, max_len, device
+        self._strategy = linear_strategy
+        self._store = ProbeStore.default() if store is None else store
+        self._verdicts: dict[tuple[str, tuple[int, ...], str], Exactness] = {}
+        self._tables: dict[tuple[RopeConfig, int], RotaryTable] = {}
+        self._gathered: list[RotaryTable] = []  # those of `ForwardStep.angles`
+
+    @property
+    def row_multiple(self) -> int:
+        """See `Ops`."""
+        return FP32_ROW_MULTIPLE if self.exact else 1
+
+    def exactness(self) -> list[Exactness]:
+        """See `Ops`."""
+        return list(self._verdicts.values())
+
+    def begin(self, step: ForwardStep) -> ForwardStep:
+        """See `Ops`: gathers cos and sin of the step's positions."""
+        if not self._gathered:
+            return step
+        return replace(step, angles=tuple(t.cos_sin(step.positions) for t in self._gathered))
+
+    def finish(self) -> None:
+        """See `Ops`."""
+        self._weights = {}
+
+    def weight(self, name: str) -> Tensor:
+        """See `Ops`."""
+        return as_tensor(self._weights[name])
+
+    # -- binding -----------------------------------------------------------------------------
+
+    def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
+        """See `Ops`."""
+        table = self.weight(f"{name}.weight")
+        if scale == 1.0:
+            return partial(F.embedding, weight=table)
+        factor = torch.tensor(scale, dtype=self.dtype, device=self._device)
+        return lambda token_ids: F.embedding(token_ids, table) * factor
+
+    def linear(
+        self,
+        *names: str,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        shard: Shard = "none",  # noqa: ARG002 - one device holds the whole matrix
+        dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """See `Ops`."""
+        weight, bias = self._matrix(names, dtype)
+        if self._strategy is not None:
+            matrix = TorchLinear(weight, bias, strategy=self._strategy)
+            shape = (weight.shape[0], weight.shape[1])
+            kind = dtype_name(weight.dtype)
+            self._record(Exactness("linear", shape, kind, self._strategy, "forced"))
+        else:
+            matrix, verdict = choose_torch_linear(weight, bias, exact=self.exact, store=self._store)
+            self._record(verdict)
+        return self._compose(norm, matrix, activation, len(weight) // 2)
+
+    def norm(self, norm: Norm) -> RowOp:
+        """See `Ops`."""
+        width = len(self.weight(f"{norm.name}.weight"))
+        samples = self._samples(width)
+        return self.row_op(f"{norm.kind}_norm", self._norm(norm), (width,), samples)
+
+    def head_linear(
+        self, name: str, *, num_heads: int, rows: slice, transpose: bool = False
+    ) -> TorchHeadLinear:
+        """See `Ops`."""
+        weight = self.weight(f"{name}.weight").unflatten(0, (num_heads, -1))[:, rows]
+        weight = weight.transpose(1, 2) if transpose else weight
+        op = self.row_op(
+            "per-head matmul",
+            partial(per_head_matmul, matrices=weight),
+            tuple(weight.shape),
+            self._samples(*weight.shape[:2]),
+        )
+        return TorchHeadLinear(weight, op)
+
+    def rope(
+        self, rope: RopeConfig, *, dim: int, num_heads: int, interleaved: bool = False
+    ) -> TorchRope:
+        """See `Ops`."""
+        table = self._table(rope, dim)
+        if table not in self._gathered:
+            self._gathered.append(table)
+
+        def samples() -> tuple[Tensor, ...]:
+            [heads] = self._samples(num_heads, dim)()
+            return (heads, *table.cos_sin(self._sample_positions(len(heads))))
+
+        rotate = self.row_op("rope", apply_rotary, (num_heads, dim), samples)
+        return TorchRope(rotate, self._gathered.index(table), dim, interleaved)
+
+    def attention(
+        self,
+        layer: int,
+        heads: Heads,
+        rope: RopeConfig,
+        *,
+        qk_norm: tuple[Norm, Norm] | None = None,
+    ) -> SplitAttention:
+        """See `Ops`."""
+        rotate = self.rope(rope, dim=heads.head_dim, num_heads=heads.num_q)
+        norms = None
+        if qk_norm is not None:
+            q_norm, k_norm = qk_norm
+            norms = (
+                self._head_norm(q_norm, heads, heads.num_q),
+                self._head_norm(k_norm, heads, heads.num_kv),
+            )
+        return SplitAttention(layer, TorchQKNormRope(heads, norms, rotate))
+
+    def experts(self, prefix: str, *, num_experts: int, shared: str | None) -> LoopedExperts:
+        """See `Ops`."""
+        routed = tuple(GatedMlp(self, f"{prefix}{number}.") for number in range(num_experts))
+        return LoopedExperts(routed, None if shared is None else GatedMlp(self, shared))
+
+    def lm_head(self, name: str, *, norm: Norm, soft_cap: float | None = None) -> LmHead:
+        """See `Ops`."""
+        linear = self.linear(name, norm=norm, shard="vocab")
+        if soft_cap is None:
+            return lambda hidden: linear(hidden, None).float()
+        vocab_size = len(self._weights[f"{name}.weight"])
+        capped = self.row_op(
+            "soft_cap",
+            partial(functional.soft_cap, cap=soft_cap),
+            (vocab_size,),
+            self._samples(vocab_size, dtype=torch.float32),
+            dtype=torch.float32,
+        )
+        return lambda hidden: capped(linear(hidden, None).float())
+
+    def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
+        """See `Ops`."""
+        return LayerLoop(layers)
+
+    def row_op(
+        self,
+        operation: str,
+        op: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        samples: Callable[[], tuple[Tensor, ...]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Callable[..., Tensor]:
+        """See `Ops`; the verdict is recorded."""
+        chosen, verdict = probe_row_op(
+            operation,
+            op,
+            shape,
+            dtype or self.dtype,
+            samples,
+            exact=self.exact,
+            store=self._store,
+        )
+        self._record(verdict)
+        return chosen
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _matrix(
+        self, names: Sequence[str], dtype: torch.dtype | None
+    ) -> tuple[Weight, Tensor | None]:
+        """Weight and bias of the named linears, concatenated; all have a bias, or none."""
+        weight = concat_weights([self._weights[f"{name}.weight"] for name in names])
+        bias = None
+        if f"{names[0]}.bias" in self._weights:
+            bias = torch.cat([self.weight(f"{name}.bias") for name in names])
+        if dtype is not None and weight.dtype != dtype:
+            return as_tensor(weight).to(dtype), None if bias is None else bias.to(dtype)
+        return weight, bias
+
+    def _compose(
+        self, norm: Norm | None, matrix: RowOp, activation: Activation | None, width: int
+    ) -> Linear:
+        """A norm, a matrix, and an activation of halves of `width`, each called by itself."""
+        gate_mul = None
+        if activation is not None:
+            samples = self._samples(2 * width)
+            gate_mul = self.row_op(
+                activation,
+                ACTIVATIONS[activation],
+                (width,),
+                lambda: samples()[0].chunk(2, -1),
+            )
+        return ComposedLinear(None if norm is None else self.norm(norm), matrix, gate_mul)
+
+    def _head_norm(self, norm: Norm, heads: Heads, num_heads: int) -> RowOp:
+        """A norm of each of the first `num_heads` heads of a QKV row."""
+        qkv = self._samples(sum(heads.counts), heads.head_dim)
+        shape = (num_heads, heads.head_dim)
+        return self.row_op("qk_norm", self._norm(norm), shape, lambda: (qkv()[0][:, :num_heads],))
+
+    def _norm(self, norm: Norm) -> RowOp:
+        """The norm's function of rows, not probed."""
+        weight = self.weight(f"{norm.name}.weight")
+        if norm.kind == "layer":
+            bias = self.weight(f"{norm.name}.bias")
+            return partial(layer_norm, weight=weight, bias=bias, eps=norm.eps)
+        return partial(rms_norm, weight=weight, eps=norm.eps, offset=norm.offset)
+
+    def _table(self, rope: RopeConfig, dim: int) -> RotaryTable:
+        """The rotary table, made once."""
+        if (rope, dim) not in self._tables:
+            self._tables[rope, dim] = RotaryTable(
+                rope,
+                head_dim=dim,
+                max_len=self._max_len,
+                dtype=self.dtype,
+                device=self._device,
+            )
+        return self._tables[rope, dim]
+
+    def _samples(
+        self, *shape: int, dtype: torch.dtype | None = None
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Makes random rows for a probe."""
+        return lambda: (sample_rows(*shape, dtype=dtype or self.dtype).to(self._device),)
+
+    def _sample_positions(self, num_rows: int) -> Tensor:
+        return torch.arange(num_rows, device=self._device) % self._max_len
+
+    def _record(self, verdict: Exactness) -> None:
+        self._verdicts[verdict.operation, verdict.shape, verdict.dtype] = verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedLinear:
+    """A `Linear` of separate operations: norm, matrix, activation, addition of the residual."""
+
+    norm: RowOp | None
+    matrix: RowOp
+    gate_mul: Callable[[Tensor, Tensor], Tensor] | None
+
+    def __call__(
+        self,
+        x: Tensor,
+        step: ForwardStep | None = None,  # noqa: ARG002 - for adapters
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See `Linear`."""
+        y = self.matrix(x if self.norm is None else self.norm(x))
+        if self.gate_mul is not None:
+            y = self.gate_mul(*y.chunk(2, -1))
+        return y if residual is None else residual.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchHeadLinear:
+    """A `HeadLinear` by one batched matmul."""
+
+    weight: Tensor
+    op: RowOp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `HeadLinear`."""
+        return self.op(x)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRope:
+    """A `Rope` over the step's cos and sin number `table`."""
+
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    table: int
+    dim: int
+    interleaved: bool
+
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """See `Rope`."""
+        rotated, rest = x[..., : self.dim], x[..., self.dim :]
+        if self.interleaved:
+            rotated = deinterleave_rope(rotated)
+        rotated = self.rotate(rotated, *step.angles[self.table])
+        return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+
+
+@dataclass(frozen=True, slots=True)
+class TorchQKNormRope:
+    """QKV rows -> q, k, v [T, heads, head_dim], with QK norm and rope."""
+
+    heads: Heads
+    norms: tuple[RowOp, RowOp] | None
+    rope: TorchRope
+
+    def __call__(self, qkv: Tensor, step: ForwardStep) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (num_q + 2 * num_kv) * head_dim]."""
+        q, k, v = qkv.unflatten(-1, (-1, self.heads.head_dim)).split(self.heads.counts, 1)
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        return self.rope(q, step), self.rope(k, step), v
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAttention:
+    """A `SelfAttention`: QKV rows to heads, then the step's attention."""
+
+    layer: int
+    qk_norm_rope: Callable[[Tensor, ForwardStep], tuple[Tensor, Tensor, Tensor]]
+
+    def __call__(self, qkv: Tensor, step: ForwardStep) -> Attended:
+        """See `SelfAttention`."""
+        q, k, v = self.qk_norm_rope(qkv, step)
+        return Attended(step.pruned_attention(self.layer, q, k, v).flatten(1), (k, v))
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedExperts:
+    """`Experts` one after the other, each over the rows that are routed to it."""
+
+    routed: tuple[GatedMlp, ...]
+    shared: GatedMlp | None
+
+    def __call__(self, x: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts`."""
+        total = torch.zeros_like(x)
+        is_routed = weights != 0
+        for number in is_routed.any(0).nonzero()[:, 0].tolist():
+            rows = is_routed[:, number].nonzero()[:, 0]
+            weighted = self.routed[number](x[rows], None) * weights[rows, number, None]
+            total[rows] += weighted.to(x.dtype)
+        return total if self.shared is None else total + self.shared(x, None)

@@ -1,0 +1,168 @@
+"""The choice of `Ops`, what it falls back to, and what it reports."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ramify.attention.exactness import ProbeStore, row_by_row
+from ramify.config import OPS as OPS_NAMES
+from ramify.errors import ConfigError
+from ramify.models.decoder import Decoder
+from ramify.models.dense import DENSE
+from ramify.models.loader import FAMILIES, load_model, load_weights, read_config
+from ramify.models.ops import cpu_ops, registry
+from ramify.models.ops.cpu_ops import CpuOps
+from ramify.models.ops.layer_loop import LayerLoop
+from ramify.models.ops.probe import probe_row_op
+from ramify.models.ops.registry import OPS, select_ops
+from ramify.models.ops.torch_linear import strategy_order
+from ramify.testing import write_tiny_checkpoint
+from tests.cpu.test_exact_ops import run_in_steps
+from tests.cpu.tiny_models import ops_of
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16_dot", "has_amx", "strategies", "ops"),
+    [
+        (torch.float32, True, True, ("onednn", "padded"), "cpu"),
+        (torch.bfloat16, False, False, ("plain",), "cpu"),
+        (torch.bfloat16, True, False, ("onednn", "plain"), "cpu"),
+        (torch.bfloat16, True, True, ("onednn", "plain"), "torch"),
+    ],
+)
+def test_what_is_tried_depends_on_cpu_features(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    has_bf16_dot: bool,
+    has_amx: bool,
+    strategies: tuple[str, ...],
+    ops: str,
+) -> None:
+    """oneDNN in bfloat16 only with AVX-512-BF16 or AMX; with AMX torch instead of our kernels."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16_dot, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    monkeypatch.setattr(registry, "onednn_supports", lambda _: None)
+
+    choice = select_ops("auto", dtype, torch.device("cpu"))
+
+    assert strategy_order(dtype) == strategies
+    if CpuOps.supports(dtype, torch.device("cpu")) is None:
+        assert choice.name == ops
+    assert ("AMX" in choice.reason) == (ops == "torch")
+    assert choice.rejected.keys() == OPS.keys() - {choice.name}
+
+
+def test_amx_without_onednn_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason says what is missing."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.setattr(registry, "onednn_supports", lambda _: "torch was built without oneDNN")
+
+    choice = select_ops("auto", torch.bfloat16, torch.device("cpu"))
+
+    assert choice.name == "cpu"
+    assert "oneDNN would use this CPU's AMX, but torch was built without oneDNN" in choice.reason
+
+
+def test_the_option_names_every_implementation() -> None:
+    """`ramify.config`, which loads no torch, repeats the names of the table."""
+    assert ("auto", *OPS) == OPS_NAMES
+
+
+def test_a_kernel_that_fails_its_probe_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's operations take its place and are what the report names; the model is still exact."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    tokens = torch.arange(40) + 100
+
+    def rejected(op: Any, *args: Any, **options: Any) -> Any:
+        chosen, verdict = probe_row_op(op, *args, **options)
+        is_kernel = options.get("strategy") == "kernel"
+        return (row_by_row(chosen), verdict) if is_kernel else (chosen, verdict)
+
+    monkeypatch.setattr(cpu_ops, "probe_row_op", rejected)
+    model = load_model(path, ops="cpu", store=ProbeStore(None))
+
+    assert isinstance(model.layers, LayerLoop)
+    report = model.exactness()
+    assert {entry.operation for entry in report} == {
+        "linear", "rms_norm", "qk_norm", "rope", "silu_mul"
+    }  # fmt: skip
+    assert "kernel" not in {entry.strategy for entry in report}
+    logits = run_in_steps(model, tokens, 40)[1]
+    assert torch.equal(run_in_steps(model, tokens, 7)[1], logits)
+    expected = load_model(path, ops="torch", store=ProbeStore(None))
+    assert torch.equal(run_in_steps(expected, tokens, 40)[1], logits)
+
+
+def test_layers_that_differ_are_called_one_by_one(tmp_path: Path) -> None:
+    """Kernels of other widths in one layer: no fused layers, and the bits do not depend on the batch."""
+    pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    path = write_tiny_checkpoint(tmp_path, "llama", tokenizer=False, num_hidden_layers=2)
+    config = read_config(path)
+    weights: dict[str, Tensor] = load_weights(path, config, dtype=torch.float32)
+    mlp = "model.layers.1.mlp."
+    for name in ("gate_proj", "up_proj"):
+        weights[f"{mlp}{name}.weight"] = weights[f"{mlp}{name}.weight"][:-16]
+    weights[f"{mlp}down_proj.weight"] = weights[f"{mlp}down_proj.weight"][:, :-16]
+    ops = CpuOps(weights, dtype=torch.float32, max_len=config.max_model_len, store=ProbeStore(None))
+
+    model = Decoder(config, ops, DENSE)
+
+    assert isinstance(model.layers, LayerLoop)
+    tokens = torch.arange(40) + 100
+    logits = run_in_steps(model, tokens, 40)[1]
+    assert torch.equal(run_in_steps(model, tokens, 7)[1], logits)
+
+
+def test_every_family_is_kept_from_devices() -> None:
+    """The import contract lists the module of each family that a checkpoint can name."""
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    contracts = pyproject["tool"]["importlinter"]["contracts"]
+    [listed] = [item["source_modules"] for item in contracts if item["id"] == "families"]
+
+    modules = {inspect.getmodule(family.layer) for family in (DENSE, *FAMILIES.values())}
+
+    assert {module.__name__ for module in modules if module is not None} <= {*listed}
+
+
+def test_ops_are_chosen_by_name_or_refused_with_the_reason() -> None:
+    """An unknown name lists all; a device without kernels gives the reason for no."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert select_ops("torch", torch.float32, cpu).reason == "asked for"
+    choice = select_ops("auto", torch.float32, meta)
+    assert choice.name == "torch"
+    assert "device meta" in choice.rejected["cpu"]
+    with pytest.raises(ConfigError, match=r"ops='gpu' does not exist; choose auto, cpu, torch"):
+        select_ops("gpu", torch.float32, cpu)
+    with pytest.raises(ConfigError, match=r"ops='cpu' cannot be used here: .*float16.*ops='auto'"):
+        select_ops("cpu", torch.float16, cpu)
+
+
+@pytest.mark.parametrize(
+    ("ops", "operations"),
+    [
+        ("cpu", {"linear", "rms_norm + linear", "rms_norm + linear + silu_mul", "qk_norm + rope"}),
+        ("torch", {"linear", "rms_norm", "qk_norm", "rope", "silu_mul"}),
+        ("padded", {"linear", "rms_norm", "qk_norm", "rope", "silu_mul"}),
+    ],
+)
+def test_the_report_names_every_operation(tmp_path: Path, ops: str, operations: set[str]) -> None:
+    """`exactness()`, which `ramify info` shows, has one entry per kernel, fused operations together."""
+    if ops == "cpu":
+        pytest.importorskip("numba", reason="the kernels need the extra ramify[cpu]")
+    path = write_tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
+
+    report = load_model(path, store=ProbeStore(None), ops=ops_of(ops)).exactness()
+
+    assert {entry.operation for entry in report} == operations
+    assert all(entry.dtype == "float32" and entry.reason for entry in report)
