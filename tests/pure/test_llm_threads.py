@@ -117,7 +117,7 @@ def test_calls_are_served_in_the_order_in_which_they_came(_: int) -> None:
         for _ in range(count):
             llm.generate(PROMPT, FOUR, on_finished=lambda output: served.append(name))
 
-    def until_one_more_waits(before: object) -> object:
+    def until_one_more_waits(before: Any) -> Any:
         while llm.turns._last is before:
             pass
         return llm.turns._last
