@@ -30,7 +30,8 @@ from tests.cpu.tiny_models import DENSE, LATENT
 
 MODELS = [
     *((family, "float32-onednn") for family in DENSE),
-    *((family, "float32-padded") for family in DENSE),
+    ("llama", "float32-padded"),
+    ("qwen3", "float32-padded"),
     *((family, "bfloat16-torch") for family in DENSE),
     ("llama", "float32-torch-blocked"),
     ("qwen2", "bfloat16-onednn"),
@@ -52,7 +53,7 @@ MODELS = [
     ("v2", "bfloat16-fp8"),
     ("v32", "bfloat16-int8"),
 ]
-NUM_CASES = 680  # random scenarios in all, at least
+NUM_CASES = 600  # random scenarios in all, at least
 EXAMPLES = -(-NUM_CASES // len(MODELS))
 
 
