@@ -134,3 +134,18 @@ def test_threads_that_are_refused_at_random_leave_a_sound_cache() -> None:
     cache.check()
     stats = cache.stats()
     assert (stats.num_leases, stats.private_pages, stats.lookups) == (0, 0, 180)
+
+
+def test_a_thread_that_is_inside_may_look_up_and_release() -> None:
+    """The hot methods, which look at the guard themselves, let the thread inside call again."""
+    cache, key = PrefixCache(num_pages=8, page_size=2), CacheKey([1, 2, 3, 4, 5])
+    cache.guard.enter("test")
+    try:
+        lease = cache.acquire(key)
+        assert cache.match(key).num_tokens == lease.num_tokens == 0
+        cache.release(lease)
+    finally:
+        cache.guard.thread, cache.guard.call = 0, ""
+
+    assert cache.stats().num_leases == 0
+    cache.check()
