@@ -14,20 +14,22 @@ from ramify.server.openai.chat_request import chat_to_generation, content_text
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
-    ChosenTool,
     FunctionCall,
     FunctionDefinition,
-    FunctionTool,
-    InputItem,
     JsonSchema,
     NamedFunction,
     NamedTool,
     ResponseFormat,
+    Tool,
+    ToolCall,
+)
+from ramify.server.openai.responses_protocol import (
+    ChosenTool,
+    FunctionTool,
+    InputItem,
     ResponsesRequest,
     TextFormat,
     TextOptions,
-    Tool,
-    ToolCall,
 )
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service

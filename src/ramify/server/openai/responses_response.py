@@ -20,9 +20,9 @@ from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     FunctionCall,
-    ResponsesRequest,
     ToolCall,
 )
+from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.openai.responses_request import INSTRUCTIONS, StoredResponse
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
