@@ -62,6 +62,24 @@ class RenderedPrompt:
         breakpoint_ = CacheBreakpoint(self.num_stable_tokens, ttl_s)
         return replace(self, breakpoints=(*self.breakpoints, breakpoint_))
 
+    def last_tokens(self, num_tokens: int) -> RenderedPrompt:
+        """The prompt without the tokens before its last `num_tokens`, which have no text any more."""
+        cut = len(self.ids) - num_tokens
+        if cut <= 0:
+            return self
+        segments = tuple(
+            PromptSegment(segment.path, max(0, segment.start - cut), segment.end - cut)
+            for segment in self.segments
+            if segment.end > cut
+        )
+        breakpoints = tuple(
+            CacheBreakpoint(point.num_tokens - cut, point.ttl_s)
+            for point in self.breakpoints
+            if point.num_tokens > cut
+        )
+        num_stable = max(0, self.num_stable_tokens - cut)
+        return RenderedPrompt(self.ids[cut:], "", segments, breakpoints, num_stable)
+
     def path_at(self, token: int) -> str:
         """The request field that a token came from; template text counts to the field after it."""
         for segment in self.segments:

@@ -36,6 +36,7 @@ from ramify.server.request_history import (
 )
 from ramify.server.tenants import Caller, QuotaMeter
 from ramify.server.tool_calls import detect_format
+from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Service:
         self.prompt_renderer = PromptRenderer(tokenizer)
         self.history = RequestHistory()
         self.quotas = QuotaMeter()
+        self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
         self.tool_format = detect_format(tokenizer.chat_template or "")

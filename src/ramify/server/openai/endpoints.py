@@ -23,23 +23,30 @@ from ramify.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS
+from ramify.server.openai.vllm_fields import with_vllm_fields
 from ramify.server.service import Service
 
 
 async def chat_completions(context: RequestContext) -> Response:
     """POST /v1/chat/completions."""
-    request = await context.body(ChatRequest)
+    request = await context.body(ChatRequest, CHAT_FIELDS)
     generation_request = await context.in_prompt_thread(
         chat_to_generation, request, context.service, context.caller.tenant
     )
     generation = await context.start(generation_request, prefix="chatcmpl-")
-    builder = ChatResponseBuilder(context.service, request, generation)
+    builder = with_vllm_fields(
+        ChatResponseBuilder(context.service, request, generation),
+        request,
+        [generation],
+        context.service.tokenizer,
+    )
     return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
 async def completions(context: RequestContext) -> Response:
     """POST /v1/completions; a prompt of the list is a generation of its own."""
-    request = await context.body(CompletionRequest)
+    request = await context.body(CompletionRequest, COMPLETION_FIELDS)
     generation_requests = await context.in_prompt_thread(
         completion_to_generations, request, context.service
     )
@@ -49,7 +56,12 @@ async def completions(context: RequestContext) -> Response:
         context.service.start_all(generation_requests, context.caller, prefix="cmpl-")
     )
     context.generations.extend(generations)
-    builder = CompletionResponseBuilder(context.service, request, generations)
+    builder = with_vllm_fields(
+        CompletionResponseBuilder(context.service, request, generations),
+        request,
+        generations,
+        context.service.tokenizer,
+    )
     return await context.respond(builder, stream=request.stream, on_error=_error_event, end=DONE)
 
 
@@ -82,7 +94,7 @@ def _model_entry(service: Service, name: str) -> dict[str, Any]:
 
 
 async def tokenize(context: RequestContext) -> Response:
-    """POST /tokenize: token ids of a text, or of messages by chat template."""
+    """POST /tokenize: token ids of a text, or of the prompt that a chat request would run."""
     request = await context.body(TokenizeRequest)
     service = context.service
     service.check_model(request.model)
@@ -91,15 +103,13 @@ async def tokenize(context: RequestContext) -> Response:
 
     def encode() -> Any:
         if request.prompt is not None:
-            special = request.add_special_tokens
+            special = request.add_special_tokens is not False
             return encode_text(request.prompt, service, add_special_tokens=special)
-        chat = ChatRequest(messages=request.messages or [], tools=request.tools)
-        return chat_to_generation(
-            chat,
-            service,
-            context.caller.tenant,
-            add_generation_prompt=request.add_generation_prompt,
-        ).prompt.ids
+        if request.add_special_tokens:
+            raise ApiError(
+                400, "of messages, the chat template writes them", param="add_special_tokens"
+            )
+        return chat_to_generation(request, service, context.caller.tenant).prompt.ids
 
     token_ids = (await context.in_prompt_thread(encode)).tolist()
     payload: dict[str, Any] = {
