@@ -119,6 +119,13 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
         continue_final_message=messages[-1]["role"] == "assistant",
         tenant=tenant,
     )
+    prompt = prompt.with_answers(
+        [
+            f"messages[{index}]"
+            for index, message in enumerate(request.messages[:-1])
+            if message.role == "assistant"
+        ]
+    )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
         prompt = prompt.with_breakpoint(BREAKPOINT_TTL_S[request.cache_control.ttl])
     return HistoryEntry(

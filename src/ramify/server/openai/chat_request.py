@@ -77,6 +77,13 @@ def chat_to_generation(
         tenant=tenant,
         template_options=_template_options(request),
     )
+    prompt = prompt.with_answers(
+        [
+            name
+            for name, message in zip(names[:-1], request.messages, strict=False)
+            if message.role == "assistant"
+        ]
+    )
     prompt = limit_breakpoints(truncate_prompt(prompt, request, service), request)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
