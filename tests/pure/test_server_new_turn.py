@@ -35,7 +35,7 @@ def miss_after(path: str, *, edit: str = "", other: bool = False) -> dict[str, A
     """The miss of a second turn; its first answer edited, or the first turn another tenant's."""
     bench = ServerBench(keys=ApiKeys.of("ann", "bob"))
     script = bench.service.tokenizer.encode(" in the attic" * 3, add_special_tokens=False)
-    num_prompt = []
+    num_prompt: list[int] = []
 
     def next_token(context: Any) -> int:
         num_prompt[:] = num_prompt or [len(context)]

@@ -21,6 +21,7 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PoolingRequest,
     TokenizeRequest,
 )
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS
@@ -88,6 +89,7 @@ def _model_entry(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.started_s,
         "owned_by": "ramify",
+        "display_name": name,
         "root": service.model,
         "max_model_len": service.max_model_len,
     }
@@ -130,3 +132,35 @@ async def detokenize(context: RequestContext) -> Response:
     check_token_ids(request.tokens, "tokens")
     text = await context.in_prompt_thread(service.tokenizer.decode, request.tokens, False)
     return context.json({"prompt": text})
+
+
+async def tokenizer_info(context: RequestContext) -> Response:
+    """GET /tokenizer_info: the chat template and special tokens, as remote tokenizers need them."""
+    service = context.service
+    tokenizer = service.tokenizer
+    return context.json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # the class that reads any tokenizer.json
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": service.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            **tokenizer.special_tokens,
+        }
+    )
+
+
+async def pooling(context: RequestContext) -> Response:
+    """POST /v1/embeddings and others for models that turn a text into vectors or scores.
+
+    Raises:
+        ApiError: always; 400, the model generates text, or 404, there is no such model.
+    """
+    request = await context.body(PoolingRequest)
+    model, task = context.service.check_model(request.model), context.request.url.path
+    raise ApiError(
+        400,
+        f"the model {model!r} does not support {task}: it generates text, and this server has no "
+        "models for embeddings, scores or reranking yet; send these requests to another server",
+        param="model",
+        code="model_not_supported",
+    )
