@@ -35,9 +35,10 @@ class GenerationRequest:
     priority: int = 0
     is_prewarm: bool = False  # compute and cache the prompt; the response has no text
     is_chat: bool = False  # a later request may send the answer back as a message
-    is_remembered: bool = True  # in the request history, when it has ended
+    warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
     # A parser for one answer; None: answers are plain text.
     new_tool_parser: Callable[[], ToolCallParser | None] = lambda: None
+    is_remembered: bool = True  # in the request history, when it has ended
 
     @property
     def prompt(self) -> RenderedPrompt:
