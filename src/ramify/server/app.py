@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,10 +17,12 @@ from starlette.routing import Route
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
 from ramify.server.health import Readiness
+from ramify.server.http.body_budget import BodyBudget
 from ramify.server.http.wire import PING_S, KeepAliveResponse, error_response, request_id
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
+from ramify.server.prompt_jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota
@@ -50,8 +51,8 @@ class Server:
         )
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
-        # Rendering and tokenising a long prompt would block the event loop.
-        self._prompt_thread = ThreadPoolExecutor(1, "ramify-prompts")
+        self.bodies = BodyBudget()
+        self._prompt_workers = PromptWorkers()
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
         """The ASGI application.
@@ -76,7 +77,7 @@ class Server:
             self.health.is_ready = False
             monitor.cancel()
             await asyncio.gather(monitor, return_exceptions=True)
-            self._prompt_thread.shutdown(wait=False)
+            self._prompt_workers.shutdown()
 
     def _route(self, endpoint: Endpoint) -> Route:
         async def serve(request: Request) -> Any:
@@ -114,7 +115,8 @@ class Server:
             self.service,
             self.metrics,
             self.health,
-            self._prompt_thread,
+            self._prompt_workers,
+            self.bodies,
         )
 
     def caller(self, request: Request) -> Caller:

@@ -40,6 +40,8 @@ from ramify.server.tool_calls import detect_format
 logger = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 16
+# Longer prompts are refused before their tokens become Python objects.
+MAX_RENDERED_CONTEXTS = 4
 MAX_QUEUED_POOLS = 4  # pools of queued prompt tokens: more would wait for minutes
 
 
@@ -59,7 +61,13 @@ class Service:
         self.max_model_len = engine.config.max_model_len
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
-        self.prompt_renderer = PromptRenderer(tokenizer)
+        self.max_prompt_bytes = self.max_model_len * min(
+            MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
+        )
+        self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        self.prompt_renderer = PromptRenderer(
+            tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
+        )
         self.history = RequestHistory()
         self.quotas = QuotaMeter()
         self.started_s = int(time.time())
@@ -90,9 +98,9 @@ class Service:
         """Refuse a text that no context holds, before it is rendered and tokenised.
 
         Raises:
-            ApiError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
+            ApiError: 400, more bytes for each token of the context than any token has.
         """
-        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        limit = self.max_prompt_bytes
         if num_bytes > limit:
             raise ApiError(
                 400,
@@ -160,7 +168,7 @@ class Service:
 
             def prepare(core: EngineCore) -> Explanation | None:
                 # One call for all three: each call into the engine waits for the running step.
-                core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
+                core.scheduler.max_waiting_tokens = self.max_queued_tokens
                 explanation = self._explanation(core, request.prompt, caller, request.salt)
                 num_cached = 0 if explanation is None else explanation.hit_tokens
                 self._enforce_cache_share(core, request, caller, num_cached)

@@ -18,7 +18,14 @@ from ramify.server.openai.options import (
     max_shared_tokens,
     sampling_params,
 )
-from ramify.server.openai.protocol import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool
+from ramify.server.openai.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    NamedTool,
+    Tool,
+    is_given,
+)
 from ramify.server.prompt_renderer import (
     BREAKPOINT_TTL_S,
     KnownPrefix,
@@ -118,7 +125,7 @@ def chat_to_generation(
 def reject_unsupported(request: ChatRequest) -> None:
     """Raise ApiError for options that are not served and would change the answer."""
     for name in ("functions", "function_call", "audio", "web_search_options"):
-        if getattr(request, name):
+        if is_given(getattr(request, name)):
             raise ApiError(400, f"{name} is not served; leave it out, or send tools", param=name)
     if request.modalities not in (None, [], ["text"]):
         raise ApiError(400, "only text is served", param="modalities")

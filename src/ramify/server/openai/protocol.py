@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
@@ -21,6 +21,14 @@ Metadata = Annotated[  # kept with the response, so its size is bounded
     Meta(max_length=16),
 ]
 MAX_MESSAGES = 10_000
+Refused = Raw | UnsetType  # a field that is not served: not decoded, only looked at
+
+
+def is_given(value: Refused | bool | None) -> bool:
+    """Whether a field that is refused has a value: not null, false or empty."""
+    if not isinstance(value, Raw):
+        return value is True
+    return bytes(value).strip() not in (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
 class PromptCacheBreakpoint(Struct):
@@ -183,10 +191,10 @@ class ChatRequest(Sampling, kw_only=True):
     store: bool | None = None  # False: no later request can compare with this one
     modalities: list[str] | None = None
     # These four are refused: ignoring them would change the answer.
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    web_search_options: Any = None
+    functions: Refused = UNSET
+    function_call: Refused = UNSET
+    audio: Refused = UNSET
+    web_search_options: Refused = UNSET
     continue_final_message: bool = False
     chat_template_kwargs: (
         Annotated[dict[str, bool | int | str | None], Meta(max_length=16)] | None
@@ -291,8 +299,8 @@ class ResponsesRequest(Struct, kw_only=True):
     stream: bool | None = None
     include: list[str] | None = None
     # These three are refused.
-    conversation: Any = None
-    prompt: Any = None
+    conversation: Refused = UNSET
+    prompt: Refused = UNSET
     background: bool | None = None
     store: bool | None = None
     text: TextOptions | None = None

@@ -30,6 +30,7 @@ from ramify.server.openai.protocol import (
     TextOptions,
     Tool,
     ToolCall,
+    is_given,
 )
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
@@ -116,7 +117,7 @@ def to_chat_request(
         ApiError: it has an option that is not served.
     """
     for name in ("background", "conversation", "prompt"):
-        if getattr(request, name):
+        if is_given(getattr(request, name)):
             raise ApiError(400, f"{name} is not served; leave it out", param=name)
     messages: list[ChatMessage] = []
     names: list[str] = []
