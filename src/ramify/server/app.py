@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget
+from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
 from ramify.server.http.wire import PING_S, KeepAliveResponse, error_response, request_id
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
@@ -34,12 +37,25 @@ class Server:
     Args:
         keys: None lets everybody call, as one tenant.
         local_admin: without keys, everybody may use the admin endpoints.
+        allowed_hosts: Host headers to answer; None: any. See `BrowserRules`.
+        allowed_origins: origins of other sites whose pages may call; only checked without keys,
+            which those pages do not know.
     """
 
     def __init__(
-        self, service: Service, keys: ApiKeys | None = None, *, local_admin: bool = True
+        self,
+        service: Service,
+        keys: ApiKeys | None = None,
+        *,
+        local_admin: bool = True,
+        allowed_hosts: Collection[str] | None = None,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         self.service, self.keys = service, keys
+        self.allowed_origins = allowed_origins
+        self._browser_rules = BrowserRules.of(
+            allowed_hosts, allowed_origins if keys is None else None
+        )
         self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
@@ -60,11 +76,14 @@ class Server:
         Args:
             lifespan: in place of the server's own, for tests that start and stop the server themselves.
         """
-        return Starlette(
+        app = Starlette(
             routes=[self._route(endpoint) for endpoint in ENDPOINTS],
+            middleware=[Middleware(BrowserGuard, rules=self._browser_rules, refuse=self._refuse)],
             exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
             lifespan=lifespan or self._lifespan,
         )
+        app.router.redirect_slashes = False  # redirects would go to whatever Host says
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -132,9 +151,17 @@ class Server:
             key = request.headers.get("x-api-key", "")
         return self.keys.caller(key.strip())
 
+    def _refuse(self, scope: Scope, error: ApiError) -> Response:
+        """The response to a request that `BrowserRules` refuse."""
+        request = Request(scope)
+        headers = {"x-request-id": request_id(request)}
+        log_rejected(error, "-", headers["x-request-id"])
+        self.metrics.count_response("-", error.status)
+        return error_response(error, anthropic=_is_anthropic(request), headers=headers)
+
     async def _http_error(self, request: Request, error: Exception) -> Response:
         headers = {"x-request-id": request_id(request)}
-        anthropic = request.url.path.startswith("/v1/messages")
+        anthropic = _is_anthropic(request)
         if isinstance(error, HTTPException):
             messages = {
                 404: f"there is nothing at {request.url.path[:200]}",
@@ -143,3 +170,8 @@ class Server:
             message = messages.get(error.status_code, str(error.detail))
             error = ApiError(error.status_code, message)
         return error_response(error, anthropic=anthropic, headers=headers)
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether errors at a request's path have Anthropic's form."""
+    return request.url.path.startswith("/v1/messages")
