@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -117,8 +118,8 @@ class Server:
             except BaseException:
                 await context.close()
                 raise
-            self.metrics.count_response(endpoint.path, response.status_code)
-            return KeepAliveResponse(response, context.close, ping_s=self.ping_s)
+            count = partial(self.metrics.count_response, endpoint.path)
+            return KeepAliveResponse(response, context.close, count=count, ping_s=self.ping_s)
 
         async def serve_open(request: Request) -> Response:
             return await endpoint.handler(self._context(request, {}))

@@ -172,19 +172,28 @@ def sse_response(
 class KeepAliveResponse:
     """Sends a response, pings its client while an event stream is silent, then calls `close`.
 
+    Whether the client took all of it goes to `count`: as the response's status, or 499.
+
     `close` also runs when sending fails. A `finally` in the body's generator would not do: closing a
     generator that was never started does not run it. One task pings for the whole stream; a timer
     per event would cost more than the event. `TimeoutProtocol` drops clients that do not read.
 
     Args:
         close: ends what the response was made from.
+        count: called with the status, once, when the response is sent or its client has gone.
         ping_s: seconds of silence after which a stream gets a comment.
     """
 
     def __init__(
-        self, response: Response, close: Callable[[], Awaitable[None]], *, ping_s: float = PING_S
+        self,
+        response: Response,
+        close: Callable[[], Awaitable[None]],
+        *,
+        count: Callable[[int], None],
+        ping_s: float = PING_S,
     ) -> None:
         self.response, self._close, self._ping_s = response, close, ping_s
+        self._count, self._is_sent = count, False
         self._sent_s = time.monotonic()
         self._is_open = False  # between two messages of a stream: a ping may be sent
 
@@ -198,19 +207,19 @@ class KeepAliveResponse:
             self._is_open = message["type"] == "http.response.start" or bool(
                 message.get("more_body")
             )
+            self._is_sent = not self._is_open
 
-        if self.response.media_type != EVENT_STREAM:
-            try:
-                await self.response(scope, receive, send)
-            finally:
-                await self._close()
-            return
-        pinger = asyncio.ensure_future(self._ping(send))
+        is_stream = self.response.media_type == EVENT_STREAM
+        pinger = asyncio.ensure_future(self._ping(send)) if is_stream else None
         try:
             await self.response(scope, receive, send_and_track)
+        except (ClientDisconnect, OSError):
+            pass  # it is counted below
         finally:
-            pinger.cancel()
-            await asyncio.gather(pinger, return_exceptions=True)
+            if pinger is not None:
+                pinger.cancel()
+                await asyncio.gather(pinger, return_exceptions=True)
+            self._count(self.response.status_code if self._is_sent else 499)
             await self._close()
 
     async def _ping(self, send: Send) -> None:
