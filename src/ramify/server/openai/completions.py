@@ -76,6 +76,8 @@ def completion_to_generations(
             token_ids = convert_value(text_or_ids, list[int])
             check_token_ids(token_ids, "prompt")
             ids = array("i", token_ids)
+        if len(ids) > service.max_model_len:  # the prompts after it need not be tokenised
+            raise PromptTooLongError(len(ids), service.max_model_len)
         prompt = limit_breakpoints(RenderedPrompt(ids, num_stable_tokens=len(ids)), request)
         entry = HistoryEntry(
             model=model,
