@@ -62,6 +62,7 @@ class ServerBench:
         max_num_seqs: int = 16,
         max_waiting: int = 64,
         prefix_cache: bool = True,
+        **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
             kv_cache_tokens=pool_tokens,
@@ -94,7 +95,7 @@ class ServerBench:
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)
-        self.server = Server(self.service, keys, local_admin=local_admin)
+        self.server = Server(self.service, keys, local_admin=local_admin, **server_options)
         self.app = self.server.app(self._lifespan)
 
     @asynccontextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,14 +16,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
 from ramify.server.health import Readiness
+from ramify.server.http.body_budget import BodyBudget
+from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
 from ramify.server.http.wire import PING_S, KeepAliveResponse, error_response, request_id
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
+from ramify.server.prompt_jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota
@@ -38,7 +42,9 @@ class Server:
     Args:
         keys: None lets everybody call, as one tenant.
         local_admin: without keys, everybody may use the admin endpoints.
-        allowed_origins: of pages whose scripts may call, as `https://example.org`; "*" is any.
+        allowed_hosts: Host headers to answer; None: any. See `BrowserRules`.
+        allowed_origins: origins of other sites whose pages may call and read answers. Without keys
+            no other page may call; with keys it may, if it knows one, but not read.
     """
 
     def __init__(
@@ -47,17 +53,27 @@ class Server:
         keys: ApiKeys | None = None,
         *,
         local_admin: bool = True,
-        allowed_origins: Sequence[str] = (),
+        allowed_hosts: Collection[str] | None = None,
+        allowed_origins: Collection[str] = (),
     ) -> None:
-        self.service, self.keys, self.allowed_origins = service, keys, allowed_origins
+        self.service, self.keys = service, keys
+        self.allowed_origins = allowed_origins
+        self._browser_rules = BrowserRules.of(
+            allowed_hosts, allowed_origins if keys is None else None
+        )
         self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
         service.event_listeners.append(self.metrics.observe_tokens)
+        self.metrics.watch(
+            "request_history_bytes",
+            "memory of ended requests, for diagnostics and stored responses",
+            lambda: service.history.num_bytes,
+        )
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
-        # Rendering and tokenising a long prompt would block the event loop.
-        self._prompt_thread = ThreadPoolExecutor(1, "ramify-prompts")
+        self.bodies = BodyBudget()
+        self._prompt_workers = PromptWorkers()
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
         """The ASGI application.
@@ -65,6 +81,7 @@ class Server:
         Args:
             lifespan: in place of the server's own, for tests that start and stop the server themselves.
         """
+        guard = Middleware(BrowserGuard, rules=self._browser_rules, refuse=self._refuse)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=self.allowed_origins,
@@ -73,12 +90,14 @@ class Server:
             expose_headers=EXPOSED_HEADERS,
             max_age=CORS_MAX_AGE_S,
         )
-        return Starlette(
+        app = Starlette(
             routes=[route for endpoint in ENDPOINTS for route in self._routes(endpoint)],
-            middleware=[cors] if self.allowed_origins else [],
+            middleware=[guard, cors] if self.allowed_origins else [guard],
             exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
             lifespan=lifespan or self._lifespan,
         )
+        app.router.redirect_slashes = False  # redirects would go to whatever Host says
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -91,7 +110,7 @@ class Server:
             self.health.is_ready = False
             monitor.cancel()
             await asyncio.gather(monitor, return_exceptions=True)
-            self._prompt_thread.shutdown(wait=False)
+            self._prompt_workers.shutdown()
 
     def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
@@ -112,8 +131,8 @@ class Server:
             except BaseException:
                 await context.close()
                 raise
-            self.metrics.count_response(endpoint.path, response.status_code)
-            return KeepAliveResponse(response, context.close, ping_s=self.ping_s)
+            count = partial(self.metrics.count_response, endpoint.path)
+            return KeepAliveResponse(response, context.close, count=count, ping_s=self.ping_s)
 
         async def serve_open(request: Request) -> Response:
             return await endpoint.handler(self._context(request, {}))
@@ -129,7 +148,8 @@ class Server:
             self.service,
             self.metrics,
             self.health,
-            self._prompt_thread,
+            self._prompt_workers,
+            self.bodies,
         )
 
     def caller(self, request: Request) -> Caller:
@@ -145,9 +165,17 @@ class Server:
             key = request.headers.get("x-api-key", "")
         return self.keys.caller(key.strip())
 
+    def _refuse(self, scope: Scope, error: ApiError) -> Response:
+        """The response to a request that `BrowserRules` refuse."""
+        request = Request(scope)
+        headers = {"x-request-id": request_id(request)}
+        log_rejected(error, "-", headers["x-request-id"])
+        self.metrics.count_response("-", error.status)
+        return error_response(error, anthropic=_is_anthropic(request), headers=headers)
+
     async def _http_error(self, request: Request, error: Exception) -> Response:
         headers = {"x-request-id": request_id(request)}
-        anthropic = request.url.path.startswith(("/v1/messages", "/messages"))
+        anthropic = _is_anthropic(request)
         if isinstance(error, HTTPException):
             messages = {
                 404: f"there is nothing at {request.url.path[:200]}",
@@ -167,3 +195,8 @@ def allowed_methods(request: Request) -> set[str]:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             methods |= route.methods or set()
     return methods
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether errors at a request's path have Anthropic's form."""
+    return request.url.path.startswith(("/v1/messages", "/messages"))

@@ -41,6 +41,8 @@ from ramify.server.unserved_fields import UnknownFieldLog
 logger = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 16
+# Longer prompts are refused before their tokens become Python objects.
+MAX_RENDERED_CONTEXTS = 4
 MAX_QUEUED_POOLS = 4  # pools of queued prompt tokens: more would wait for minutes
 
 
@@ -60,7 +62,13 @@ class Service:
         self.max_model_len = engine.config.max_model_len
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
-        self.prompt_renderer = PromptRenderer(tokenizer)
+        self.max_prompt_bytes = self.max_model_len * min(
+            MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
+        )
+        self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        self.prompt_renderer = PromptRenderer(
+            tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
+        )
         self.history = RequestHistory()
         self.quotas = QuotaMeter()
         self.unknown_fields = UnknownFieldLog()
@@ -92,12 +100,12 @@ class Service:
         """Refuse a text that no context holds, before it is rendered and tokenised.
 
         Raises:
-            ContextLengthError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
+            ContextLengthError: 400, more bytes for each token of the context than any token has.
         """
-        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        limit = self.max_prompt_bytes
         if num_bytes > limit:
             raise ContextLengthError(
-                -(-num_bytes // MAX_BYTES_PER_TOKEN),
+                -(-num_bytes * self.max_model_len // self.max_prompt_bytes),
                 self.max_model_len,
                 param=param,
                 note=f" (an estimate, as low as can be: it is {num_bytes} bytes of text)",
@@ -161,7 +169,7 @@ class Service:
 
             def prepare(core: EngineCore) -> Explanation | None:
                 # One call for all three: each call into the engine waits for the running step.
-                core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
+                core.scheduler.max_waiting_tokens = self.max_queued_tokens
                 explanation = self._explanation(core, request.prompt, caller, request.salt)
                 num_cached = 0 if explanation is None else explanation.hit_tokens
                 self._enforce_cache_share(core, request, caller, num_cached)
@@ -238,7 +246,8 @@ class Service:
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed)
-        self.history.put(caller.tenant, generation.id, request.history_entry)
+        if request.is_remembered:
+            self.history.put(caller.tenant, generation.id, request.history_entry)
         for listener in self.listeners:
             listener(generation)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import islice
 from typing import Any
 
+from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
@@ -27,8 +28,9 @@ from ramify.server.openai.options import (
     truncate_prompt,
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
+from ramify.server.prompt_jobs import stop_if_abandoned
 from ramify.server.prompt_renderer import RenderedPrompt
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 
 MAX_COMPLETION_PROMPTS = 128
@@ -70,8 +72,10 @@ def completion_to_generations(
             f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
             param="n",
         )
+    _check_prompts(prompts, service)
     generation_requests = []
     for text_or_ids in prompts:
+        stop_if_abandoned()
         if isinstance(text_or_ids, str):
             special = request.add_special_tokens is not False
             ids = encode_text(text_or_ids, service, add_special_tokens=special)
@@ -79,12 +83,15 @@ def completion_to_generations(
             token_ids = convert_value(text_or_ids, list[int])
             check_token_ids(token_ids, "prompt")
             ids = array("i", token_ids)
+        if request.truncate_prompt_tokens is None and len(ids) > service.max_model_len:
+            # the prompts after it need not be tokenised
+            raise PromptTooLongError(len(ids), service.max_model_len)
         prompt = truncate_prompt(RenderedPrompt(ids, num_stable_tokens=len(ids)), request, service)
         prompt = limit_breakpoints(prompt, request)
         entry = HistoryEntry(
             model=model,
             options=compared_options(request),
-            messages=(canonical_json(text_or_ids),),
+            messages=(fingerprint(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),
             max_shared=max_shared_tokens(prompt, request),
@@ -122,6 +129,30 @@ def check_token_ids(token_ids: Sequence[int], param: str) -> None:
     invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
     if invalid is not None:
         raise ApiError(400, f"{invalid} is no token id", param=param)
+
+
+def _check_prompts(prompts: Sequence[Any], service: Service) -> None:
+    """Refuse prompts of which one exceeds the context, or which together exceed the queue.
+
+    A text counts as the fewest tokens that its characters could be.
+    """
+    bytes_per_token = service.max_prompt_bytes // service.max_model_len
+    num_tokens = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            service.check_prompt_bytes(len(prompt), "prompt")
+            num_tokens += len(prompt) // bytes_per_token
+        elif len(prompt) > service.max_model_len:
+            raise PromptTooLongError(len(prompt), service.max_model_len)
+        else:
+            num_tokens += len(prompt)
+    if num_tokens > service.max_queued_tokens:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with at least {num_tokens} tokens; at most "
+            f"{service.max_queued_tokens} tokens may wait here. Send several requests",
+            param="prompt",
+        )
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Raw, Struct, UnsetType, field
 
 from ramify.server.http.wire import encode_json
 
@@ -24,6 +24,14 @@ Metadata = Annotated[  # kept with the response, so its size is bounded
     Meta(max_length=16),
 ]
 MAX_MESSAGES = 10_000
+Refused = Raw | UnsetType  # a field that is not served: not decoded, only looked at
+
+
+def is_given(value: Refused | bool | None) -> bool:
+    """Whether a field that is refused has a value: not null, false or empty."""
+    if not isinstance(value, Raw):
+        return value is True
+    return bytes(value).strip() not in (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
 class PromptCacheBreakpoint(Struct):
@@ -202,6 +210,7 @@ class ChatRequest(Sampling, kw_only=True):
     reasoning_effort: Name | None = None
     verbosity: Name | None = None
     service_tier: Name | None = None
+    store: bool | None = None  # False: no later request can compare with this one
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None  # None: unless the final message is continued
     continue_final_message: bool | None = None
