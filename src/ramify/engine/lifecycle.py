@@ -33,7 +33,7 @@ class RequestLifecycle:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         detokenizer_factory: Callable[[], IncrementalDetokenizer] | None,
-        grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None,
+        grammar_compiler: Callable[[StructuredOutput, str], GrammarMatcher] | None,
         clock: Callable[[], float],
     ) -> None:
         self.requests: dict[int, Request] = {}  # live ones by id, children too, oldest first
@@ -124,7 +124,7 @@ class RequestLifecycle:
             if self.grammar_compiler is None:
                 allowed = "None: the model has no tokenizer"
                 raise InvalidParamsError("structured", "given", allowed)
-            matcher = self.grammar_compiler(params.structured)
+            matcher = self.grammar_compiler(params.structured, request.tenant)
         return LogitsProcessor(
             request.prompt_ids,
             params,
