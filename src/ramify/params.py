@@ -39,13 +39,14 @@ Mark = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeText:
-    """The parts of an output that a grammar leaves free: before a trigger, and between two.
+    """The parts of an output that its format, called grammar here, leaves free: before a trigger, and between two.
 
     Args:
         triggers: the output follows the grammar from the token on in which one of these begins.
             The grammar describes the text of that token and of all after it.
         resumes: where the grammar may end, the output is free again until the next trigger; False:
             it follows the grammar to the end of the answer.
+        begins_after: the output follows the grammar from the token on that comes after a trigger.
         must_trigger: the answer must not end before a trigger.
         ignored: begin and end of a part in which triggers do not count, as of reasoning.
         starts_ignored: the output begins inside of such a part.
@@ -56,6 +57,7 @@ class FreeText:
 
     triggers: tuple[Mark, ...]
     resumes: bool = False
+    begins_after: bool = False
     must_trigger: bool = False
     ignored: tuple[Mark, Mark] | None = None
     starts_ignored: bool = False
@@ -66,6 +68,8 @@ class FreeText:
             mark and all(part != "" for part in mark) for mark in marks
         ):
             raise InvalidParamsError("triggers", marks, "at least one, none of them empty")
+        if self.starts_ignored and self.ignored is None:
+            raise InvalidParamsError("starts_ignored", True, "False, as nothing is ignored")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class StructuredOutput:
         regex: matches the whole output (Rust's syntax: no look-around, no back references).
         grammar: a context-free grammar, in Lark's EBNF with a rule `start`, or GBNF with `root`.
         choice: the output is one of these texts.
-        free_text: with `grammar`, the parts of the output that do not follow it.
+        free_text: the parts of the output that do not follow the format.
 
     Raises:
         InvalidParamsError: none or several are given, or one is malformed, too long or too deep.
@@ -101,8 +105,6 @@ class StructuredOutput:
             formats = ", ".join(given) or "nothing"
             allowed = f"exactly one of {', '.join((*names, 'json_object'))}"
             raise InvalidParamsError("structured", formats, allowed)
-        if self.free_text is not None and self.grammar is None:
-            raise InvalidParamsError("free_text", "given", f"None, or with grammar: not {given[0]}")
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:

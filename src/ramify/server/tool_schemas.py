@@ -136,7 +136,11 @@ class _Rewriter:
                 own = new.get("patternProperties", {})
                 new["patternProperties"] = own | {name: {} for name in patterns if name not in own}
             new["additionalProperties"] = False
-            if "type" not in new and not {"const", "enum", "allOf", "$ref"} & new.keys() and not outer:
+            if (
+                "type" not in new
+                and not {"const", "enum", "allOf", "$ref"} & new.keys()
+                and not outer
+            ):
                 new["type"] = "object"
         return new
 

@@ -119,7 +119,8 @@ class TriggeredGrammar:
             marks, ignored_end = [*marks, begin], MarkFinder([end])
         grammar = cls(start, texts, free_text, MarkFinder(marks), ignored_end, None)
         # Only a token that contains a text trigger and more could be wrong as the first.
-        if all(isinstance(mark[0], int) for mark in free_text.triggers):
+        is_free = all(isinstance(mark[0], int) for mark in free_text.triggers)
+        if is_free or free_text.begins_after:
             start_mask = texts.all
         return replace(grammar, first_mask=grammar.free_mask(start_mask))
 
@@ -218,7 +219,7 @@ class _State:
         grammar = self._grammar
         if self._matcher is not None:
             return next_mask(self._matcher, grammar.texts.vocab_size)
-        if self._is_ignored:
+        if self._is_ignored or grammar.free_text.begins_after:
             return grammar.free_mask(grammar.texts.all)
         if not self._tail:
             return grammar.first_mask
@@ -274,4 +275,6 @@ class _State:
         """Enter the grammar with the tokens in which a trigger lies."""
         self._matcher = self._grammar.start.deep_copy()
         self._tail, self._tail_tokens = "", ()
+        if self._grammar.free_text.begins_after:
+            return True
         return self._matcher.consume_tokens(list(tokens)) and self._resume(tokens[-1])
