@@ -234,6 +234,8 @@ class InputItem(Struct):
     name: Name | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None  # of reasoning
+    encrypted_content: str | None = None  # of reasoning
 
 
 class FunctionTool(Struct):
