@@ -38,6 +38,7 @@ class GenerationRequest:
     warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
     # A parser for one answer; None: answers are plain text.
     new_tool_parser: Callable[[], ToolCallParser | None] = lambda: None
+    is_remembered: bool = True  # in the request history, when it has ended
 
     @property
     def prompt(self) -> RenderedPrompt:

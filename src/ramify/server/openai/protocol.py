@@ -180,6 +180,7 @@ class ChatRequest(Sampling, kw_only=True):
     reasoning_effort: Name | None = None
     verbosity: Name | None = None
     service_tier: Name | None = None
+    store: bool | None = None  # False: no later request can compare with this one
     modalities: list[str] | None = None
     # These four are refused: ignoring them would change the answer.
     functions: Any = None

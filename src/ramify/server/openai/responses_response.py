@@ -208,7 +208,7 @@ class ResponsesResponseBuilder:
         # They differ if a stop string was cut off.
         if self.service.tokenizer.decode(ids) == text:
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
-        stored = StoredResponse((*messages, answer), tuple(known), body)
+        stored = StoredResponse.of((*messages, answer), known, body)
         tenant = self.generation.caller.tenant
         self.service.history.put(tenant, self.generation.id, replace(entry, response=stored))
 
