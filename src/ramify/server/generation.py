@@ -35,6 +35,7 @@ class GenerationRequest:
     priority: int = 0
     is_prewarm: bool = False  # compute and cache the prompt; the response has no text
     is_chat: bool = False  # a later request may send the answer back as a message
+    warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
     # A parser for one answer; None: answers are plain text.
     new_tool_parser: Callable[[], ToolCallParser | None] = lambda: None
 
