@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_tool_calls
 from ramify.server.http.wire import encode_json
@@ -108,6 +109,7 @@ def chat_to_generation(
         is_prewarm=request.is_prewarm,
         is_chat=True,
         is_remembered=request.store is not False,
+        warnings=tuple(unserved_content(request.messages, names)),
     )
     single_call = request.parallel_tool_calls is False
     return with_tool_calls(
@@ -125,7 +127,13 @@ def reject_unsupported(request: ChatRequest) -> None:
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """The text of a message's content; its parts are joined by newlines."""
+    """The text of a message's content; its parts are joined by newlines.
+
+    Images, audio and files become placeholders; `unserved_content` has the warnings.
+
+    Raises:
+        ApiError: 400, a part is of another type.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
@@ -134,12 +142,24 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
 def _part_text(part: ContentPart, where: str) -> str:
     text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
     if text is None:
+        text = content_placeholder(part.type)
+    if text is None:
         raise ApiError(
             400,
             f"content of type {part.type!r} is not served by this model; send text",
             param=f"{where}.type",
         )
     return text
+
+
+def unserved_content(messages: Sequence[ChatMessage], names: Sequence[str]) -> list[str]:
+    """Warnings for the content that is a placeholder in the prompt."""
+    return placeholder_warnings(
+        (f"{content_path(name)}[{index}]", part.type)
+        for message, name in zip(messages, names, strict=True)
+        if isinstance(message.content, list)
+        for index, part in enumerate(message.content)
+    )
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
 Name = Annotated[str, Meta(max_length=256)]
+# MCP clients write `server:tool` and `server/tool`.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Metadata = Annotated[  # kept with the response, so its size is bounded
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
@@ -40,7 +42,7 @@ class PromptCacheOptions(Struct):
 
 
 class ContentPart(Struct):
-    """A block of a message's content; only text is served."""
+    """A block of a message's content; images, audio and files become placeholders."""
 
     type: str
     text: str | None = None
@@ -78,7 +80,7 @@ class ChatMessage(Struct):
 class FunctionDefinition(Struct):
     """Name and schema of a function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -174,7 +176,7 @@ class ChatRequest(Sampling, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
@@ -210,7 +212,7 @@ class TokenizeRequest(Struct):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

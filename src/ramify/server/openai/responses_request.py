@@ -192,10 +192,7 @@ def _append_item(messages: list[ChatMessage], item: InputItem, where: str) -> No
         else:
             messages.append(ChatMessage("assistant", "", tool_calls=[call]))
     elif item.type == "function_call_output":
-        output = item.output
-        if isinstance(output, list):
-            output = "\n".join(part.text or "" for part in output)
-        messages.append(ChatMessage("tool", output or "", tool_call_id=item.call_id))
+        messages.append(ChatMessage("tool", item.output or "", tool_call_id=item.call_id))
     elif item.type != "reasoning":
         raise ApiError(
             400, f"input of type {item.type!r} is not served; send messages", param=f"{where}.type"
