@@ -37,6 +37,7 @@ class GenerationRequest:
     is_chat: bool = False  # a later request may send the answer back as a message
     warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
     new_parser: Callable[[], OutputParser] = PlainTextParser  # for one answer
+    is_remembered: bool = True  # in the request history, when it has ended
 
     @property
     def prompt(self) -> RenderedPrompt:

@@ -19,6 +19,7 @@ REASONING_TAGS = ("<think>", "</think>")  # delimiters of what a model thinks be
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
+MAX_SCANNED_CHARS = 1 << 28  # without a match, to locate the parts of one prompt: about 0.2 s
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
 
@@ -261,15 +262,22 @@ def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessa
 
 
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
-    """Yield each part with its span in `text`; the span is empty if the template rewrote the part."""
-    cursor = 0
+    """Yield each part with its span in `text`; the span is empty if the template rewrote the part.
+
+    A form that is not there costs a scan of the text's rest. After `MAX_SCANNED_CHARS` of them no
+    further part is looked up, as parts times text would be quadratic in the size of a body.
+    """
+    cursor = num_scanned = 0
     for part in parts:
         for variant in part.texts:
-            start = text.find(variant, cursor) if variant else -1
+            if not variant or num_scanned > MAX_SCANNED_CHARS:
+                continue
+            start = text.find(variant, cursor)
             if start >= 0:
                 yield part, start, start + len(variant)
                 cursor = start + len(variant)
                 break
+            num_scanned += len(text) - cursor
         else:
             yield part, cursor, cursor
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_tool_calls
 from ramify.server.http.wire import encode_json
@@ -26,7 +27,7 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
 
@@ -57,6 +58,7 @@ def chat_to_generation(
     reject_unsupported(request)
     texts = (request.messages, request.tools, request.chat_template_kwargs)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
+    paths = tuple(names)
     names = names or [f"messages[{index}]" for index in range(len(request.messages))]
     messages = [
         _template_message(message, name)
@@ -93,10 +95,10 @@ def chat_to_generation(
     history_entry = HistoryEntry(
         model=model,
         options=compared_options(request),
-        tools=tuple(canonical_json(tool) for tool in tools),
-        messages=tuple(canonical_json(message) for message in messages),
+        tools=tuple(fingerprint(tool) for tool in tools),
+        messages=tuple(fingerprint(message) for message in messages),
         prompt=prompt,
-        paths=tuple(names),
+        paths=paths,
         max_shared=max_shared_tokens(prompt, request),
     )
     generation_request = GenerationRequest(
@@ -106,6 +108,8 @@ def chat_to_generation(
         priority=request.priority,
         is_prewarm=request.is_prewarm,
         is_chat=True,
+        is_remembered=request.store is not False,
+        warnings=tuple(unserved_content(request.messages, names)),
     )
     single_call = request.parallel_tool_calls is False
     return with_tool_calls(
@@ -123,7 +127,13 @@ def reject_unsupported(request: ChatRequest) -> None:
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """The text of a message's content; its parts are joined by newlines."""
+    """The text of a message's content; its parts are joined by newlines.
+
+    Images, audio and files become placeholders; `unserved_content` has the warnings.
+
+    Raises:
+        ApiError: 400, a part is of another type.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
@@ -132,12 +142,24 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
 def _part_text(part: ContentPart, where: str) -> str:
     text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
     if text is None:
+        text = content_placeholder(part.type)
+    if text is None:
         raise ApiError(
             400,
             f"content of type {part.type!r} is not served by this model; send text",
             param=f"{where}.type",
         )
     return text
+
+
+def unserved_content(messages: Sequence[ChatMessage], names: Sequence[str]) -> list[str]:
+    """Warnings for the content that is a placeholder in the prompt."""
+    return placeholder_warnings(
+        (f"{content_path(name)}[{index}]", part.type)
+        for message, name in zip(messages, names, strict=True)
+        if isinstance(message.content, list)
+        for index, part in enumerate(message.content)
+    )
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:

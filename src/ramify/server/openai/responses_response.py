@@ -20,10 +20,10 @@ from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     FunctionCall,
-    ResponsesRequest,
     ToolCall,
 )
 from ramify.server.openai.responses_items import OutputItems
+from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.openai.responses_request import INSTRUCTIONS, StoredResponse
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
@@ -168,7 +168,7 @@ class ResponsesResponseBuilder:
         # They differ if a stop string was cut off.
         if self.service.tokenizer.decode(ids) == text:
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
-        stored = StoredResponse((*messages, answer), tuple(known), body)
+        stored = StoredResponse.of((*messages, answer), known, body)
         tenant = self.generation.caller.tenant
         self.service.history.put(tenant, self.generation.id, replace(entry, response=stored))
 
