@@ -48,6 +48,17 @@ class ChatTemplates:
         """Source of the default template; None if there is none."""
         return self._sources.get(DEFAULT)
 
+    def variable_names(self) -> frozenset[str]:
+        """All names that the templates mention, their own included; parses the templates."""
+        names: set[str] = set()
+        for source in self._sources.values():
+            try:
+                tree = self._environment.parse(source)
+            except TemplateError:  # rendering says so
+                continue
+            names |= {node.name for node in tree.find_all(nodes.Name)}
+        return frozenset(names)
+
     def render(
         self,
         messages: Messages,

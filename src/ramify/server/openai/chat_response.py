@@ -65,6 +65,7 @@ class ChatResponseBuilder:
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
+        self._shows_reasoning = _shows_reasoning(request)
         new_parser, stop_token_ids = generation.request.new_parser, service.special_token_ids
         self.choices = [Answer(new_parser(), stop_token_ids) for _ in range(request.n or 1)]
 
@@ -105,7 +106,7 @@ class ChatResponseBuilder:
             "content": text or (None if calls else ""),
             "refusal": None,
         }
-        if reasoning:
+        if reasoning and self._shows_reasoning:
             message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = [_call(call, call.text) for call in calls]
@@ -139,7 +140,11 @@ class ChatResponseBuilder:
         begun: set[int] = set()
         async for event in self.generation:
             choice = self.choices[event.index]
-            changes = choice.add(event)
+            changes = [
+                change
+                for change in choice.add(event)
+                if self._shows_reasoning or change.part.kind != "reasoning"
+            ]
             if self.is_prewarm:
                 continue
             if event.index not in begun:
@@ -163,6 +168,11 @@ class ChatResponseBuilder:
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _shows_reasoning(request: ChatRequest) -> bool:
+    is_excluded = request.reasoning is not None and bool(request.reasoning.exclude)
+    return request.include_reasoning is not False and not is_excluded
 
 
 def _delta_of(change: PartEvent) -> dict[str, Any] | None:
