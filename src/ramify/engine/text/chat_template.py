@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,6 +42,7 @@ class ChatTemplates:
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         self._sources, self._variables = dict(sources), dict(variables)
         self._environment = _environment()
+        self._compiled: dict[str, Template] = {}
 
     @property
     def default(self) -> str | None:
@@ -58,6 +59,14 @@ class ChatTemplates:
                 continue
             names |= {node.name for node in tree.find_all(nodes.Name)}
         return frozenset(names)
+
+    def _template(self, name: str) -> Template:
+        """The compiled template; compiling takes longer than rendering a short conversation."""
+        template = self._compiled.get(name)
+        if template is None:
+            template = self._environment.from_string(self._sources[name])
+            self._compiled[name] = template
+        return template
 
     def render(
         self,
@@ -89,7 +98,7 @@ class ChatTemplates:
             for message in messages
         ]
         try:
-            template = self._environment.from_string(self._sources[name])
+            template = self._template(name)
             try:
                 return template.render(variables, messages=without_none)
             except _TEMPLATE_FAULTS:

@@ -20,7 +20,7 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import (
     GenerationRequest,
     sampling_filters,
-    with_tool_calls,
+    with_output_parser,
 )
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import (
@@ -76,8 +76,8 @@ def messages_to_generation(
         is_chat=True,
     )
     single_call = bool(choice.disable_parallel_tool_use)
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 

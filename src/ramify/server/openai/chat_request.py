@@ -10,7 +10,7 @@ import msgspec
 
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, with_tool_calls
+from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
@@ -128,8 +128,8 @@ def chat_to_generation(
         warnings=tuple(unserved_content(request.messages, names)),
     )
     single_call = request.parallel_tool_calls is False
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 

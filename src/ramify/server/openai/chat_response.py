@@ -9,7 +9,7 @@ from ramify.outputs import FinishReason, TokenLogprob
 from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
 from ramify.server.generation import CacheUsage, Generation
 from ramify.server.openai.options import diagnostics
-from ramify.server.openai.protocol import ChatRequest, StreamOptions
+from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
 from ramify.server.service import Service
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -38,14 +38,6 @@ def usage_json(
         }
         payload["ramify_cache"] = usage.as_json()
     return payload
-
-
-def finish_name(answer: Answer) -> str | None:
-    """`finish_reason` of a choice; None before its end."""
-    reason = answer.finish_reason
-    if answer.calls and reason is FinishReason.STOP:
-        return "tool_calls"
-    return None if reason is None else FINISH_REASONS[reason]
 
 
 def response_header(generation: Generation, kind: str, service: Service) -> dict[str, Any]:
@@ -93,7 +85,7 @@ class ChatResponseBuilder:
                 "index": index,
                 "message": self._message(choice),
                 "logprobs": self.logprobs(choice.logprobs),
-                "finish_reason": finish_name(choice),
+                "finish_reason": self._finish_reason(choice),
             }
             for index, choice in enumerate(() if self.is_prewarm else self.choices)
         ]
@@ -111,6 +103,16 @@ class ChatResponseBuilder:
         if calls:
             message["tool_calls"] = [_call(call, call.text) for call in calls]
         return message
+
+    def _finish_reason(self, choice: Answer) -> str | None:
+        """`finish_reason` of a choice; None before its end.
+
+        As OpenAI's: an answer that had to call a named tool ends with `stop`.
+        """
+        reason, is_named = choice.finish_reason, isinstance(self.request.tool_choice, NamedTool)
+        if choice.calls and reason is FinishReason.STOP and not is_named:
+            return "tool_calls"
+        return None if reason is None else FINISH_REASONS[reason]
 
     def logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """`logprobs` of tokens; None unless the request asks for them."""
@@ -160,7 +162,9 @@ class ChatResponseBuilder:
                 yield chunk([_delta(event.index, delta) | {"logprobs": values}])
             if choice.finish_reason is not None:
                 self.generation.raise_error(event.index)
-                yield chunk([_delta(event.index, {}) | {"finish_reason": finish_name(choice)}])
+                yield chunk(
+                    [_delta(event.index, {}) | {"finish_reason": self._finish_reason(choice)}]
+                )
         cache_diagnostics = self.diagnostics()
         if options.include_usage or cache_diagnostics:
             yield chunk([]) | {"usage": self.usage()} | cache_diagnostics
