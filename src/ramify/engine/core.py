@@ -220,9 +220,8 @@ class EngineCore:
         Raises:
             RequestError: the grammar is invalid or not supported.
         """
-        compiler = self.lifecycle.grammar_compiler
-        if params.structured is not None and compiler is not None:
-            compiler(params.structured, tenant)
+        if params.structured is not None:
+            self.lifecycle.compile_grammar(params.structured, tenant)
 
     def verify_next_hit(self) -> bool:
         """Queue a cold recomputation of the next sampled cache hit; returns whether it did.

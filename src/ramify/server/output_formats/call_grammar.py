@@ -23,6 +23,7 @@ from ramify.server.output_formats.parser import ReasoningMarks
 TEXT = r"/(.|\n)*/"
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
+_NO_REASONING = ReasoningMarks()
 TokenId = Callable[[str], int | None]
 
 
@@ -44,7 +45,7 @@ class AnswerBegin:
         may_begin: the answer may begin with reasoning.
     """
 
-    marks: ReasoningMarks = ReasoningMarks()
+    marks: ReasoningMarks = _NO_REASONING
     is_open: bool = False
     may_begin: bool = False
 
@@ -72,7 +73,7 @@ class AnswerGrammars:
             (
                 syntax
                 for syntax in syntaxes
-                if not syntax.needs_token or token_id(syntax.needs_token) is not None
+                if not syntax.tokenizer_has or token_id(syntax.tokenizer_has) is not None
             ),
             None,
         )
@@ -187,6 +188,7 @@ class _Lark:
             "space: | SPACE",
             f"SPACE: /{JSON_WHITESPACE}/",
             r"lead: /\s{0,4}/",
+            r"OTHER_NAME: /[^<>\n]{1,256}/",
         ]
         return "\n".join(["%llguidance {}", *common, *self.rules, ""])
 
@@ -276,10 +278,9 @@ class _Lark:
             )
             rules.append(rule if name in required else f"{rule}?")
         if schema.get("additionalProperties", True) is not False:
-            rule = f"parameter{index}_other"
+            rule, between = f"parameter{index}_other", self._pieces(syntax.after_name)
             self.rules += [
-                f"{rule}: {_quoted(syntax.begin)} /[^<>\\n]{{1,256}}/ "
-                f"{self._pieces(syntax.after_name)} {rule}_value space",
+                f"{rule}: {_quoted(syntax.begin)} OTHER_NAME {between} {rule}_value space",
                 f"{rule}_value[lazy]: {TEXT} {_quoted(syntax.end)}",
             ]
             rules.append(f"{rule}*")

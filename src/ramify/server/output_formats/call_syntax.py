@@ -51,8 +51,8 @@ class CallSyntax:
     end: tuple[Piece, ...] = ()
     resumes: bool = False  # text may follow
     parameters: ParameterSyntax | None = None
-    # The syntax is used only if the tokenizer has this special token.
-    needs_token: str = ""
+    # The syntax is used only with this added token; "": with any tokenizer.
+    tokenizer_has: str = ""
 
 
 def json_call(name_key: str = "name", arguments_key: str = "arguments") -> tuple[Piece, ...]:
@@ -84,10 +84,15 @@ _DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR = (
     Delimiter("<｜tool▁sep｜>"),
 )
 _DEEPSEEK_END = Delimiter("<｜tool▁call▁end｜>")
-_DEEPSEEK = {
-    "begin": (Delimiter("<｜tool▁calls▁begin｜>"), _SPACE),
-    "end": (_SPACE, Delimiter("<｜tool▁calls▁end｜>")),
-}
+
+
+def _deepseek(*call: Piece) -> CallSyntax:
+    return CallSyntax(
+        begin=(Delimiter("<｜tool▁calls▁begin｜>"), _SPACE),
+        call=(_DEEPSEEK_CALL, *call, _DEEPSEEK_END),
+        end=(_SPACE, Delimiter("<｜tool▁calls▁end｜>")),
+    )
+
 
 # Name of a row of `CALL_FORMATS` → how its calls are written, the first that the tokenizer allows.
 CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
@@ -97,7 +102,7 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
     "mistral": (
         CallSyntax(
             (Delimiter("[TOOL_CALLS]"), Slot.NAME, Delimiter("[ARGS]"), Slot.ARGUMENTS),
-            needs_token="[ARGS]",
+            tokenizer_has="[ARGS]",
         ),
         _json_list("[TOOL_CALLS]"),
     ),
@@ -110,20 +115,12 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
     ),
     "json": (CallSyntax(json_call()),),
     "deepseek_v3": (
-        CallSyntax(
-            (
-                *(_DEEPSEEK_CALL, "function", _DEEPSEEK_SEPARATOR, Slot.NAME, "\n```json\n"),
-                *(Slot.ARGUMENTS, "\n```", _DEEPSEEK_END),
-            ),
-            **_DEEPSEEK,
+        _deepseek(
+            *("function", _DEEPSEEK_SEPARATOR, Slot.NAME, "\n```json\n"),
+            *(Slot.ARGUMENTS, "\n```"),
         ),
     ),
-    "deepseek_v31": (
-        CallSyntax(
-            (_DEEPSEEK_CALL, Slot.NAME, _DEEPSEEK_SEPARATOR, Slot.ARGUMENTS, _DEEPSEEK_END),
-            **_DEEPSEEK,
-        ),
-    ),
+    "deepseek_v31": (_deepseek(Slot.NAME, _DEEPSEEK_SEPARATOR, Slot.ARGUMENTS),),
     "kimi_k2": (
         CallSyntax(
             begin=(Delimiter("<|tool_calls_section_begin|>"),),
