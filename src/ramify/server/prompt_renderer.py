@@ -16,7 +16,6 @@ from ramify.errors import ChatTemplateError
 from ramify.server.prompt_jobs import stop_if_abandoned
 
 TemplateMessage = Mapping[str, Any]
-REASONING_TAGS = ("<think>", "</think>")  # delimiters of what a model thinks before it answers
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
 # Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
@@ -60,6 +59,9 @@ class RenderedPrompt:
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
     num_answered_tokens: int = 0  # up to the end of the last answer before this turn; 0: none
+    # The end of `text` from the answer's turn on: its header, and what the template or a prefill
+    # has begun of the answer.
+    turn_opening: str = ""
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
@@ -83,7 +85,15 @@ class RenderedPrompt:
         )
         num_stable = max(0, self.num_stable_tokens - cut)
         num_answered = max(0, self.num_answered_tokens - cut)
-        return RenderedPrompt(self.ids[cut:], "", segments, breakpoints, num_stable, num_answered)
+        return replace(
+            self,
+            ids=self.ids[cut:],
+            text="",
+            segments=segments,
+            breakpoints=breakpoints,
+            num_stable_tokens=num_stable,
+            num_answered_tokens=num_answered,
+        )
 
     def with_answers(self, paths: Sequence[str]) -> RenderedPrompt:
         """The prompt with `num_answered_tokens`, given the request fields of earlier answers."""
@@ -176,6 +186,10 @@ class PromptRenderer:
             text = render(messages, add_generation_prompt=add_generation_prompt)
         stop_if_abandoned()
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
+        turn_opening = ""
+        if continue_final_message or add_generation_prompt:
+            earlier = messages[:-1] if continue_final_message else messages
+            turn_opening = _turn_opening(render, text, earlier)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
@@ -202,7 +216,12 @@ class PromptRenderer:
             if part.ttl_s is not None
         )
         return RenderedPrompt(
-            encoding.ids, text, segments, breakpoints, num_tokens[num_stable_chars]
+            encoding.ids,
+            text,
+            segments,
+            breakpoints,
+            num_stable_tokens=num_tokens[num_stable_chars],
+            turn_opening=turn_opening,
         )
 
     def _extend_known(self, known: KnownPrefix, text: str, tenant: str) -> Encoding:
@@ -222,10 +241,9 @@ class PromptRenderer:
     def template_drops_reasoning(self) -> bool:
         """True if the template leaves the reasoning of earlier answers out of the prompt."""
         if self._template_drops_reasoning is None:
-            begin, end = REASONING_TAGS
             conversation = [
                 {"role": "user", "content": "a"},
-                {"role": "assistant", "content": f"{begin}\n{PLACEHOLDER}\n{end}\n\nb"},
+                {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER},
                 {"role": "user", "content": "c"},
             ]
             try:
@@ -295,6 +313,15 @@ def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessa
     beginning = render_until_end("")
     is_stripped = text == beginning + prefill.lstrip()
     return beginning + prefill if is_stripped else text
+
+
+def _turn_opening(render: Callable[..., str], text: str, earlier: Sequence[TemplateMessage]) -> str:
+    """The end of a prompt's text from the answer's turn on: what `earlier` messages do not write."""
+    try:
+        before = render(earlier, add_generation_prompt=False)
+    except ChatTemplateError:  # this template takes no conversation that ends here
+        return ""
+    return text[common_prefix(text, before) :]
 
 
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:

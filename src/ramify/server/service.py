@@ -24,10 +24,13 @@ from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.outputs import StepOutput
+from ramify.params import StructuredOutput
+from ramify.server.answer_constraint import AnswerConstraints, CallChoice, OfferedTool
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
+from ramify.server.output_formats.output_format import detect
+from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
     PromptComparison,
     RequestHistory,
@@ -35,7 +38,6 @@ from ramify.server.request_history import (
     is_fully_reused,
 )
 from ramify.server.tenants import Caller, QuotaMeter
-from ramify.server.tool_calls import detect_format
 from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
@@ -74,10 +76,42 @@ class Service:
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.tool_format = detect_format(tokenizer.chat_template or "")
+        self.output_format = detect(tokenizer.chat_template or "")
+        self.constraints = AnswerConstraints(engine, tokenizer)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
+
+    def constraint(
+        self,
+        tools: Sequence[OfferedTool],
+        choice: CallChoice,
+        prompt: RenderedPrompt,
+        tenant: str,
+        *,
+        answer_format: StructuredOutput | None,
+        warnings: list[str],
+    ) -> StructuredOutput | None:
+        """What an answer must follow, see `AnswerConstraints`; None if it is free.
+
+        Raises:
+            ApiError, InvalidParamsError: 400, it cannot be enforced and must be.
+        """
+        if tools:
+            return self.constraints.of_calls(
+                tools,
+                choice,
+                self.output_format,
+                prompt_end=prompt.turn_opening,
+                tenant=tenant,
+                answer_format=answer_format,
+                warnings=warnings,
+            )
+        if answer_format is None:
+            return None
+        return self.constraints.of_format(
+            answer_format, self.output_format, prompt_end=prompt.turn_opening
+        )
 
     def check_model(self, name: str | None) -> str:
         """The model name of a request; the server's own if it has none.
@@ -262,16 +296,22 @@ class Service:
             return
         if not request.is_chat or request.history_entry.max_shared is not None:
             return
-        call_mark = self.tool_format.begin or self.tool_format.bare
-        answers = []
-        for completion in output.completions:
-            reasoning, end_tag, answer = completion.text.rpartition(REASONING_TAGS[1])
-            has_reasoning = bool(end_tag) and reasoning.lstrip().startswith(REASONING_TAGS[0])
-            if has_reasoning and not (request.history_entry.tools and call_mark in answer):
-                answers.append(completion.token_ids)
-        if not answers or not await asyncio.to_thread(
-            self.prompt_renderer.template_drops_reasoning
-        ):
+        marks = self.output_format.reasoning.marks
+        texts = [completion.text for completion in output.completions]
+        if not marks.begin or not any(marks.begin in text or marks.end in text for text in texts):
+            return
+
+        def find_answers() -> list[Sequence[int]]:
+            if not self.prompt_renderer.template_drops_reasoning():
+                return []
+            return [
+                completion.token_ids
+                for completion in output.completions
+                if request.has_reasoning_without_call(completion.text)
+            ]
+
+        answers = await asyncio.to_thread(find_answers)
+        if not answers:
             return
 
         def evict(core: EngineCore) -> None:

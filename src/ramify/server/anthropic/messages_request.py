@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import SamplingParams
+from ramify.server.answer_constraint import CallChoice, OfferedTool, schema_format
 from ramify.server.anthropic.protocol import (
     Block,
     CacheControl,
@@ -19,7 +21,7 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import (
     GenerationRequest,
     sampling_filters,
-    with_tool_calls,
+    with_output_parser,
 )
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import (
@@ -29,9 +31,9 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
+from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every
 # request, so nothing after it would hit the cache.
@@ -47,9 +49,12 @@ def messages_to_generation(
         ApiError, RequestError: it cannot be served.
     """
     history_entry = render_messages(request, service, tenant)
-    structured = None
+    warnings: list[str] = []
+    answer_format = None
     if request.output_config is not None and request.output_config.format is not None:
-        structured = StructuredOutput(json_schema=request.output_config.format.schema)
+        schema = request.output_config.format.schema
+        where = "output_config.format.schema"
+        answer_format = schema_format(schema, where, warnings, strict=False)
     choice, tools = request.tool_choice or ToolChoice("auto"), _template_tools(request)
     forces_call = choice.type in ("any", "tool")
     if forces_call:
@@ -58,7 +63,16 @@ def messages_to_generation(
         names = [tool["function"]["name"] for tool in tools]
         if choice.type == "tool" and choice.name not in names:
             raise ApiError(400, f"{choice.name!r} is not among {names}", param="tool_choice.name")
-        structured = tool_call_schema(tools, choice.name if choice.type == "tool" else None)
+    single_call = bool(choice.disable_parallel_tool_use)
+    name = choice.name if choice.type == "tool" else None
+    structured = service.constraint(
+        OfferedTool.of(tools),
+        CallChoice(is_forced=forces_call, name=name, is_single=single_call),
+        history_entry.prompt,
+        tenant,
+        answer_format=answer_format,
+        warnings=warnings,
+    )
     params = SamplingParams(
         **sampling_filters(request.temperature, request.top_k, request.top_p),
         max_tokens=max(1, request.max_tokens),
@@ -72,10 +86,10 @@ def messages_to_generation(
         priority=request.priority,
         is_prewarm=request.max_tokens == 0,
         is_chat=True,
+        warnings=tuple(warnings),
     )
-    single_call = bool(choice.disable_parallel_tool_use)
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 
@@ -116,6 +130,9 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
         tools=tools or None,
         continue_final_message=messages[-1]["role"] == "assistant",
         tenant=tenant,
+        template_options=_reasoning_options(request).template_variables(
+            service.tokenizer.chat_template_names
+        ),
     )
     prompt = prompt.with_answers(
         [
@@ -131,12 +148,24 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
         options={
             "tool_choice": fingerprint(request.tool_choice),
             "thinking": fingerprint(request.thinking),
+            "effort": fingerprint(_reasoning_options(request).effort),
         },
         tools=tuple(fingerprint(tool) for tool in tools),
         system=fingerprint(system_texts),
         messages=tuple(fingerprint(turn) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
+    )
+
+
+def _reasoning_options(request: CountRequest) -> ReasoningOptions:
+    """How much the model should think. An effort alone turns no reasoning on, nor off."""
+    thinking, config = request.thinking, request.output_config
+    options = ReasoningOptions(effort=None if config is None else config.effort)
+    if thinking is None:
+        return options
+    return replace(
+        options, is_enabled=THINKING_TYPES.get(thinking.type), budget=thinking.budget_tokens
     )
 
 
@@ -268,8 +297,8 @@ def _message_parts(content: str | list[Block], path: str) -> list[PromptPart]:
             )
         elif block.type == "tool_result":
             variants = text_variants("\n".join(part.text or "" for part in _blocks(block.content)))
-        elif block.type == "thinking":
-            variants = text_variants(block.thinking or "")
+        elif block.type in ("thinking", "redacted_thinking"):
+            variants = ()  # most templates drop it, and a short text may occur elsewhere
         else:
             variants = text_variants(block.text or "")
         parts.append(PromptPart(f"{path}[{index}]", variants, _ttl_s(block.cache_control)))

@@ -12,6 +12,7 @@ from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.http.wire import convert_value
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
     MIN_LOGPROB,
@@ -26,6 +27,7 @@ from ramify.server.openai.options import (
     sampling_params,
     token_name,
     truncate_prompt,
+    truncated_len,
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
 from ramify.server.prompt_jobs import stop_if_abandoned
@@ -57,9 +59,11 @@ def completion_to_generations(
         limit = 1
     num_logprobs = num_top_logprobs(request)
     of_prompt = [request.prompt_logprobs, num_logprobs if request.echo else None]
+    warnings: list[str] = []
     params = sampling_params(
         request,
         service.tokenizer,
+        structured=answer_format(request, warnings),
         max_tokens=output_limit("max_tokens", limit),
         logprobs=num_logprobs,
         prompt_logprobs=max((num for num in of_prompt if num is not None), default=None),
@@ -72,6 +76,9 @@ def completion_to_generations(
             f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
             param="n",
         )
+    max_ids = truncated_len(request, service)
+    if max_ids is not None:
+        prompts = [prompt if isinstance(prompt, str) else prompt[-max_ids:] for prompt in prompts]
     _check_prompts(prompts, service)
     generation_requests = []
     for text_or_ids in prompts:
@@ -103,6 +110,7 @@ def completion_to_generations(
                 salt=request.cache_salt or "",
                 priority=request.priority or 0,
                 is_prewarm=request.is_prewarm,
+                warnings=tuple(warnings),
             )
         )
     return generation_requests

@@ -18,6 +18,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
 Name = Annotated[str, Meta(max_length=256)]
+# MCP clients write `server:tool` and `server/tool`.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Metadata = Annotated[  # kept with the response, so its size is bounded
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
@@ -51,11 +53,12 @@ class PromptCacheOptions(Struct):
 
 
 class ContentPart(Struct):
-    """A block of a message's content; only text is served."""
+    """A block of a message's content; images, audio and files become placeholders."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None  # Mistral's form of an assistant's reasoning
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
@@ -90,6 +93,7 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
     refusal: str | None = None
 
 
@@ -99,7 +103,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 class FunctionDefinition(Struct):
     """Name and schema of a function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -139,6 +143,24 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of `json_object`
+
+
+Schema = dict[str, Any] | str  # a JSON schema, or its text
+Regex = Annotated[str, Meta(max_length=16384)]
+Grammar = Annotated[str, Meta(max_length=65536)]
+Choices = Annotated[list[str], Meta(max_length=1024)]
+
+
+class StructuredOutputs(Struct):
+    """The format of an answer, in vLLM's words."""
+
+    json: Schema | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
 
 
 class StreamOptions(Struct):
@@ -169,9 +191,17 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
-    regex: Annotated[str, Meta(max_length=16384)] | None = None
-    grammar: Annotated[str, Meta(max_length=65536)] | None = None
-    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    regex: Regex | None = None
+    grammar: Grammar | None = None
+    choice: Choices | None = None
+    # The same in the words of vLLM (the next five), SGLang and llama.cpp.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    ebnf: Grammar | None = None
     response_format: ResponseFormat | None = None
     # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None
@@ -197,6 +227,22 @@ class Sampling(Struct, kw_only=True):
         return options is not None and bool(options.prewarm)
 
 
+class ReasoningOption(Struct):
+    """`reasoning` of a chat request: how much the model should think."""
+
+    effort: Name | None = None
+    enabled: bool | None = None
+    max_tokens: NonNegativeInt | None = None
+    exclude: bool | None = None  # leave the reasoning out of the response
+
+
+class ThinkingOption(Struct):
+    """`thinking` of a chat request: whether the model should think."""
+
+    type: Name
+    budget_tokens: NonNegativeInt | None = None
+
+
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -204,10 +250,16 @@ class ChatRequest(Sampling, kw_only=True):
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | Literal[0, 1] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # How much the model should think: see `chat_request.reasoning_options`.
     reasoning_effort: Name | None = None
+    reasoning: ReasoningOption | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingOption | None = None
+    thinking_budget: NonNegativeInt | None = None
+    include_reasoning: bool | None = None
     verbosity: Name | None = None
     service_tier: Name | None = None
     store: bool | None = None  # False: no later request can compare with this one

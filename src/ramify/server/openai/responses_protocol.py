@@ -30,6 +30,8 @@ class InputItem(Struct):
     name: Name | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None  # of reasoning
+    encrypted_content: str | None = None  # of reasoning
 
 
 class FunctionTool(Struct):
@@ -91,7 +93,7 @@ class ResponsesRequest(Struct, kw_only=True):
     background: bool | None = None
     store: bool | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

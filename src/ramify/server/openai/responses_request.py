@@ -26,6 +26,7 @@ from ramify.server.openai.protocol import (
     ToolCall,
     is_given,
 )
+from ramify.server.openai.responses_items import read_carried_reasoning
 from ramify.server.openai.responses_protocol import (
     ChosenTool,
     FunctionTool,
@@ -177,8 +178,9 @@ def _append_item(messages: list[ChatMessage], item: InputItem, where: str) -> No
     if item.type == "message":
         if item.role is None:
             raise ApiError(400, "a message needs a role", param=f"{where}.role")
-        if item.role == "assistant" and last and last.role == "assistant" and last.tool_calls:
-            # The text after a call is an item by itself; templates take a single message.
+        is_same_turn = last is not None and (last.tool_calls or last.content is None)
+        if item.role == "assistant" and last and last.role == "assistant" and is_same_turn:
+            # The text after a call or reasoning is an item by itself; templates take one message.
             text = content_text(last.content, where) + content_text(item.content, where)
             messages[-1] = msgspec.structs.replace(last, content=text)
         else:
@@ -193,14 +195,26 @@ def _append_item(messages: list[ChatMessage], item: InputItem, where: str) -> No
         else:
             messages.append(ChatMessage("assistant", "", tool_calls=[call]))
     elif item.type == "function_call_output":
-        output = item.output
-        if isinstance(output, list):
-            output = "\n".join(part.text or "" for part in output)
-        messages.append(ChatMessage("tool", output or "", tool_call_id=item.call_id))
-    elif item.type != "reasoning":
+        messages.append(ChatMessage("tool", item.output or "", tool_call_id=item.call_id))
+    elif item.type == "reasoning":
+        reasoning = reasoning_text(item)
+        if last and last.role == "assistant":
+            reasoning = (last.reasoning_content or "") + reasoning
+            messages[-1] = msgspec.structs.replace(last, reasoning_content=reasoning or None)
+        elif reasoning:
+            messages.append(ChatMessage("assistant", reasoning_content=reasoning))
+    else:
         raise ApiError(
             400, f"input of type {item.type!r} is not served; send messages", param=f"{where}.type"
         )
+
+
+def reasoning_text(item: InputItem) -> str:
+    """The text of a reasoning item; "" if only another server could read it."""
+    for parts in (item.content, item.summary):
+        if parts:
+            return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+    return read_carried_reasoning(item.encrypted_content or "")
 
 
 def _tool(tool: FunctionTool, where: str) -> Tool:
@@ -222,7 +236,7 @@ def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     if text_format.type == "json_object":
         return ResponseFormat("json_object")
-    schema = JsonSchema(text_format.name, text_format.schema or {})
+    schema = JsonSchema(text_format.name, text_format.schema or {}, strict=text_format.strict)
     return ResponseFormat("json_schema", schema)
 
 
