@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 from ramify.server.openai.protocol import MAX_MESSAGES, Name, NonNegativeInt, UnitInterval
 
+VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
+
 
 class CacheControl(Struct):
     """Pin the prompt up to the end of this block."""

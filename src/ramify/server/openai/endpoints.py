@@ -30,7 +30,6 @@ from ramify.server.openai.responses_request import (
     stored_response,
 )
 from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.service import Service
 
 
 async def chat_completions(context: RequestContext) -> Response:
@@ -95,30 +94,6 @@ async def delete_response(context: RequestContext) -> Response:
     stored_response(context.service, context.caller.tenant, name, "response_id")
     context.service.history.forget(context.caller.tenant, name)
     return context.json({"id": name, "object": "response", "deleted": True})
-
-
-async def list_models(context: RequestContext) -> Response:
-    """GET /v1/models."""
-    entries = [_model_entry(context.service, name) for name in context.service.names]
-    return context.json({"object": "list", "data": entries})
-
-
-async def get_model(context: RequestContext) -> Response:
-    """GET /v1/models/{name}."""
-    name = context.request.path_params["name"]
-    context.service.check_model(name)
-    return context.json(_model_entry(context.service, name))
-
-
-def _model_entry(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started_s,
-        "owned_by": "ramify",
-        "root": service.model,
-        "max_model_len": service.max_model_len,
-    }
 
 
 async def tokenize(context: RequestContext) -> Response:
