@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ramify.cache.key import CacheKey
 from ramify.engine.serving.streams import Stream
-from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput, TokenLogprob
+from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
+from ramify.server.answer import PlainTextParser
 from ramify.server.cache_miss import CacheMiss
+from ramify.server.output_formats.events import OutputParser
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.request_history import HistoryEntry
 from ramify.server.tenants import Caller
 from ramify.server.tool_calls import (
-    ParsedToolCall,
-    TextOrCall,
+    CallEvents,
     ToolCallFormat,
     ToolCallParser,
-    split,
     stop_after_call,
 )
 
@@ -36,8 +36,8 @@ class GenerationRequest:
     is_prewarm: bool = False  # compute and cache the prompt; the response has no text
     is_chat: bool = False  # a later request may send the answer back as a message
     warnings: tuple[str, ...] = ()  # what was ignored or changed, for the client
-    # A parser for one answer; None: answers are plain text.
-    new_tool_parser: Callable[[], ToolCallParser | None] = lambda: None
+    new_parser: Callable[[], OutputParser] = PlainTextParser  # for one answer
+    is_remembered: bool = True  # in the request history, when it has ended
 
     @property
     def prompt(self) -> RenderedPrompt:
@@ -67,7 +67,7 @@ def with_tool_calls(
     if single and not forced:
         params = stop_after_call(params, call_format)
     new_parser = partial(ToolCallParser, call_format, names, forced=forced, single=single)
-    return replace(request, params=params, new_tool_parser=new_parser)
+    return replace(request, params=params, new_parser=lambda: CallEvents(new_parser()))
 
 
 def sampling_filters(
@@ -222,43 +222,3 @@ def total_usage(generations: Sequence[Generation]) -> CacheUsage | None:
         written=sum(usage.written for usage in usages),
         miss=next((usage.miss for usage in usages if usage.miss is not None), None),
     )
-
-
-TRUNCATED = (FinishReason.LENGTH, FinishReason.ABORT)  # ABORT: the server shut down
-
-
-@dataclass(slots=True)
-class Answer:
-    """One answer of a generation, as far as it was generated."""
-
-    parser: ToolCallParser | None  # None: the answer is plain text
-    stop_token_ids: frozenset[int] = frozenset()  # they end an answer and are not shown with it
-    text: str = ""
-    calls: list[ParsedToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    num_tokens: int = 0
-
-    def visible_logprobs(self, event: StepOutput) -> tuple[TokenLogprob, ...]:
-        """Logprobs of an event's tokens, without the stop token that ended the answer."""
-        logprobs = event.logprobs
-        if (
-            event.finish_reason is FinishReason.STOP
-            and logprobs
-            and logprobs[-1].token_id in self.stop_token_ids
-        ):
-            return logprobs[:-1]
-        return logprobs
-
-    def add(self, event: StepOutput) -> list[TextOrCall]:
-        """Append an event; returns the text to show and the calls that it completes."""
-        self.num_tokens += len(event.new_token_ids)
-        self.logprobs += self.visible_logprobs(event)
-        self.finish_reason = event.finish_reason
-        pieces: list[TextOrCall] = [event.text] if event.text else []
-        if self.parser is not None:
-            pieces = self.parser.feed(event.text, is_last=event.finish_reason is not None)
-        text, calls = split(pieces)
-        self.text += text
-        self.calls += calls
-        return pieces

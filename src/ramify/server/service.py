@@ -242,7 +242,8 @@ class Service:
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed)
-        self.history.put(caller.tenant, generation.id, request.history_entry)
+        if request.is_remembered:
+            self.history.put(caller.tenant, generation.id, request.history_entry)
         for listener in self.listeners:
             listener(generation)
 

@@ -9,6 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ramify.params import SamplingParams, StructuredOutput
+from ramify.server.output_formats.events import (
+    ArgumentsDelta,
+    CallEnd,
+    CallStart,
+    OutputEvent,
+    TextDelta,
+)
 
 MAX_HELD_CHARS = 1 << 20  # of a call without an end; a longer one is shown as text
 
@@ -204,6 +211,29 @@ class ToolCallParser:
             calls = calls[: max(0, 1 - len(self.calls))]
         self.calls += calls
         return calls
+
+
+class CallEvents:
+    """The pieces of a `ToolCallParser` as output events: each call at once."""
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser, self._num_calls = parser, 0
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[OutputEvent]:
+        """Append text of the answer; see `OutputParser`."""
+        events: list[OutputEvent] = []
+        for piece in self._parser.feed(text, is_last=is_last):
+            if isinstance(piece, str):
+                events.append(TextDelta(piece))
+                continue
+            index = self._num_calls
+            self._num_calls += 1
+            events += [
+                CallStart(index, piece.name, piece.id),
+                ArgumentsDelta(index, piece.arguments),
+                CallEnd(index),
+            ]
+        return events
 
 
 def _object(arguments: object) -> dict[str, Any] | None:

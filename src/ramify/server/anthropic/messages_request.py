@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.anthropic.protocol import (
     Block,
@@ -31,7 +29,7 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
 
@@ -124,12 +122,12 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
     return HistoryEntry(
         model=model,
         options={
-            "tool_choice": canonical_json(msgspec.to_builtins(request.tool_choice)),
-            "thinking": canonical_json(msgspec.to_builtins(request.thinking)),
+            "tool_choice": fingerprint(request.tool_choice),
+            "thinking": fingerprint(request.thinking),
         },
-        tools=tuple(canonical_json(tool) for tool in tools),
-        system=canonical_json(system_texts),
-        messages=tuple(canonical_json(turn) for turn in turns),
+        tools=tuple(fingerprint(tool) for tool in tools),
+        system=fingerprint(system_texts),
+        messages=tuple(fingerprint(turn) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
     )

@@ -27,7 +27,7 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
 
@@ -58,6 +58,7 @@ def chat_to_generation(
     reject_unsupported(request)
     texts = (request.messages, request.tools, request.chat_template_kwargs)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
+    paths = tuple(names)
     names = names or [f"messages[{index}]" for index in range(len(request.messages))]
     messages = [
         _template_message(message, name)
@@ -94,10 +95,10 @@ def chat_to_generation(
     history_entry = HistoryEntry(
         model=model,
         options=compared_options(request),
-        tools=tuple(canonical_json(tool) for tool in tools),
-        messages=tuple(canonical_json(message) for message in messages),
+        tools=tuple(fingerprint(tool) for tool in tools),
+        messages=tuple(fingerprint(message) for message in messages),
         prompt=prompt,
-        paths=tuple(names),
+        paths=paths,
         max_shared=max_shared_tokens(prompt, request),
     )
     generation_request = GenerationRequest(
@@ -107,6 +108,7 @@ def chat_to_generation(
         priority=request.priority,
         is_prewarm=request.is_prewarm,
         is_chat=True,
+        is_remembered=request.store is not False,
         warnings=tuple(unserved_content(request.messages, names)),
     )
     single_call = request.parallel_tool_calls is False
