@@ -358,7 +358,7 @@ def runner(request: Any) -> Iterator[tuple[asyncio.Runner, ServerBench]]:
         loop.run(running.__aexit__(None, None, None))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(messages=MESSAGES)
 def test_no_list_of_blocks_is_a_server_error(
     runner: tuple[asyncio.Runner, ServerBench], messages: list[dict[str, Any]]
