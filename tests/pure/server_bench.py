@@ -239,3 +239,25 @@ def chat(text: str, **others: Any) -> dict[str, Any]:
     """The body of a chat request for 4 tokens, with further fields."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
     return body | others
+
+
+def ask(path: str, body: object, *, next_text: str | None = None) -> Answer:
+    """The answer of a new server; with `next_text`, its model continues with that text."""
+    bench = ServerBench()
+    if next_text is not None:
+        tokenizer = bench.service.tokenizer
+        script = tokenizer.encode(next_text, add_special_tokens=False)
+        begins: list[int] = []
+
+        def next_token(context: Any) -> int:
+            begins[:] = begins or [len(context)]
+            done = len(context) - begins[0]
+            return script[done] if done < len(script) else tokenizer.eos_token_ids[0]
+
+        bench.device.next_token = next_token
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.post(path, body)
+
+    return run(main())

@@ -75,6 +75,12 @@ def serve(
         Path | None, SafetyOption(help="Hashed keys, tenants, quotas: `ramify keys`.")
     ] = None,
     insecure: Annotated[bool, SafetyOption(help="Allow a non-local --host without keys.")] = False,
+    allowed_origins: Annotated[
+        list[str] | None,
+        SafetyOption(
+            help="Origin of web pages that may call (CORS), or *; repeat the flag for several."
+        ),
+    ] = None,
     record: Annotated[
         Path | None,
         OperationsOption(help="Append a line of token hashes per request to this file."),
@@ -107,6 +113,7 @@ def serve(
         admin_key=admin_key,
         key_file=api_key_file,
         insecure=insecure,
+        allowed_origins=tuple(allowed_origins or ()),
         warm=warm,
         public=public,
         record=record,

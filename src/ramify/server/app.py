@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,9 +11,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
@@ -34,6 +36,9 @@ from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota
 
+EXPOSED_HEADERS = ("X-Request-Id", "X-Cache", "X-Ramify-Warning", "Retry-After")
+CORS_MAX_AGE_S = 600
+
 
 class Server:
     """Serves the endpoints over a `Service`.
@@ -41,12 +46,18 @@ class Server:
     Args:
         keys: None lets everybody call, as one tenant.
         local_admin: without keys, everybody may use the admin endpoints.
+        allowed_origins: of pages whose scripts may call, as `https://example.org`; "*" is any.
     """
 
     def __init__(
-        self, service: Service, keys: ApiKeys | None = None, *, local_admin: bool = True
+        self,
+        service: Service,
+        keys: ApiKeys | None = None,
+        *,
+        local_admin: bool = True,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
-        self.service, self.keys = service, keys
+        self.service, self.keys, self.allowed_origins = service, keys, allowed_origins
         self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
@@ -67,8 +78,17 @@ class Server:
         Args:
             lifespan: in place of the server's own, for tests that start and stop the server themselves.
         """
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=self.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+            max_age=CORS_MAX_AGE_S,
+        )
         return Starlette(
-            routes=[self._route(endpoint) for endpoint in ENDPOINTS],
+            routes=[route for endpoint in ENDPOINTS for route in self._routes(endpoint)],
+            middleware=[cors] if self.allowed_origins else [],
             exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
             lifespan=lifespan or self._lifespan,
         )
@@ -86,7 +106,7 @@ class Server:
             await asyncio.gather(monitor, return_exceptions=True)
             self._prompt_thread.shutdown(wait=False)
 
-    def _route(self, endpoint: Endpoint) -> Route:
+    def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
             headers = {"x-request-id": request_id(request)}
             context = self._context(request, headers)
@@ -113,7 +133,7 @@ class Server:
             return await endpoint.handler(self._context(request, {}))
 
         handler = serve_open if endpoint.is_open else serve
-        return Route(endpoint.path, handler, methods=[endpoint.method])
+        return [Route(path, handler, methods=[endpoint.method]) for path in endpoint.paths]
 
     def _context(self, request: Request, headers: dict[str, str]) -> RequestContext:
         return RequestContext(
@@ -141,7 +161,7 @@ class Server:
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         headers = {"x-request-id": request_id(request)}
-        is_messages = request.url.path.startswith("/v1/messages")
+        is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
         anthropic = is_messages or VERSION_HEADER in request.headers
         if isinstance(error, HTTPException):
             messages = {
@@ -149,5 +169,16 @@ class Server:
                 405: f"{request.method} is not possible at {request.url.path[:200]}",
             }
             message = messages.get(error.status_code, str(error.detail))
+            if error.status_code == 405:
+                headers["Allow"] = ", ".join(sorted(allowed_methods(request)))
             error = ApiError(error.status_code, message)
         return error_response(error, anthropic=anthropic, headers=headers)
+
+
+def allowed_methods(request: Request) -> set[str]:
+    """The methods of all routes that match the path of a request."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return methods

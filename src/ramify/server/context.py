@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
+from ramify.server.http.request_body import extra_fields
 from ramify.server.http.wire import (
     decode_body,
     header_text,
@@ -25,6 +26,7 @@ from ramify.server.http.wire import (
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
+from ramify.server.unserved_fields import UnservedFields, unknown_warning
 
 WARNING_HEADER = "X-Ramify-Warning"
 MAX_WARNING_CHARS = 1000  # of the whole header
@@ -59,13 +61,20 @@ class RequestContext:
     prompt_thread: Executor
     generations: list[Generation] = field(default_factory=list)
 
-    async def body(self, kind: type[T]) -> T:
-        """Read and decode the body.
+    async def body(self, kind: type[T], unserved: UnservedFields | None = None) -> T:
+        """Read and decode the body; warn of unknown fields if `unserved` is given.
 
         Raises:
-            ApiError: 400 or 413, for a body that is not of this type or too large.
+            ApiError: 400 or 413, for a body that is not of this type, has a refused field, or is
+                too large.
         """
-        return decode_body(await read_body(self.request), kind)
+        body = await read_body(self.request)
+        value = decode_body(body, kind)
+        names = [] if unserved is None else unserved.unknown(extra_fields(body, kind))
+        if names:
+            self.warn(unknown_warning(names))
+            self.service.unknown_fields.report(names, self.request.url.path)
+        return value
 
     def warn(self, message: str) -> None:
         """Tell the client in `X-Ramify-Warning` what was ignored or changed; it is still served.

@@ -57,11 +57,38 @@ class RenderedPrompt:
     segments: tuple[PromptSegment, ...] = ()  # ascending; the template's own text lies between them
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
+    num_answered_tokens: int = 0  # up to the end of the last answer before this turn; 0: none
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
         breakpoint_ = CacheBreakpoint(self.num_stable_tokens, ttl_s)
         return replace(self, breakpoints=(*self.breakpoints, breakpoint_))
+
+    def last_tokens(self, num_tokens: int) -> RenderedPrompt:
+        """The prompt without the tokens before its last `num_tokens`, which have no text any more."""
+        cut = len(self.ids) - num_tokens
+        if cut <= 0:
+            return self
+        segments = tuple(
+            PromptSegment(segment.path, max(0, segment.start - cut), segment.end - cut)
+            for segment in self.segments
+            if segment.end > cut
+        )
+        breakpoints = tuple(
+            CacheBreakpoint(point.num_tokens - cut, point.ttl_s)
+            for point in self.breakpoints
+            if point.num_tokens > cut
+        )
+        num_stable = max(0, self.num_stable_tokens - cut)
+        num_answered = max(0, self.num_answered_tokens - cut)
+        return RenderedPrompt(self.ids[cut:], "", segments, breakpoints, num_stable, num_answered)
+
+    def with_answers(self, paths: Sequence[str]) -> RenderedPrompt:
+        """The prompt with `num_answered_tokens`, given the request fields of earlier answers."""
+        if not paths:
+            return self
+        ends = [segment.end for segment in self.segments if segment.path.startswith(paths[-1])]
+        return replace(self, num_answered_tokens=max(ends, default=0))
 
     def path_at(self, token: int) -> str:
         """The request field that a token came from; template text counts to the field after it."""

@@ -28,6 +28,7 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PoolingRequest,
     TokenizeRequest,
 )
 from ramify.server.openai.responses_protocol import ResponsesRequest
@@ -51,6 +52,7 @@ class Endpoint:
         dialect: form of errors; by header: Anthropic's for a request with its version header.
         parameters: names and types of the query's parameters.
         media: type of the response's body.
+        aliases: further paths, which the OpenAPI document leaves out.
     """
 
     path: str
@@ -65,6 +67,14 @@ class Endpoint:
     dialect: Literal["openai", "anthropic", "by_header"] = "openai"
     parameters: tuple[tuple[str, str], ...] = ()
     media: str = JSON
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its path and all others that lead to it. Clients with a base URL without /v1 leave that out."""
+        without_version = self.path.removeprefix("/v1")
+        is_api = without_version != self.path and not self.path.startswith("/v1/cache")
+        return (self.path, *((without_version,) if is_api else ()), *self.aliases)
 
     def uses_anthropic(self, request: Request) -> bool:
         """True if a request is answered in Anthropic's form, errors and pings included."""
@@ -117,6 +127,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", dialect="by_header", parameters=model_list.PAGE_PARAMETERS),
     Endpoint("/v1/models/{name:path}", "GET", model_list.get_model, "A model.", dialect="by_header"),
     Endpoint("/tokenize", "POST", openai.tokenize, "Text to token ids.", TokenizeRequest),
+    Endpoint("/tokenizer_info", "GET", openai.tokenizer_info, "Chat template and special tokens."),
+    Endpoint("/v1/embeddings", "POST", openai.pooling, "Refused: no model that is served can do it.", PoolingRequest),
+    Endpoint("/v1/score", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest),
+    Endpoint("/v1/rerank", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest, aliases=("/v2/rerank",)),
+    Endpoint("/pooling", "POST", openai.pooling, "Refused, as /v1/embeddings.", PoolingRequest),
     Endpoint("/detokenize", "POST", openai.detokenize, "Token ids to text.", DetokenizeRequest),
     _admin("/v1/cache", "GET", cache_admin.stats, "Statistics of the cache."),
     _admin("/v1/cache", "DELETE", cache_admin.clear, "Evict everything, or what all parameters match.", parameters=_CLEAR),

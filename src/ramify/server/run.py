@@ -49,6 +49,7 @@ class ServeOptions:
     admin_key: str | None = None
     key_file: Path | None = None
     insecure: bool = False
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call
     warm: Path | None = None
     public: Path | None = None
     record: Path | None = None
@@ -120,7 +121,12 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
                 trace_line(generation, with_tokens=options.record_tokens)
             )
         )
-    server = Server(service, keys, local_admin=is_local(options.host))
+    server = Server(
+        service,
+        keys,
+        local_admin=is_local(options.host),
+        allowed_origins=options.allowed_origins,
+    )
 
     config = uvicorn.Config(
         server.app(),

@@ -25,7 +25,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.outputs import StepOutput
 from ramify.server.cache_miss import CacheMiss, explain_miss
-from ramify.server.errors import ApiError
+from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
@@ -36,6 +36,7 @@ from ramify.server.request_history import (
 )
 from ramify.server.tenants import Caller, QuotaMeter
 from ramify.server.tool_calls import detect_format
+from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Service:
         self.prompt_renderer = PromptRenderer(tokenizer)
         self.history = RequestHistory()
         self.quotas = QuotaMeter()
+        self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
         self.tool_format = detect_format(tokenizer.chat_template or "")
@@ -95,16 +97,15 @@ class Service:
         """Refuse a text that no context holds, before it is rendered and tokenised.
 
         Raises:
-            ApiError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
+            ContextLengthError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
         """
         limit = MAX_BYTES_PER_TOKEN * self.max_model_len
         if num_bytes > limit:
-            raise ApiError(
-                400,
-                f"{num_bytes} bytes of text; more than {limit} cannot fit into this model's "
-                f"context of {self.max_model_len} tokens",
+            raise ContextLengthError(
+                -(-num_bytes // MAX_BYTES_PER_TOKEN),
+                self.max_model_len,
                 param=param,
-                code="context_length_exceeded",
+                note=f" (an estimate, as low as can be: it is {num_bytes} bytes of text)",
             )
 
     async def explain(
@@ -135,7 +136,7 @@ class Service:
         if explanation is None:
             return CacheMiss("disabled", 0)
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        return explain_miss(explanation, prompt, decode)
+        return explain_miss(explanation, prompt, decode, self.page_size)
 
     def compare_with_earlier(self, generation: Generation, id_: str) -> PromptComparison | None:
         """Compare with the caller's request of response `id_`; None if unknown or expired."""

@@ -1,4 +1,4 @@
-"""Logits processors: bias, penalties, min_tokens, allowed tokens and grammar of a request."""
+"""Logits processors: bias, penalties, min_tokens, allowed and banned tokens, grammar of a request."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ramify.engine.logits.banned_sequences import BannedSequences, without_tokens
 from ramify.errors import DeadEndError
 from ramify.params import SamplingParams
 
@@ -136,11 +137,12 @@ class LogitsProcessor:
             [token for token in sorted(stop_token_ids) if token < vocab_size], np.int64
         )
         self._num_bitmask_bytes = -(-vocab_size // 8)
-        self._allowed: TokenBitmask | None = None
-        if params.allowed_token_ids is not None:
-            flags = np.zeros(vocab_size, bool)
-            flags[list(params.allowed_token_ids)] = True
+        self._allowed: TokenBitmask | None = None  # None: all tokens, after any output
+        if params.allowed_token_ids is not None or params.banned_sequences:
+            flags = np.full(vocab_size, params.allowed_token_ids is None)
+            flags[list(params.allowed_token_ids or ())] = True
             self._allowed = np.packbits(flags, bitorder="little")
+        self._banned = BannedSequences(params.banned_sequences)
         self.advance(())
 
     @staticmethod
@@ -153,6 +155,7 @@ class LogitsProcessor:
             or params.frequency_penalty
             or params.logit_bias
             or params.allowed_token_ids is not None
+            or params.banned_sequences
             or params.min_tokens
         )
 
@@ -162,15 +165,24 @@ class LogitsProcessor:
         Raises:
             DeadEndError: no token is allowed after these.
         """
-        if self._matcher is None:
-            return False
-        if self._matcher.advance(output_ids):
+        if self._matcher is not None and self._matcher.advance(output_ids):
             return True
-        if self._allowed is not None:
-            mask = self._matcher.token_bitmasks(output_ids, ())[0]
-            if not np.bitwise_and(mask, self._allowed).any():
-                raise DeadEndError(len(output_ids), "allowed_token_ids has none of those possible")
+        mask = self._allowed_after(output_ids)
+        if mask is not None:
+            if self._matcher is not None:
+                mask = mask & self._matcher.token_bitmasks(output_ids, ())[0]
+            if not mask.any():
+                raise DeadEndError(
+                    len(output_ids), "allowed_token_ids or bad_words leave none of those possible"
+                )
         return False
+
+    def _allowed_after(self, output_ids: Sequence[int]) -> TokenBitmask | None:
+        """Tokens that `allowed_token_ids` and `banned_sequences` allow after an output; None: all."""
+        if self._allowed is None:
+            return None
+        banned = self._banned.after(output_ids)
+        return without_tokens(self._allowed, banned) if banned else self._allowed
 
     def for_step(self, output_ids: Sequence[int], draft: tuple[int, ...]) -> LogitsTransform:
         """The transform of a step that draws after the output, and after each accepted draft token."""
@@ -184,14 +196,19 @@ class LogitsProcessor:
                 masks = tuple(self._matcher.token_bitmasks(output_ids, draft))
             except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
                 masks = (np.zeros(self._num_bitmask_bytes, np.uint8),)
-            if self._allowed is not None:
-                masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
-                # Draw nothing after a draft token that leads to a dead end; if it is accepted,
-                # `advance` raises the error.
-                dead_ends = (row for row, mask in enumerate(masks) if row and not mask.any())
-                masks = masks[: next(dead_ends, len(masks))]
-        elif self._allowed is not None:
-            masks = (self._allowed,) * (len(draft) + 1)
+        if self._allowed is not None:
+            num_rows = len(draft) + 1 if masks is None else len(masks)
+            tail = self._banned.tail(output_ids)
+            allowed = [self._allowed_after([*tail, *draft[:row]]) for row in range(num_rows)]
+            masks = tuple(
+                mask if masks is None else mask & masks[row]
+                for row, mask in enumerate(allowed)
+                if mask is not None
+            )
+            # Draw nothing after a draft token that leads to a dead end; if it is accepted,
+            # `advance` raises the error.
+            dead_ends = (row for row, mask in enumerate(masks) if row and not mask.any())
+            masks = masks[: next(dead_ends, len(masks))]
         return LogitsTransform(
             params=self._params,
             draft=draft,

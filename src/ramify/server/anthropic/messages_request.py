@@ -127,6 +127,13 @@ def render_messages(
         continue_final_message=messages[-1]["role"] == "assistant",
         tenant=tenant,
     )
+    prompt = prompt.with_answers(
+        [
+            f"messages[{index}]"
+            for index, message in enumerate(request.messages[:-1])
+            if message.role == "assistant"
+        ]
+    )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
         prompt = prompt.with_breakpoint(request.cache_control.ttl_s)
     return HistoryEntry(

@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ramify.server.errors import ApiError, as_api_error
+from ramify.server.http.request_body import decode_json, validation_error
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NOT_PRINTABLE = re.compile(r"[^ -~]")
-_FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 EVENT_STREAM = "text/event-stream"
 PING = b": ping\n\n"  # a comment, which clients skip
 ANTHROPIC_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -78,12 +78,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     """
     if json_depth(body) > MAX_DEPTH:
         raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _validation_error(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+    return decode_json(body, kind)
 
 
 def convert_value(value: object, kind: type[T]) -> T:
@@ -95,14 +90,7 @@ def convert_value(value: object, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _validation_error(error) from None
-
-
-def _validation_error(error: msgspec.ValidationError) -> ApiError:
-    message = str(error)
-    match = _FIELD_PATH.search(message)
-    param = None if match is None else match[1].lstrip(".") or None
-    return ApiError(400, message if match is None else message[: match.start()], param=param)
+        raise validation_error(error, kind) from None
 
 
 def json_depth(body: bytes) -> int:
