@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tokenizers
 from starlette.applications import Starlette
 
 import ramify
@@ -75,12 +76,14 @@ TOOL_TEMPLATE = """
 
 def tokenizer_with(chat_template: str | None) -> Tokenizer:
     """The tokenizer of the built-in model, with another chat template if there is one."""
-    plain = Tokenizer.load(TINY)
     if chat_template is None:
-        return plain
-    core = tokenizers.Tokenizer.from_str(plain.to_json())
-    templates = {"default": chat_template}
-    return Tokenizer(core, special_tokens=plain.special_tokens, chat_templates=templates)
+        return Tokenizer.load(TINY)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(TINY / file, folder / file)
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        return Tokenizer.load(folder)
 
 
 class ServerBench:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -300,18 +301,33 @@ def test_a_reader_that_takes_nothing_is_left(caplog: pytest.LogCaptureFixture) -
             running.until_idle()
 
 
-def test_a_silent_stream_is_kept_open() -> None:
-    """By SSE comments while the engine computes."""
+@pytest.mark.parametrize(
+    ("path", "fields", "ping", "last"),
+    [
+        ("/v1/completions", {"prompt": "Who?"}, [": ping", ""], "data: [DONE]"),
+        (
+            "/v1/messages",
+            {"model": "fake", "messages": [{"role": "user", "content": "Who?"}]},
+            ["event: ping", 'data: {"type":"ping"}', "event: ping"],
+            'data: {"type":"message_stop"}',
+        ),
+    ],
+)
+def test_a_silent_stream_is_kept_open(
+    path: str, fields: dict[str, Any], ping: list[str], last: str
+) -> None:
+    """By pings while the engine computes: SSE comments, or Anthropic's event."""
     with live() as running:
         running.server.ping_s = 0.05
         running.gate.is_open = False
         running.gate.allowed.release()
-        body = {"prompt": "Who?", "max_tokens": 3, "stream": True}
-        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as answer:
+        body = fields | {"max_tokens": 3, "stream": True}
+        with httpx.stream("POST", running.url + path, json=body, timeout=30) as answer:
             lines = answer.iter_lines()
-            next(line for line in lines if line == ": ping")
+            for expected in ping:
+                next(line for line in lines if line == expected)
             running.gate.open()
-            assert list(lines)[-2] == "data: [DONE]"
+            assert list(lines)[-2] == last
 
 
 def test_asyncio_has_no_task_left(shared: Live) -> None:

@@ -49,13 +49,15 @@ class LogFormat(str, Enum):
 def serve(
     engine: dict[str, Any],
     model: Model = DEFAULT_MODEL,
+    more_names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further model names: `ramify serve DIR --served-model-name a b c`."),
+    ] = None,
     host: Annotated[str, typer.Option(help="127.0.0.1 is this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Model name for clients; repeat the flag for several.", rich_help_panel=MODEL
-        ),
+        typer.Option(help="Model names for clients; '*' serves any name.", rich_help_panel=MODEL),
     ] = None,
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
@@ -100,6 +102,10 @@ def serve(
 
     Ctrl-C lets live requests end; a second one does not.
     """
+    if more_names and not served_model_name:
+        raise typer.BadParameter(
+            f"{more_names[0]!r} follows the model; more names need --served-model-name before them"
+        )
     from ramify.server.run import ServeOptions, serve
 
     options = ServeOptions(
@@ -107,7 +113,7 @@ def serve(
         engine=engine,
         host=host,
         port=port,
-        served_names=tuple(served_model_name or ()),
+        served_names=(*(served_model_name or ()), *(more_names or ())),
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

@@ -18,12 +18,20 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
 from ramify.server.health import Readiness
 from ramify.server.http.body_budget import BodyBudget
 from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
-from ramify.server.http.wire import PING_S, KeepAliveResponse, error_response, request_id
+from ramify.server.http.wire import (
+    ANTHROPIC_PING,
+    PING,
+    PING_S,
+    KeepAliveResponse,
+    error_response,
+    request_id,
+)
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
@@ -116,6 +124,7 @@ class Server:
         async def serve(request: Request) -> Any:
             headers = {"x-request-id": request_id(request)}
             context = self._context(request, headers)
+            is_anthropic = endpoint.uses_anthropic(request)
             try:
                 context = replace(context, caller=self.caller(request))
                 if not endpoint.while_draining:
@@ -125,14 +134,16 @@ class Server:
                 response = await endpoint.handler(context)
             except Exception as error:  # noqa: BLE001 - every failure has a response
                 await context.close()
-                is_anthropic = endpoint.dialect == "anthropic"
                 response = error_response(error, anthropic=is_anthropic, headers=headers)
                 log_rejected(as_api_error(error), endpoint.path, headers["x-request-id"])
             except BaseException:
                 await context.close()
                 raise
             count = partial(self.metrics.count_response, endpoint.path)
-            return KeepAliveResponse(response, context.close, count=count, ping_s=self.ping_s)
+            ping = ANTHROPIC_PING if is_anthropic else PING
+            return KeepAliveResponse(
+                response, context.close, count=count, ping_s=self.ping_s, ping=ping
+            )
 
         async def serve_open(request: Request) -> Response:
             return await endpoint.handler(self._context(request, {}))
@@ -199,4 +210,5 @@ def allowed_methods(request: Request) -> set[str]:
 
 def _is_anthropic(request: Request) -> bool:
     """Whether errors at a request's path have Anthropic's form."""
-    return request.url.path.startswith(("/v1/messages", "/messages"))
+    is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
+    return is_messages or VERSION_HEADER in request.headers

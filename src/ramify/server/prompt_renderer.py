@@ -144,7 +144,9 @@ class PromptRenderer:
     def __init__(self, tokenizer: Tokenizer, *, max_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
-        self._template_drops_reasoning: bool | None = None  # not tried yet
+        # What the template does; None: not tried yet.
+        self._template_drops_reasoning: bool | None = None
+        self._takes_late_system: bool | None = None
 
     def chat(
         self,
@@ -252,6 +254,22 @@ class PromptRenderer:
             except ChatTemplateError:  # it takes no such conversation
                 self._template_drops_reasoning = False
         return self._template_drops_reasoning
+
+    def takes_late_system(self) -> bool:
+        """True if the template writes system messages that are not the first message."""
+        if self._takes_late_system is None:
+            conversation = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "system", "content": PLACEHOLDER},
+                {"role": "user", "content": "c"},
+            ]
+            try:
+                text = self.tokenizer.apply_chat_template(conversation)
+                self._takes_late_system = PLACEHOLDER in text
+            except ChatTemplateError:
+                self._takes_late_system = False
+        return self._takes_late_system
 
     def _num_stable_chars(
         self,

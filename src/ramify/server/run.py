@@ -20,7 +20,7 @@ from ramify.server.app import Server
 from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
-from ramify.server.service import Service
+from ramify.server.service import ANY_NAME, Service
 from ramify.server.tenants import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ServeOptions:
     engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `AsyncLLM`
     host: str = "127.0.0.1"
     port: int = 8000
-    served_names: tuple[str, ...] = ()  # the first is the model's name, the others aliases
+    served_names: tuple[str, ...] = ()  # the first is the model's name; "*" serves any name
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -119,12 +119,12 @@ def serve(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> int:
     if llm.tokenizer is None:
         raise ConfigError(f"{options.model} has no tokenizer.json, which a server needs")
-    names = options.served_names or (Path(options.model).name or options.model,)
+    default_name = Path(options.model).name or options.model
     service = Service(
         llm,
         llm.tokenizer,
-        model=names[0],
-        aliases=names[1:],
+        model=next((name for name in options.served_names if name != ANY_NAME), default_name),
+        aliases=options.served_names,
     )
     service.listeners.append(log_request)
     if options.record is not None:

@@ -42,6 +42,8 @@ from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
 
+ANY_NAME = "*"  # among the model names: requests may send any name
+MAX_NAME_CHARS = 256
 MAX_BYTES_PER_TOKEN = 16
 # Longer prompts are refused before their tokens become Python objects.
 MAX_RENDERED_CONTEXTS = 4
@@ -53,14 +55,17 @@ class Service:
 
     Args:
         tokenizer: of the engine's model.
-        model: the model name in responses; clients may also send any of `aliases`.
+        model: the model's name, in responses to requests that name none.
+        aliases: further names that requests may send; with `ANY_NAME` among them, any name.
     """
 
     def __init__(
         self, engine: AsyncLLM, tokenizer: Tokenizer, *, model: str, aliases: Sequence[str] = ()
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.model, self.names = model, (model, *aliases)
+        self.model = model
+        self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
+        self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
@@ -114,14 +119,14 @@ class Service:
         )
 
     def check_model(self, name: str | None) -> str:
-        """The model name of a request; the server's own if it has none.
+        """The model name for the response to a request: as it was sent, or the server's own.
 
         Raises:
             ApiError: 404, this server has no model of that name.
         """
         if name is None:
             return self.model
-        if name not in self.names:
+        if name not in self.names and not (self.serves_any_name and len(name) <= MAX_NAME_CHARS):
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; this server has {', '.join(self.names)}",

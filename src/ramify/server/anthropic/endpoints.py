@@ -33,7 +33,10 @@ async def messages(context: RequestContext) -> Response:
 async def count_tokens(context: RequestContext) -> Response:
     """POST /v1/messages/count_tokens."""
     request = await context.body(CountRequest)
+    warnings: list[str] = []
     history_entry = await context.in_prompt_thread(
-        render_messages, request, context.service, context.caller.tenant
+        render_messages, request, context.service, context.caller.tenant, warnings
     )
+    for message in warnings:
+        context.warn(message)
     return context.json({"input_tokens": len(history_entry.prompt.ids)})

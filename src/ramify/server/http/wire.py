@@ -33,7 +33,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NOT_PRINTABLE = re.compile(r"[^ -~]")
 EVENT_STREAM = "text/event-stream"
 CLIENT_GONE = "the client went away"
-PING = b": ping\n\n"
+PING = b": ping\n\n"  # a comment, which clients skip
+ANTHROPIC_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -169,7 +170,8 @@ class KeepAliveResponse:
     Args:
         close: ends what the response was made from.
         count: called with the status, once, when the response is sent or its client has gone.
-        ping_s: seconds of silence after which a stream gets a comment.
+        ping_s: seconds of silence after which a stream gets a ping.
+        ping: its bytes, which depend on the API.
     """
 
     def __init__(
@@ -179,8 +181,10 @@ class KeepAliveResponse:
         *,
         count: Callable[[int], None],
         ping_s: float = PING_S,
+        ping: bytes = PING,
     ) -> None:
-        self.response, self._close, self._ping_s = response, close, ping_s
+        self.response, self._close = response, close
+        self._ping_s, self._ping_bytes = ping_s, ping
         self._count, self._is_sent = count, False
         self._sent_s = time.monotonic()
         self._is_open = False  # between two messages of a stream: a ping may be sent
@@ -215,7 +219,9 @@ class KeepAliveResponse:
             await asyncio.sleep(self._ping_s / 4)
             if self._is_open and time.monotonic() - self._sent_s > self._ping_s:
                 self._sent_s = time.monotonic()
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": self._ping_bytes, "more_body": True}
+                )
 
 
 def sse_event(value: object, event: str | None = None) -> bytes:

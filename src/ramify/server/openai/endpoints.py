@@ -26,7 +26,6 @@ from ramify.server.openai.protocol import (
 )
 from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS
 from ramify.server.openai.vllm_fields import with_vllm_fields
-from ramify.server.service import Service
 
 
 async def chat_completions(context: RequestContext) -> Response:
@@ -68,31 +67,6 @@ async def completions(context: RequestContext) -> Response:
 
 def _error_event(error: ApiError) -> bytes:
     return sse_event(error.openai()) + DONE
-
-
-async def list_models(context: RequestContext) -> Response:
-    """GET /v1/models."""
-    entries = [_model_entry(context.service, name) for name in context.service.names]
-    return context.json({"object": "list", "data": entries})
-
-
-async def get_model(context: RequestContext) -> Response:
-    """GET /v1/models/{name}."""
-    name = context.request.path_params["name"]
-    context.service.check_model(name)
-    return context.json(_model_entry(context.service, name))
-
-
-def _model_entry(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started_s,
-        "owned_by": "ramify",
-        "display_name": name,
-        "root": service.model,
-        "max_model_len": service.max_model_len,
-    }
 
 
 async def tokenize(context: RequestContext) -> Response:

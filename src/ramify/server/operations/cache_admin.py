@@ -192,7 +192,7 @@ def parse_any_request(
         _, request = response_to_generation(response, previous, service, tenant)
     elif is_anthropic or "system" in fields:
         filled = {"model": service.model} | fields
-        entry = render_messages(convert_value(filled, CountRequest), service, tenant)
+        entry = render_messages(convert_value(filled, CountRequest), service, tenant, [])
         salt = fields.get("cache_salt")
         return entry.prompt, salt if isinstance(salt, str) else ""
     else:
