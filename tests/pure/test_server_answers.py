@@ -315,25 +315,37 @@ def _without_id(item: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(scripts())
-def test_reasoning_tokens_are_those_of_steps_that_release_reasoning(
+def test_reasoning_tokens_are_counted_by_the_characters_of_their_step(
     script: tuple[list[Part], list[Step], FinishReason],
 ) -> None:
-    """Tokens count where their step's first output does; held tokens as the next output."""
+    """A step's tokens are split in proportion to its characters; held tokens count as the next."""
     _, steps, reason = script
 
     body = asyncio.run(chat_builder(Played(steps, reason)).body())
 
     expected = held = 0
-    last: OutputEvent | None = None
+    last = "text"
     for events, num_tokens in steps:
         held += num_tokens
-        if events:
-            expected += held if isinstance(events[0], ReasoningDelta) else 0
-            last, held = events[-1], 0
-    expected += held if isinstance(last, ReasoningDelta) else 0
+        shares = [kind for event in events for kind in [_kind(event)] * _num_chars(event)]
+        if shares:
+            expected += round(held * shares.count("reasoning") / len(shares))
+            held = 0
+        last = _kind(events[-1]) if events else last
+    expected += held if last == "reasoning" else 0
     usage = body["usage"]
     assert usage["completion_tokens"] == sum(num_tokens for _, num_tokens in steps)
     assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
+
+
+def _kind(event: OutputEvent) -> str:
+    return "reasoning" if isinstance(event, ReasoningDelta) else "text"
+
+
+def _num_chars(event: OutputEvent) -> int:
+    if isinstance(event, CallEnd):
+        return 0
+    return len(event.name if isinstance(event, CallStart) else event.text)
 
 
 def test_the_call_of_a_named_tool_ends_with_stop() -> None:
