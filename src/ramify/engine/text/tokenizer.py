@@ -103,8 +103,13 @@ class Tokenizer:
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids that `decode` skips by default."""
+        return frozenset(self.special_token_texts)
+
+    @property
+    def special_token_texts(self) -> dict[int, str]:
+        """Texts of the ids that `decode` skips by default."""
         added = self._core.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return {token: entry.content for token, entry in added.items() if entry.special}
 
     @property
     def has_chat_template(self) -> bool:
