@@ -29,7 +29,7 @@ from ramify.server.answer_constraint import AnswerConstraints, CallChoice, Offer
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.output_formats.output_format import detect
+from ramify.server.output_formats.output_format import named
 from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
     PromptComparison,
@@ -57,10 +57,18 @@ class Service:
         tokenizer: of the engine's model.
         model: the model's name, in responses to requests that name none.
         aliases: further names that requests may send; with `ANY_NAME` among them, any name.
+        tool_call_parser, reasoning_parser: names of output formats; by default the template's.
     """
 
     def __init__(
-        self, engine: AsyncLLM, tokenizer: Tokenizer, *, model: str, aliases: Sequence[str] = ()
+        self,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        aliases: Sequence[str] = (),
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model = model
@@ -81,7 +89,12 @@ class Service:
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.output_format = detect(tokenizer.chat_template or "")
+        self.output_format = named(
+            tool_call_parser,
+            reasoning_parser,
+            template=tokenizer.chat_template or "",
+            special_tokens=tokenizer.special_token_texts.values(),
+        )
         self.constraints = AnswerConstraints(engine, tokenizer)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
@@ -301,9 +314,10 @@ class Service:
             return
         if not request.is_chat or request.history_entry.max_shared is not None:
             return
-        marks = self.output_format.reasoning.marks
+        reasoning = self.output_format.reasoning
+        marks = (*reasoning.marks.begin, *reasoning.marks.end, *reasoning.hidden)
         texts = [completion.text for completion in output.completions]
-        if not marks.begin or not any(marks.begin in text or marks.end in text for text in texts):
+        if not any(mark in text for text in texts for mark in marks):
             return
 
         def find_answers() -> list[Sequence[int]]:
