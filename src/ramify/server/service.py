@@ -25,6 +25,7 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.outputs import StepOutput
 from ramify.server.cache_miss import CacheMiss, explain_miss
+from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
@@ -61,6 +62,7 @@ class Service:
         self.prefix_cache = engine.config.requested.cache.prefix_cache
         self.prompt_renderer = PromptRenderer(tokenizer)
         self.history = RequestHistory()
+        self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
