@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,7 +120,7 @@ class ServerBench:
             vocab_size=vocab,
             eos_token_ids=ends,
             namespace=b"",
-            detokenizer_factory=lambda: Detokenizer(tokenizer),
+            detokenizer_factory=partial(Detokenizer, tokenizer),
             grammar_compiler=formats.compile,
         )
         self.llm = AsyncLLM.from_core(self.core, tokenizer)

@@ -28,7 +28,8 @@ from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
+from ramify.server.output_formats.output_format import detect
+from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
     PromptComparison,
     RequestHistory,
@@ -36,7 +37,6 @@ from ramify.server.request_history import (
     is_fully_reused,
 )
 from ramify.server.tenants import Caller, QuotaMeter
-from ramify.server.tool_calls import detect_format
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Service:
         self.quotas = QuotaMeter()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.tool_format = detect_format(tokenizer.chat_template or "")
+        self.output_format = detect(tokenizer.chat_template or "")
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
@@ -255,16 +255,22 @@ class Service:
             return
         if not request.is_chat or request.history_entry.max_shared is not None:
             return
-        call_mark = self.tool_format.begin or self.tool_format.bare
-        answers = []
-        for completion in output.completions:
-            reasoning, end_tag, answer = completion.text.rpartition(REASONING_TAGS[1])
-            has_reasoning = bool(end_tag) and reasoning.lstrip().startswith(REASONING_TAGS[0])
-            if has_reasoning and not (request.history_entry.tools and call_mark in answer):
-                answers.append(completion.token_ids)
-        if not answers or not await asyncio.to_thread(
-            self.prompt_renderer.template_drops_reasoning
-        ):
+        marks = self.output_format.reasoning.marks
+        texts = [completion.text for completion in output.completions]
+        if not marks.begin or not any(marks.begin in text or marks.end in text for text in texts):
+            return
+
+        def find_answers() -> list[Sequence[int]]:
+            if not self.prompt_renderer.template_drops_reasoning():
+                return []
+            return [
+                completion.token_ids
+                for completion in output.completions
+                if request.has_reasoning_without_call(completion.text)
+            ]
+
+        answers = await asyncio.to_thread(find_answers)
+        if not answers:
             return
 
         def evict(core: EngineCore) -> None:

@@ -53,7 +53,7 @@ class _ModelTurn:
         if len(self.contents) > 1:
             path = content_path(self.where)
             content = "".join(content_text(each, path) for each in self.contents)
-        reasoning = "\n".join(filter(None, self.reasoning)) or None
+        reasoning = "".join(self.reasoning) or None
         calls = self.calls or None
         return ChatMessage("assistant", content, tool_calls=calls, reasoning_content=reasoning)
 
@@ -131,6 +131,9 @@ class ItemTranslator:
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
         call = typed(item, CallItem, where)
+        if call.status == "incomplete":  # its arguments are cut off
+            self._skipped["incomplete function_call"] += 1
+            return
         arguments = call.arguments
         text = encode_json(arguments).decode() if isinstance(arguments, dict) else arguments
         self._call(flat_name(call.name, call.namespace), text or "{}", call.call_id, where)
@@ -179,8 +182,7 @@ class ItemTranslator:
 
     def _reasoning_item(self, item: Mapping[str, Any], where: str) -> None:
         reasoning = typed(item, ReasoningItem, where)
-        texts = [part.text for part in reasoning.content or reasoning.summary or ()]
-        text = "\n".join(texts)
+        text = "".join(part.text for part in reasoning.content or reasoning.summary or ())
         if reasoning.encrypted_content:
             own = decode_opaque(reasoning.encrypted_content)
             if own is None and not text:

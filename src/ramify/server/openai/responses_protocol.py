@@ -37,6 +37,7 @@ class CallItem(Struct):
 
     name: Name
     arguments: str | dict[str, Any] | None = None
+    status: Name | None = None
     call_id: Name | None = None
     namespace: Name | None = None
 

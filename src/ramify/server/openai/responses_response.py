@@ -148,19 +148,19 @@ class ResponsesResponseBuilder:
 
         A conversation gets the request's items and the answer in any case.
         """
-        output = self.generation.output
-        if output is None:
+        output, earlier = self.generation.output, self.translated.earlier
+        conversation, is_stored = earlier.conversation, self.request.store is not False
+        if output is None or not (is_stored or conversation):
             return
         tenant, name = self.generation.caller.tenant, self.generation.id
-        earlier, known = self.translated.earlier, self._known(output)
-        conversation = earlier.conversation
+        known = self._known(output)
         taken = () if conversation is None else conversation.items
         items = numbered_items(self.translated.items, name, taken=taken)
         if conversation is not None:
             append_to_conversation(
                 self.service, tenant, conversation.id, [*items, *body["output"]], known
             )
-        if self.request.store is False:
+        if not is_stored:
             return
         packed_input = joined_lists([*earlier.packed_items(), encode_json(items)])
         stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
@@ -173,10 +173,12 @@ class ResponsesResponseBuilder:
         ids = list(completion.token_ids)
         if isinstance(completion.stop_reason, int):
             ids = ids[:-1]  # the template writes the stop token
-        prompt, text = self.generation.request.prompt, completion.text
+        prompt, shown = self.generation.request.prompt, completion.text
+        decode = self.service.tokenizer.decode
+        text = decode(ids, skip_special_tokens=False)
         known = [KnownPrefix(prompt.text, prompt.ids)]
         # They differ if a stop string was cut off.
-        if self.service.tokenizer.decode(ids) == text:
+        if shown in (text, decode(ids)):
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
         return tuple(known)
 
