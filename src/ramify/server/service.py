@@ -27,6 +27,7 @@ from ramify.outputs import StepOutput
 from ramify.params import StructuredOutput
 from ramify.server.answer_constraint import AnswerConstraints, CallChoice, OfferedTool
 from ramify.server.cache_miss import CacheMiss, explain_miss
+from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.output_formats.output_format import named
@@ -85,6 +86,7 @@ class Service:
             tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
         )
         self.history = RequestHistory()
+        self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
