@@ -108,9 +108,9 @@ class Server:
 
     def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
-            headers = {"x-request-id": request_id(request)}
-            context = self._context(request, headers)
             is_anthropic = endpoint.uses_anthropic(request)
+            headers = _id_headers(request, is_anthropic)
+            context = self._context(request, headers)
             try:
                 context = replace(context, caller=self.caller(request))
                 if not endpoint.while_draining:
@@ -160,9 +160,9 @@ class Server:
         return self.keys.caller(key.strip())
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        headers = {"x-request-id": request_id(request)}
         is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
         anthropic = is_messages or VERSION_HEADER in request.headers
+        headers = _id_headers(request, anthropic)
         if isinstance(error, HTTPException):
             messages = {
                 404: f"there is nothing at {request.url.path[:200]}",
@@ -182,3 +182,9 @@ def allowed_methods(request: Request) -> set[str]:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             methods |= route.methods or set()
     return methods
+
+
+def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
+    """The request's id in a header, or in two: Anthropic's clients read another."""
+    name = request_id(request)
+    return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})
