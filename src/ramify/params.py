@@ -160,6 +160,8 @@ class SamplingParams:
         include_stop: the stop string is part of the output, and the text of a stop token that has one.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: continue after the model's own end-of-sequence tokens.
+        keep_special_tokens: which special tokens the text of the output contains: none, all (True),
+            or those of these texts. A stop token is never part of the text.
         logprobs: likeliest tokens to report per output token; None reports none.
         prompt_logprobs: the same for the prompt; such a request reads nothing from the cache.
 
@@ -186,6 +188,7 @@ class SamplingParams:
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
+    keep_special_tokens: bool | tuple[str, ...] | list[str] = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -224,6 +227,12 @@ class SamplingParams:
         if not _is_list(ids) or not all(_is_int(token) and token >= 0 for token in ids):
             raise InvalidParamsError("stop_token_ids", ids, "token ids >= 0")
         object.__setattr__(self, "stop", tuple(stop))
+        kept = self.keep_special_tokens
+        if not isinstance(kept, bool):
+            if not _is_list(kept) or not all(isinstance(text, str) and text for text in kept):
+                allowed = "True, False or texts of special tokens"
+                raise InvalidParamsError("keep_special_tokens", kept, allowed)
+            object.__setattr__(self, "keep_special_tokens", tuple(kept))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise InvalidParamsError("max_tokens", self.max_tokens, "None or an integer >= 1")

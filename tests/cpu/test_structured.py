@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def answers(
         FakeExecutor(config.num_pages, 4, vocab_size=VOCAB, fail_at=fail_at, error=error),
         vocab_size=VOCAB,
         eos_token_ids=[END],
-        detokenizer_factory=lambda: Detokenizer(tokenizer),
+        detokenizer_factory=partial(Detokenizer, tokenizer),
         drafter=drafter,
         grammar_compiler=formats.compile,
     )

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,7 +123,7 @@ class ServerBench:
             vocab_size=vocab,
             eos_token_ids=ends,
             namespace=b"",
-            detokenizer_factory=lambda: Detokenizer(tokenizer),
+            detokenizer_factory=partial(Detokenizer, tokenizer),
             grammar_compiler=formats.compile,
         )
         self.llm = AsyncLLM.from_core(self.core, tokenizer)

@@ -59,6 +59,18 @@ def serve(
         list[str] | None,
         typer.Option(help="Model names for clients; '*' serves any name.", rich_help_panel=MODEL),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of tool calls; default: the chat template's.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of reasoning; default: the chat template's.", rich_help_panel=MODEL
+        ),
+    ] = None,
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
@@ -109,6 +121,8 @@ def serve(
         host=host,
         port=port,
         served_names=(*(served_model_name or ()), *(more_names or ())),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

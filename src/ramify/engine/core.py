@@ -23,7 +23,7 @@ from ramify.engine.lifecycle import RequestLifecycle
 from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
-from ramify.engine.request import IncrementalDetokenizer, Request
+from ramify.engine.request import DetokenizerFactory, Request
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
@@ -74,7 +74,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         namespace: bytes = b"",
-        detokenizer_factory: Callable[[], IncrementalDetokenizer] | None = None,
+        detokenizer_factory: DetokenizerFactory | None = None,
         drafter: Drafter | None = None,
         grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None = None,
         clock: Callable[[], float] = time.perf_counter,

@@ -13,7 +13,7 @@ from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
 from ramify.engine.output_processor import flush_held_text, take_stable_text
-from ramify.engine.request import IncrementalDetokenizer, Request
+from ramify.engine.request import DetokenizerFactory, Request
 from ramify.errors import InvalidParamsError, StepFailedError
 from ramify.outputs import FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
@@ -32,7 +32,7 @@ class RequestLifecycle:
         *,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        detokenizer_factory: Callable[[], IncrementalDetokenizer] | None,
+        detokenizer_factory: DetokenizerFactory | None,
         grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None,
         clock: Callable[[], float],
     ) -> None:
@@ -110,7 +110,7 @@ class RequestLifecycle:
         """
         request.logits_processor = self._create_logits_processor(request)
         if self.detokenizer_factory is not None:
-            request.detokenizer = self.detokenizer_factory()
+            request.detokenizer = self.detokenizer_factory(request.params.keep_special_tokens)
             # A stop token is not text.
             end = -1 if isinstance(request.stop_reason, int) else None
             for token in request.output_ids[:end]:

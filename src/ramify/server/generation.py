@@ -13,16 +13,11 @@ from ramify.outputs import CacheReport, FinishReason, RequestOutput, StepOutput
 from ramify.params import SamplingParams
 from ramify.server.answer import PlainTextParser
 from ramify.server.cache_miss import CacheMiss
-from ramify.server.output_formats.events import OutputParser
+from ramify.server.output_formats.events import CallStart, OutputParser, ReasoningDelta
+from ramify.server.output_formats.output_format import OutputFormat
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.request_history import HistoryEntry
 from ramify.server.tenants import Caller
-from ramify.server.tool_calls import (
-    CallEvents,
-    ToolCallFormat,
-    ToolCallParser,
-    stop_after_call,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +39,42 @@ class GenerationRequest:
         """Token ids of the prompt, and the request fields that they came from."""
         return self.history_entry.prompt
 
+    def has_reasoning_without_call(self, answer: str) -> bool:
+        """True if the text of an answer has reasoning and calls no tool."""
+        kinds = {type(event) for event in self.new_parser().feed(answer, is_last=True)}
+        return ReasoningDelta in kinds and CallStart not in kinds
 
-def with_tool_calls(
+
+def with_output_parser(
     request: GenerationRequest,
+    output_format: OutputFormat,
     tools: Sequence[Mapping[str, Any]],
-    call_format: ToolCallFormat,
     *,
     forced: bool,
     single: bool,
 ) -> GenerationRequest:
-    """A request whose answers are parsed for calls of these tools; the same one if there are none.
+    """A request whose answers are parsed for reasoning, and for calls of these tools.
 
     Args:
         tools: definitions of functions; empty if the model must not call any.
         forced: `params.structured` allows nothing but a call.
         single: at most one call; the answer ends after it if the format has an end delimiter.
     """
-    if not tools:
-        return request
-    names = [tool["function"]["name"] for tool in tools]
-    params = request.params
-    if single and not forced:
-        params = stop_after_call(params, call_format)
-    new_parser = partial(ToolCallParser, call_format, names, forced=forced, single=single)
-    return replace(request, params=params, new_parser=lambda: CallEvents(new_parser()))
+    functions = [tool["function"] for tool in tools]
+    params, end = request.params, output_format.calls.end
+    params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
+    if single and tools and not forced and end:
+        params = replace(params, stop=(*params.stop, end))
+    new_parser = partial(
+        output_format.new_parser,
+        [function["name"] for function in functions],
+        # A grammar constrains the answer from its first token on, so it is no reasoning.
+        prompt_end=request.prompt.turn_opening if params.structured is None else "",
+        single=single,
+        forced=forced,
+        schemas={function["name"]: function.get("parameters") or {} for function in functions},
+    )
+    return replace(request, params=params, new_parser=new_parser)
 
 
 def sampling_filters(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.anthropic.blocks import Unserved, blocks_of
 from ramify.server.anthropic.history import joined, render_turns
@@ -15,9 +17,10 @@ from ramify.server.anthropic.protocol import (
 from ramify.server.anthropic.tools import tool_set
 from ramify.server.content_placeholders import placeholder_warnings
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, sampling_filters, with_tool_calls
+from ramify.server.generation import GenerationRequest, sampling_filters, with_output_parser
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import MAX_BREAKPOINTS, PromptPart, text_variants
+from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
@@ -64,10 +67,10 @@ def messages_to_generation(
         warnings=tuple(warnings),
     )
     single_call = bool(choice.disable_parallel_tool_use)
-    return with_tool_calls(
+    return with_output_parser(
         generation_request,
+        service.output_format,
         tools.definitions,
-        service.tool_format,
         forced=forces_call,
         single=single_call,
     )
@@ -126,6 +129,9 @@ def render_messages(
         tools=tools.definitions or None,
         continue_final_message=messages[-1]["role"] == "assistant",
         tenant=tenant,
+        template_options=_reasoning_options(request).template_variables(
+            service.tokenizer.chat_template_names
+        ),
     )
     prompt = prompt.with_answers(
         [
@@ -141,12 +147,24 @@ def render_messages(
         options={
             "tool_choice": fingerprint(request.tool_choice),
             "thinking": fingerprint(request.thinking),
+            "effort": fingerprint(_reasoning_options(request).effort),
         },
         tools=tuple(fingerprint(tool) for tool in tools.definitions),
         system=fingerprint(system_texts),
         messages=tuple(fingerprint(turn.messages) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
+    )
+
+
+def _reasoning_options(request: CountRequest) -> ReasoningOptions:
+    """How much the model should think. An effort alone turns no reasoning on, nor off."""
+    thinking, config = request.thinking, request.output_config
+    options = ReasoningOptions(effort=None if config is None else config.effort)
+    if thinking is None:
+        return options
+    return replace(
+        options, is_enabled=THINKING_TYPES.get(thinking.type), budget=thinking.budget_tokens
     )
 
 

@@ -9,7 +9,7 @@ from ramify.outputs import FinishReason, TokenLogprob
 from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
 from ramify.server.generation import CacheUsage, Generation
 from ramify.server.openai.options import diagnostics, token_name
-from ramify.server.openai.protocol import ChatRequest, StreamOptions
+from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
 from ramify.server.service import Service
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -40,14 +40,6 @@ def usage_json(
     return payload
 
 
-def finish_name(answer: Answer) -> str | None:
-    """`finish_reason` of a choice; None before its end."""
-    reason = answer.finish_reason
-    if answer.calls and reason is FinishReason.STOP:
-        return "tool_calls"
-    return None if reason is None else FINISH_REASONS[reason]
-
-
 def response_header(generation: Generation, kind: str, service: Service) -> dict[str, Any]:
     """The fields before `choices` of a response or a chunk."""
     return {
@@ -65,6 +57,7 @@ class ChatResponseBuilder:
     def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
+        self._shows_reasoning = _shows_reasoning(request)
         new_parser, stop_token_ids = generation.request.new_parser, service.special_token_ids
         self.choices = [Answer(new_parser(), stop_token_ids) for _ in range(request.n or 1)]
 
@@ -92,7 +85,7 @@ class ChatResponseBuilder:
                 "index": index,
                 "message": self._message(choice),
                 "logprobs": self.logprobs(choice.logprobs),
-                "finish_reason": finish_name(choice),
+                "finish_reason": self._finish_reason(choice),
             }
             for index, choice in enumerate(() if self.is_prewarm else self.choices)
         ]
@@ -105,11 +98,21 @@ class ChatResponseBuilder:
             "content": text or (None if calls else ""),
             "refusal": None,
         }
-        if reasoning:
+        if reasoning and self._shows_reasoning:
             message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = [_call(call, call.text) for call in calls]
         return message
+
+    def _finish_reason(self, choice: Answer) -> str | None:
+        """`finish_reason` of a choice; None before its end.
+
+        As OpenAI's: an answer that had to call a named tool ends with `stop`.
+        """
+        reason, is_named = choice.finish_reason, isinstance(self.request.tool_choice, NamedTool)
+        if choice.calls and reason is FinishReason.STOP and not is_named:
+            return "tool_calls"
+        return None if reason is None else FINISH_REASONS[reason]
 
     def logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """`logprobs` of tokens; None unless the request asks for them."""
@@ -139,7 +142,11 @@ class ChatResponseBuilder:
         begun: set[int] = set()
         async for event in self.generation:
             choice = self.choices[event.index]
-            changes = choice.add(event)
+            changes = [
+                change
+                for change in choice.add(event)
+                if self._shows_reasoning or change.part.kind != "reasoning"
+            ]
             if self.is_prewarm:
                 continue
             if event.index not in begun:
@@ -155,7 +162,9 @@ class ChatResponseBuilder:
                 yield chunk([_delta(event.index, delta) | {"logprobs": values}])
             if choice.finish_reason is not None:
                 self.generation.raise_error(event.index)
-                yield chunk([_delta(event.index, {}) | {"finish_reason": finish_name(choice)}])
+                yield chunk(
+                    [_delta(event.index, {}) | {"finish_reason": self._finish_reason(choice)}]
+                )
         cache_diagnostics = self.diagnostics()
         if options.include_usage or cache_diagnostics:
             yield chunk([]) | {"usage": self.usage()} | cache_diagnostics
@@ -163,6 +172,11 @@ class ChatResponseBuilder:
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _shows_reasoning(request: ChatRequest) -> bool:
+    is_excluded = request.reasoning is not None and bool(request.reasoning.exclude)
+    return request.include_reasoning is not False and not is_excluded
 
 
 def _delta_of(change: PartEvent) -> dict[str, Any] | None:

@@ -50,6 +50,7 @@ class ContentPart(Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None  # Mistral's form of an assistant's reasoning
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
@@ -84,6 +85,7 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
     refusal: str | None = None
 
 
@@ -191,6 +193,22 @@ class Sampling(Struct, kw_only=True):
         return options is not None and bool(options.prewarm)
 
 
+class ReasoningOption(Struct):
+    """`reasoning` of a chat request: how much the model should think."""
+
+    effort: Name | None = None
+    enabled: bool | None = None
+    max_tokens: NonNegativeInt | None = None
+    exclude: bool | None = None  # leave the reasoning out of the response
+
+
+class ThinkingOption(Struct):
+    """`thinking` of a chat request: whether the model should think."""
+
+    type: Name
+    budget_tokens: NonNegativeInt | None = None
+
+
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -201,7 +219,13 @@ class ChatRequest(Sampling, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # How much the model should think: see `chat_request.reasoning_options`.
     reasoning_effort: Name | None = None
+    reasoning: ReasoningOption | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingOption | None = None
+    thinking_budget: NonNegativeInt | None = None
+    include_reasoning: bool | None = None
     verbosity: Name | None = None
     service_tier: Name | None = None
     store: bool | None = None  # False: no later request can compare with this one

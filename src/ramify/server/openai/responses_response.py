@@ -163,10 +163,11 @@ class ResponsesResponseBuilder:
             ids = ids[:-1]  # the template writes the stop token
         entry = self.generation.request.history_entry
         prompt = entry.prompt
-        text = output.completions[0].text
+        shown, decode = output.completions[0].text, self.service.tokenizer.decode
+        text = decode(ids, skip_special_tokens=False)
         known = [KnownPrefix(prompt.text, prompt.ids)]
         # They differ if a stop string was cut off.
-        if self.service.tokenizer.decode(ids) == text:
+        if shown in (text, decode(ids)):
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
         stored = StoredResponse.of((*messages, answer), known, body)
         tenant = self.generation.caller.tenant
