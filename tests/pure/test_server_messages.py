@@ -361,6 +361,23 @@ def test_what_is_not_served_is_told_in_anthropics_form(method: str, path: str, s
             assert answer.status == status
             assert answer.json["type"] == "error"
             assert answer.json["error"]["message"]
+            assert answer.json["request_id"] == answer.headers["request-id"]
+
+    run(main())
+
+
+def test_unknown_fields_are_named() -> None:
+    """In the header; a body for `/v1/messages` is counted without a warning."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            request = body(stream=False, top_k=1, speed="fast", betas=["x"], fallbacks=[])
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                answer = await bench.post(path, request)
+                assert answer.status == 200, answer.body
+                assert "x-ramify-warning" not in answer.headers
+                answer = await bench.post(path, request | {"presence_penalty": 1})
+                assert "presence_penalty" in answer.headers["x-ramify-warning"]
 
     run(main())
 

@@ -122,9 +122,9 @@ class Server:
 
     def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
-            headers = {"x-request-id": request_id(request)}
-            context = self._context(request, headers)
             is_anthropic = endpoint.uses_anthropic(request)
+            headers = _id_headers(request, is_anthropic)
+            context = self._context(request, headers)
             try:
                 context = replace(context, caller=self.caller(request))
                 if not endpoint.while_draining:
@@ -185,8 +185,8 @@ class Server:
         return error_response(error, anthropic=_is_anthropic(request), headers=headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        headers = {"x-request-id": request_id(request)}
         anthropic = _is_anthropic(request)
+        headers = _id_headers(request, anthropic)
         if isinstance(error, HTTPException):
             messages = {
                 404: f"there is nothing at {request.url.path[:200]}",
@@ -212,3 +212,9 @@ def _is_anthropic(request: Request) -> bool:
     """Whether errors at a request's path have Anthropic's form."""
     is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
     return is_messages or VERSION_HEADER in request.headers
+
+
+def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
+    """The request's id in a header, or in two: Anthropic's clients read another."""
+    name = request_id(request)
+    return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})

@@ -95,7 +95,8 @@ def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Uns
     for index, block in enumerate(blocks_of(content)):
         where = f"{path}[{index}]"
         if block.type == "thinking":
-            variants = text_variants(block.thinking or "")
+            # Most templates drop it, and a short text may occur elsewhere.
+            variants: tuple[str, ...] = ()
             thoughts.append(block.thinking or "")
         elif block.type == "tool_use":
             name, arguments = required(block.name, f"{where}.name"), block.input or {}
