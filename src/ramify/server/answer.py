@@ -69,6 +69,16 @@ class PartEnd:
     part: AnswerPart
 
 
+def _num_chars(event: OutputEvent) -> int:
+    match event:
+        case TextDelta(text) | ReasoningDelta(text) | ArgumentsDelta(text=text):
+            return len(text)
+        case CallStart(name=name):
+            return len(name)
+        case CallEnd():
+            return 0
+
+
 PartEvent = PartBegin | PartDelta | PartEnd
 
 
@@ -78,8 +88,9 @@ class Answer:
 
     Every part begins, grows and ends before the next begins; the last ends with the answer.
 
-    A step's tokens count as reasoning if the first output that it releases is reasoning. A step that
-    releases nothing, because the parser holds its text, counts as the next step that does.
+    A step's tokens count as reasoning in proportion to the characters that it releases: all of them
+    if it releases reasoning only. A step that releases nothing, because the parser holds its text,
+    counts as the next step that does.
     """
 
     parser: OutputParser
@@ -138,13 +149,18 @@ class Answer:
     ) -> None:
         self.num_tokens += num_tokens
         self._num_held_tokens += num_tokens
-        if events:
-            is_reasoning = isinstance(events[0], ReasoningDelta)
+        num_chars = num_reasoning_chars = 0
+        for event in events:
+            num_chars += _num_chars(event)
+            if isinstance(event, ReasoningDelta):
+                num_reasoning_chars += len(event.text)
+        if num_chars:
+            share = num_reasoning_chars / num_chars
         elif is_last:
-            is_reasoning = self._is_open and self.parts[-1].kind == "reasoning"
+            share = float(self._is_open and self.parts[-1].kind == "reasoning")
         else:
             return
-        self.num_reasoning_tokens += self._num_held_tokens if is_reasoning else 0
+        self.num_reasoning_tokens += round(self._num_held_tokens * share)
         self._num_held_tokens = 0
 
     def _append(self, event: OutputEvent, changes: list[PartEvent]) -> None:

@@ -29,7 +29,7 @@ from ramify.server.answer_constraint import AnswerConstraints, CallChoice, Offer
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.output_formats.output_format import detect
+from ramify.server.output_formats.output_format import named
 from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
     PromptComparison,
@@ -51,10 +51,18 @@ class Service:
     Args:
         tokenizer: of the engine's model.
         model: the model name in responses; clients may also send any of `aliases`.
+        tool_call_parser, reasoning_parser: names of output formats; by default the template's.
     """
 
     def __init__(
-        self, engine: AsyncLLM, tokenizer: Tokenizer, *, model: str, aliases: Sequence[str] = ()
+        self,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        aliases: Sequence[str] = (),
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model, self.names = model, (model, *aliases)
@@ -66,8 +74,13 @@ class Service:
         self.quotas = QuotaMeter()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.output_format = detect(tokenizer.chat_template or "")
-        self.constraints = AnswerConstraints(engine, tokenizer)
+        self.output_format = named(
+            tool_call_parser,
+            reasoning_parser,
+            template=tokenizer.chat_template or "",
+            special_tokens=tokenizer.special_token_texts.values(),
+        )
+        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
@@ -91,7 +104,6 @@ class Service:
             return self.constraints.of_calls(
                 tools,
                 choice,
-                self.output_format,
                 prompt_end=prompt.turn_opening,
                 tenant=tenant,
                 answer_format=answer_format,
@@ -99,9 +111,7 @@ class Service:
             )
         if answer_format is None:
             return None
-        return self.constraints.of_format(
-            answer_format, self.output_format, prompt_end=prompt.turn_opening
-        )
+        return self.constraints.of_format(answer_format, prompt_end=prompt.turn_opening)
 
     def check_model(self, name: str | None) -> str:
         """The model name of a request; the server's own if it has none.
@@ -287,9 +297,10 @@ class Service:
             return
         if not request.is_chat or request.history_entry.max_shared is not None:
             return
-        marks = self.output_format.reasoning.marks
+        reasoning = self.output_format.reasoning
+        marks = (*reasoning.marks.begin, *reasoning.marks.end, *reasoning.hidden)
         texts = [completion.text for completion in output.completions]
-        if not marks.begin or not any(marks.begin in text or marks.end in text for text in texts):
+        if not any(mark in text for text in texts for mark in marks):
             return
 
         def find_answers() -> list[Sequence[int]]:

@@ -109,8 +109,8 @@ class OutputItems:
 
     def _status(self, part: AnswerPart) -> str:
         """`status` of an ended item: whatever was cut off is incomplete."""
-        reason = self._answer.finish_reason
-        was_cut = reason not in (None, FinishReason.STOP) and part is self._answer.parts[-1]
+        reason, parts = self._answer.finish_reason, self._answer.parts
+        was_cut = reason not in (None, FinishReason.STOP) and (not parts or part is parts[-1])
         if part.kind == "call":
             was_cut = not part.is_complete
         return "incomplete" if was_cut else "completed"

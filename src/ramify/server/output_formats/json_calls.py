@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 from ramify.server.output_formats.json_scanner import ObjectScanner, StringScanner, unescape
 from ramify.server.output_formats.reader import EndOfAnswerError, MismatchError, Reader, Steps
@@ -13,8 +14,10 @@ NAME_KEYS = frozenset({"name", "tool_name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 IGNORED_KEYS = frozenset({"id", "tool_call_id", "type", "index"})
 STRING = re.compile(r'"((?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+)"', re.DOTALL)
-QUOTE = re.compile('"')
-SCALAR_FIRST = re.compile(r'["\w.+-]')
+PARTIAL_STRING = re.compile(
+    r'(?:"(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?', re.DOTALL
+)
+PARTIAL_SCALAR = re.compile(r'"(?:[^"\\]|\\.)*+\\?|[-+.\w]*+', re.DOTALL)
 SCALAR = re.compile(r'"(?:[^"\\]|\\.)*+"|[-+.\w]++(?=[\s,}\]])', re.DOTALL)
 
 
@@ -82,11 +85,11 @@ def _one_call(reader: Reader, writer: EventWriter) -> Steps[None]:
                 yield from read_arguments(reader, writer, name)
                 is_written = True
             elif (yield from reader.next_is("{")):
-                yield from _scan(reader, ObjectScanner(), captured.append)
+                yield from scan(reader, ObjectScanner(), captured.append)
             else:
                 raise MismatchError
         elif key in IGNORED_KEYS:
-            yield from reader.match(SCALAR, SCALAR_FIRST)
+            yield from reader.match(SCALAR, PARTIAL_SCALAR)
         else:
             raise MismatchError
         yield from reader.skip_blank()
@@ -100,7 +103,7 @@ def _one_call(reader: Reader, writer: EventWriter) -> Steps[None]:
 
 def read_string(reader: Reader) -> Steps[str]:
     """Consume a short JSON string, and decode it."""
-    return unescape((yield from reader.match(STRING, QUOTE)).group(1))
+    return unescape((yield from reader.match(STRING, PARTIAL_STRING)).group(1))
 
 
 def read_arguments(reader: Reader, writer: EventWriter, name: str) -> Steps[None]:
@@ -117,7 +120,7 @@ def read_arguments(reader: Reader, writer: EventWriter, name: str) -> Steps[None
         writer.whole_call(name, "{}")
     elif literal == "{":
         writer.start_call(name)
-        yield from _scan(reader, ObjectScanner(), writer.arguments)
+        yield from scan(reader, ObjectScanner(), writer.arguments)
         writer.end_call()
     elif literal:
         yield from reader.expect('"')
@@ -125,19 +128,31 @@ def read_arguments(reader: Reader, writer: EventWriter, name: str) -> Steps[None
         if not (yield from reader.next_is("{")):
             raise MismatchError
         writer.start_call(name)
-        yield from _scan(reader, StringScanner(), lambda text: writer.arguments(unescape(text)))
+        yield from scan(reader, StringScanner(), lambda text: writer.arguments(unescape(text)))
         writer.end_call()
     else:
         raise MismatchError
 
 
-def _scan(
-    reader: Reader, scanner: ObjectScanner | StringScanner, write: Callable[[str], None]
-) -> Steps[None]:
-    """Write what a scanner reads, until it is done."""
+class Scanner(Protocol):
+    """Converts a value to JSON while it arrives."""
+
+    is_done: bool
+
+    def scan(self, text: str, start: int = 0) -> tuple[str, int]:
+        """The value's JSON from `start`, and where it stops: after the value, or for more text."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, when the answer ends inside the value."""
+        ...
+
+
+def scan(reader: Reader, scanner: Scanner, write: Callable[[str], None]) -> Steps[None]:
+    """Write the JSON of a value until it ends."""
     try:
         while not scanner.is_done:
-            text, end = scanner.scan((yield from reader.chunk()), 0)
+            text, end = scanner.scan((yield from reader.chunk()))
             reader.take(end)
             write(text)
             if not end:

@@ -25,7 +25,7 @@ class StringScanner:
         self.is_done = False
         self._high = ""  # an escape that is the first half of a pair
 
-    def scan(self, text: str, start: int) -> tuple[str, int]:
+    def scan(self, text: str, start: int = 0) -> tuple[str, int]:
         """The string's text from `start`, escapes as they are, and where it stops.
 
         It stops after the closing quote, which is not part of the string's text, at an escape that is

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from ramify.errors import ConfigError
 from ramify.server.output_formats.events import OutputParser
-from ramify.server.output_formats.parser import AnswerParser, CallForm, delimited_answer
+from ramify.server.output_formats.parser import AnswerParser, CallForm, Delimiters, delimited_answer
 from ramify.server.output_formats.reader import Reader
 from ramify.server.output_formats.table import (
     BARE,
@@ -57,7 +57,8 @@ class OutputFormat:
         Where they delimit nothing, the parser drops them. Other marks are text there.
         """
         marks = self.reasoning.marks
-        delimiters = (*(form.mark for form in self.calls.forms), marks.begin, marks.end)
+        begins = (form.mark for form in self.calls.forms)
+        delimiters = (*begins, *self.calls.inner, *marks.begin, *marks.end)
         special = (mark for mark in delimiters if mark in self.special_tokens)
         return tuple(dict.fromkeys((*self.calls.hidden, *self.reasoning.hidden, *special)))
 
@@ -82,36 +83,22 @@ class OutputFormat:
         """
         schemas = schemas or {}
         tools = {name: schemas.get(name, {}) for name in tool_names}
-        forms = self._forms(forced=forced) if tools else ()
         hidden = self.kept_special_tokens
+        delimiters = Delimiters(
+            reasoning=self.reasoning.marks,
+            forms=self._forms(forced=forced) if tools else (),
+            call_end=self.calls.end,
+            hidden=hidden,
+        )
+        answer = self.calls.answer or self.reasoning.answer or delimited_answer
         reader = Reader()
         writer = EventWriter(reader, tools, hidden=hidden, single=single)
-        steps = delimited_answer(
-            reader,
-            writer,
-            reasoning=self.reasoning.marks,
-            forms=forms,
-            hidden=hidden,
-            is_reasoning=self._begins_reasoning(prompt_end),
-            prefill=_begun_call(prompt_end, forms, self.calls.end),
-        )
+        steps = answer(reader, writer, delimiters=delimiters, prompt_end=prompt_end)
         return AnswerParser(reader, writer, steps)
 
     def _forms(self, *, forced: bool) -> tuple[CallForm, ...]:
         forms = self.calls.forms
         return (*forms, BARE) if forced and BARE not in forms else forms
-
-    def _begins_reasoning(self, prompt_end: str) -> bool:
-        begin, end = self.reasoning.marks.begin, self.reasoning.marks.end
-        return bool(begin) and prompt_end.rfind(begin) > prompt_end.rfind(end)
-
-
-def _begun_call(prompt_end: str, forms: Iterable[CallForm], end: str) -> str:
-    """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
-    start = max((prompt_end.rfind(form.mark) for form in forms if form.mark), default=-1)
-    if start < 0 or (end and end in prompt_end[start:]):
-        return ""
-    return prompt_end[start:]
 
 
 def detect(template: str, *, special_tokens: Iterable[str] = ()) -> OutputFormat:

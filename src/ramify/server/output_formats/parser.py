@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from ramify.server.output_formats.events import OutputEvent
 from ramify.server.output_formats.reader import (
@@ -33,10 +34,57 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The delimiters of reasoning; `begin` is "" if a family has no reasoning."""
+    """The delimiters of reasoning, each in the ways in which it is written; empty: there is none."""
 
-    begin: str = ""
-    end: str = ""
+    begin: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delimiters:
+    """What delimits the parts of an answer.
+
+    Args:
+        forms: of calls; empty if the request has no tools.
+        call_end: the mark after a call, "" if there is none.
+        hidden: marks that are dropped where they delimit nothing.
+    """
+
+    reasoning: ReasoningMarks
+    forms: tuple[CallForm, ...]
+    call_end: str
+    hidden: tuple[str, ...]
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """The marks with which calls begin."""
+        return tuple(form.mark for form in self.forms if form.mark)
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether the prompt has begun reasoning that the answer continues."""
+        begin = max(map(prompt_end.rfind, self.reasoning.begin), default=-1)
+        return begin > max(map(prompt_end.rfind, self.reasoning.end), default=-1)
+
+    def begun_call(self, prompt_end: str) -> str:
+        """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
+        start = max(map(prompt_end.rfind, self.call_marks), default=-1)
+        if start < 0 or (self.call_end and self.call_end in prompt_end[start:]):
+            return ""
+        return prompt_end[start:]
+
+
+class AnswerSyntax(Protocol):
+    """The steps of a parser of whole answers."""
+
+    def __call__(
+        self, reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
+    ) -> Steps[None]:
+        """Read an answer to its end.
+
+        Args:
+            prompt_end: the end of the prompt, from the header of the answer's turn on.
+        """
+        ...
 
 
 class AnswerParser:
@@ -59,123 +107,125 @@ class AnswerParser:
 
 
 def delimited_answer(
-    reader: Reader,
-    writer: EventWriter,
-    *,
-    reasoning: ReasoningMarks,
-    forms: Collection[CallForm],
-    hidden: Collection[str],
-    is_reasoning: bool,
-    prefill: str,
+    reader: Reader, writer: EventWriter, *, delimiters: Delimiters, prompt_end: str
 ) -> Steps[None]:
-    """Read reasoning, then text and calls.
-
-    Args:
-        hidden: marks that are dropped where they delimit nothing.
-        is_reasoning: the prompt has begun the reasoning.
-        prefill: the beginning of a call, mark included, with which the prompt ends.
-    """
+    """Read reasoning, then text and calls."""
     try:
+        prefill = delimiters.begun_call(prompt_end)
         if prefill:
-            yield from _prefilled_call(reader, writer, forms, prefill)
+            yield from _prefilled_call(reader, writer, delimiters, prefill)
         else:
-            yield from _reasoning(reader, writer, reasoning, hidden, is_open=is_reasoning)
-            yield from _bare_call(reader, writer, forms)
-        yield from _text(reader, writer, forms, hidden)
+            is_open = delimiters.opens_reasoning(prompt_end)
+            yield from _reasoning(reader, writer, delimiters, is_open=is_open)
+            yield from bare_call(reader, writer, delimiters.forms, delimiters.hidden)
+        yield from _text(reader, writer, delimiters)
     except EndOfAnswerError:
         writer.plain(reader.rest())
 
 
 def _reasoning(
-    reader: Reader,
-    writer: EventWriter,
-    marks: ReasoningMarks,
-    hidden: Collection[str],
-    *,
-    is_open: bool,
+    reader: Reader, writer: EventWriter, delimiters: Delimiters, *, is_open: bool = False
 ) -> Steps[None]:
+    """Read reasoning, if the answer begins with it."""
+    marks = delimiters.reasoning
     if not marks.begin:
         return
     write = writer.reasoning if is_open else writer.text
     write("")
     yield from reader.skip_blank(write)
     # A model may repeat the mark with which its prompt ends.
-    begin = yield from reader.accept(marks.begin)
+    begin = yield from reader.accept(*marks.begin)
     if not (is_open or begin):
         return
     writer.reasoning("")
-    end_marks = Marks({marks.end, *hidden})
-    while (mark := (yield from reader.copy_until(end_marks, writer.reasoning))) != marks.end:
+    writer.delimiter()
+    end_marks = Marks({*marks.end, *delimiters.hidden})
+    while (mark := (yield from reader.copy_until(end_marks, writer.reasoning))) not in marks.end:
         reader.take(len(mark))
-    reader.take(len(marks.end))
+    reader.take(len(mark))
     writer.text("")
 
 
-def _bare_call(reader: Reader, writer: EventWriter, forms: Collection[CallForm]) -> Steps[None]:
-    """Read a call without a mark, if the answer begins with one."""
+def bare_call(
+    reader: Reader, writer: EventWriter, forms: Collection[CallForm], marks: Collection[str]
+) -> Steps[None]:
+    """Read a call that has no mark, if the answer begins with one; it does not with one of `marks`."""
     bare = [form for form in forms if not form.mark]
     if not bare:
         return
     yield from reader.skip_blank(writer.text)
-    if (yield from reader.next_is(*(form.mark for form in forms if form.mark))):
+    marked = (form.mark for form in forms if form.mark)
+    if (yield from reader.next_is(*marked, *marks)):
         return
     first = yield from reader.char()
     for form in bare:
         if first in form.first:
-            yield from _call(reader, writer, form.syntax)
+            yield from attempt(reader, writer, form.syntax)
+            return
 
 
-def _text(
-    reader: Reader, writer: EventWriter, forms: Collection[CallForm], hidden: Collection[str]
-) -> Steps[None]:
-    syntaxes = {form.mark: form.syntax for form in forms if form.mark}
-    marks = Marks({*syntaxes, *hidden})
+def _text(reader: Reader, writer: EventWriter, delimiters: Delimiters) -> Steps[None]:
+    """Read text and calls to the end of the answer, and reasoning that a hidden mark begins."""
+    syntaxes = {form.mark: form.syntax for form in delimiters.forms if form.mark}
+    marks = Marks({*syntaxes, *delimiters.hidden})
     while True:
         mark = yield from reader.copy_until(marks, writer.text)
         if mark in syntaxes:
-            yield from _call(reader, writer, syntaxes[mark], mark)
+            yield from attempt(reader, writer, _after(mark, syntaxes[mark]))
+        elif mark in delimiters.reasoning.begin:
+            yield from _reasoning(reader, writer, delimiters)
         else:
             reader.take(len(mark))
 
 
 def _prefilled_call(
-    reader: Reader, writer: EventWriter, forms: Collection[CallForm], prefill: str
+    reader: Reader, writer: EventWriter, delimiters: Delimiters, prefill: str
 ) -> Steps[None]:
     """Read a call of which the prompt has the beginning, `prefill`, which is no text of the answer."""
-    for form in forms:
-        if form.mark and prefill.startswith(form.mark):
-            reader.prepend(prefill)
-            yield from _call(reader, writer, form.syntax, form.mark, num_hidden=len(prefill))
+    form = next(form for form in delimiters.forms if form.mark and prefill.startswith(form.mark))
+    reader.prepend(prefill)
+    yield from attempt(reader, writer, _after(form.mark, form.syntax), len(prefill))
 
 
-def _call(
-    reader: Reader, writer: EventWriter, syntax: CallSyntax, mark: str = "", num_hidden: int = 0
+def _after(mark: str, syntax: CallSyntax) -> CallSyntax:
+    """A syntax that begins with a mark that has been seen."""
+
+    def steps(reader: Reader, writer: EventWriter) -> Steps[None]:
+        reader.take(len(mark))
+        return syntax(reader, writer)
+
+    return steps
+
+
+def attempt(
+    reader: Reader, writer: EventWriter, syntax: CallSyntax, num_hidden: int = 0
 ) -> Steps[None]:
     """Read what may be a call; if it is none, it is text.
 
     Args:
-        num_hidden: characters that are not text of the answer.
+        num_hidden: characters at the beginning that are of the prompt, not of the answer.
     """
     num_calls = writer.num_calls
-    reader.hold()
-    try:
-        reader.take(len(mark))
-        yield from syntax(reader, writer)
-        reader.release()
-    except MismatchError:
-        held = reader.release()
-        if num_hidden and num_calls == writer.num_calls:
+
+    def give_up(held: str) -> None:
+        if writer.num_calls == num_calls:
             reader.take(num_hidden - len(held))
             held = held[num_hidden:]
         writer.plain(held)
+
+    reader.hold()
+    try:
+        yield from syntax(reader, writer)
+        reader.release()
+    except MismatchError:
+        give_up(reader.release())
     except EndOfAnswerError:
         if writer.is_open:
+            reader.release()
             writer.arguments(reader.rest())
             writer.end_call(is_complete=False)
+            reader.release()
         else:
             reader.rest()
-            held = reader.release()
-            if num_hidden and num_calls == writer.num_calls:
-                held = held[num_hidden:]
-            writer.plain(held)
+            give_up(reader.release())
         raise

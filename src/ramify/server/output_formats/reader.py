@@ -31,20 +31,20 @@ class Marks:
         self._beginnings = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
         self._max_partial = max((len(mark) - 1 for mark in marks), default=0)
 
-    def find(self, text: str, start: int) -> tuple[int, str]:
+    def find(self, text: str, start: int, *, is_last: bool = False) -> tuple[int, str]:
         """Position and text of the first mark at or after `start`.
 
-        Without a mark, the second is "" and the first is where one may begin at the end of `text`.
+        If no mark is certain to be the first, the text is "", and the position is where one may begin at
+        the end of `text`: never, if no more text follows (`is_last`).
         """
         if self._pattern is None:
             return len(text), ""
         match = self._pattern.search(text, start)
-        if match is not None:
-            return match.start(), match.group()
-        for position in range(max(start, len(text) - self._max_partial), len(text)):
+        end = len(text) if match is None else match.start()
+        for position in range(max(start, len(text) - self._max_partial), 0 if is_last else end):
             if text[position:] in self._beginnings:
                 return position, ""
-        return len(text), ""
+        return (end, "") if match is None else (end, match.group())
 
 
 class Reader:
@@ -71,15 +71,15 @@ class Reader:
     # -- held text ---------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keep what is consumed from now on."""
-        self._held, self._num_held, self._holds = [], 0, True
+        """Keep what is consumed from now on, and what is held already."""
+        self._holds = True
 
     def drop(self) -> None:
-        """Forget what was consumed since `hold`, and keep what is consumed from now on."""
-        self.hold()
+        """Forget what is held, and keep what is consumed from now on."""
+        self._held, self._num_held, self._holds = [], 0, True
 
     def release(self) -> str:
-        """Stop holding; returns the text consumed since `hold`."""
+        """Stop holding; returns what is held."""
         held = "".join(self._held)
         self._held, self._num_held, self._holds = [], 0, False
         return held
@@ -91,8 +91,8 @@ class Reader:
     # -- consume -----------------------------------------------------------------------------
 
     def take(self, num_chars: int) -> str:
-        """Consume characters that have arrived."""
-        text = self._buffer[self._position : self._position + num_chars]
+        """Consume characters that have arrived; none if the number is negative."""
+        text = self._buffer[self._position : self._position + max(0, num_chars)]
         self._position += len(text)
         if self._holds:
             self._held.append(text)
@@ -176,38 +176,37 @@ class Reader:
             raise MismatchError
         return literal
 
-    def word(self, marks: Marks) -> Steps[str]:
-        """Consume the text before the first mark; at most `MAX_WORD_CHARS`.
+    def word(self, marks: Marks, max_chars: int = MAX_WORD_CHARS) -> Steps[str]:
+        """Consume the text before the first mark.
 
         Raises:
             MismatchError: it is longer; nothing is consumed.
         """
         while True:
             end, mark = marks.find(self._buffer, self._position)
-            if end - self._position > MAX_WORD_CHARS:
+            if end - self._position > max_chars:
                 raise MismatchError
             if mark:
                 return self.take(end - self._position)
             yield from self.more()
 
-    def match(self, pattern: re.Pattern[str], first: re.Pattern[str]) -> Steps[re.Match[str]]:
-        """Consume what matches `pattern`, whose repetitions are possessive.
+    def match(self, pattern: re.Pattern[str], partial: re.Pattern[str]) -> Steps[re.Match[str]]:
+        """Consume what matches `pattern`. Its repetitions, and those of `partial`, are possessive.
 
         Args:
-            first: matches each character that `pattern` can begin with.
+            partial: matches each text that more text can make match `pattern`.
 
         Raises:
             MismatchError: nothing matches in the next `MAX_WORD_CHARS`; nothing is consumed.
         """
-        if not first.match((yield from self.char())):
-            raise MismatchError
         while True:
             end = self._position + MAX_WORD_CHARS
             match = pattern.match(self._buffer, self._position, end)
             if match is not None:
                 self.take(match.end() - match.start())
                 return match
-            if len(self._buffer) >= end:
+            is_partial = partial.fullmatch(self._buffer, self._position, end)
+            if len(self._buffer) >= end or not is_partial:
                 raise MismatchError
             yield from self.more()
 
@@ -218,11 +217,9 @@ class Reader:
             EndOfAnswerError: there is no mark, and all text is written.
         """
         while True:
-            end, mark = marks.find(self._buffer, self._position)
+            end, mark = marks.find(self._buffer, self._position, is_last=self._is_last)
             if end > self._position:
                 write(self.take(end - self._position))
             if mark:
                 return mark
-            if self._is_last:
-                write(self.rest())
             yield from self.more()

@@ -41,6 +41,8 @@ class EventWriter:
         single: bool = False,
     ) -> None:
         self.tools = tools
+        # Of a name with what formats write around it, such as white space and an index.
+        self.max_name_chars = max(map(len, tools), default=0) + 64
         self._reader, self._hidden, self._single = reader, hidden, single
         self._events: list[OutputEvent] = []
         self._content: Content = TextDelta
