@@ -97,7 +97,7 @@ class Service:
             template=tokenizer.chat_template or "",
             special_tokens=tokenizer.special_token_texts.values(),
         )
-        self.constraints = AnswerConstraints(engine, tokenizer)
+        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
@@ -121,7 +121,6 @@ class Service:
             return self.constraints.of_calls(
                 tools,
                 choice,
-                self.output_format,
                 prompt_end=prompt.turn_opening,
                 tenant=tenant,
                 answer_format=answer_format,
@@ -129,9 +128,7 @@ class Service:
             )
         if answer_format is None:
             return None
-        return self.constraints.of_format(
-            answer_format, self.output_format, prompt_end=prompt.turn_opening
-        )
+        return self.constraints.of_format(answer_format, prompt_end=prompt.turn_opening)
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response to a request: as it was sent, or the server's own.
