@@ -117,5 +117,7 @@ def test_the_template_tells_the_format() -> None:
 def test_a_format_is_named() -> None:
     """A format goes by its own name or another server's; an unknown name lists what there is."""
     assert named("qwen25").calls.name == "hermes"
-    with pytest.raises(ConfigError, match=r"--tool-call-parser lama: .* granite, harmony, hermes, hunyuan"):
+    with pytest.raises(
+        ConfigError, match=r"--tool-call-parser lama: .* granite, harmony, hermes, hunyuan"
+    ):
         named("lama")
