@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tokenizers
 from starlette.applications import Starlette
 
 import ramify
@@ -49,6 +50,39 @@ class Answer:
         return [json.loads(payload) for payload in payloads if payload != "[DONE]"]
 
 
+# Writes tools, calls, results and thoughts; ramify-tiny's own template has neither.
+TOOL_TEMPLATE = """
+{{- bos_token -}}
+{%- if tools -%}
+{{- '<|system|>Call one of these as <tool_call>JSON</tool_call>:' -}}
+{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- '<|user|>' if message.role == 'tool' else '<|' + message.role + '|>' -}}
+{%- if message.reasoning_content -%}
+{{- '<think>' + message.reasoning_content + '</think>' -}}
+{%- endif -%}
+{{- message.content or '' -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def tokenizer_with(chat_template: str | None) -> Tokenizer:
+    """The tokenizer of the built-in model, with another chat template if there is one."""
+    plain = Tokenizer.load(TINY)
+    if chat_template is None:
+        return plain
+    core = tokenizers.Tokenizer.from_str(plain.to_json())
+    templates = {"default": chat_template}
+    return Tokenizer(core, special_tokens=plain.special_tokens, chat_templates=templates)
+
+
 class ServerBench:
     """A server over a fake device; use `call` and `post` inside `async with bench.running()`."""
 
@@ -63,6 +97,8 @@ class ServerBench:
         max_num_seqs: int = 16,
         max_waiting: int = 64,
         prefix_cache: bool = True,
+        chat_template: str | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         requested = EngineConfig.of(
             kv_cache_tokens=pool_tokens,
@@ -73,7 +109,7 @@ class ServerBench:
             max_waiting=max_waiting,
         )
         config = resolve(requested, model_max_len=max_model_len, token_bytes=1, free_memory=0)
-        tokenizer = Tokenizer.load(TINY)
+        tokenizer = tokenizer_with(chat_template)
         vocab = tokenizer.vocab_size
         ends = tokenizer.eos_token_ids
         self.device = FakeExecutor(config.num_pages, page_size, vocab_size=vocab)
@@ -92,6 +128,7 @@ class ServerBench:
             self.llm,
             tokenizer,
             model="tiny",
+            aliases=aliases,
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)

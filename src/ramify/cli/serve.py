@@ -57,6 +57,18 @@ def serve(
             help="Model name for clients; repeat the flag for several.", rich_help_panel=MODEL
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of tool calls; default: the chat template's.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of reasoning; default: the chat template's.", rich_help_panel=MODEL
+        ),
+    ] = None,
     warm: Annotated[
         Path | None, CacheOption(help="Prompts to compute before the server is ready.")
     ] = None,
@@ -97,6 +109,8 @@ def serve(
         host=host,
         port=port,
         served_names=tuple(served_model_name or ()),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
         key_file=api_key_file,

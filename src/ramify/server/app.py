@@ -43,6 +43,11 @@ class Server:
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
         service.event_listeners.append(self.metrics.observe_tokens)
+        self.metrics.watch(
+            "request_history_bytes",
+            "memory of ended requests, for diagnostics and stored responses",
+            lambda: service.history.num_bytes,
+        )
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
         # Rendering and tokenising a long prompt would block the event loop.

@@ -14,11 +14,20 @@ from starlette.responses import Response
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.health import Readiness
-from ramify.server.http.wire import decode_body, json_response, read_body, sse_event, sse_response
+from ramify.server.http.wire import (
+    decode_body,
+    header_text,
+    json_response,
+    read_body,
+    sse_event,
+    sse_response,
+)
 from ramify.server.operations.metrics import Metrics
 from ramify.server.service import Service
 from ramify.server.tenants import Caller
 
+WARNING_HEADER = "X-Ramify-Warning"
+MAX_WARNING_CHARS = 1000  # of the whole header
 T = TypeVar("T")
 
 
@@ -58,6 +67,21 @@ class RequestContext:
         """
         return decode_body(await read_body(self.request), kind)
 
+    def warn(self, message: str) -> None:
+        """Tell the client in `X-Ramify-Warning` what was ignored or changed; it is still served.
+
+        Call it before the response is made. Messages are joined by "; ", each is sent once, and
+        what exceeds `MAX_WARNING_CHARS` is cut.
+        """
+        text = header_text(message[:MAX_WARNING_CHARS])
+        earlier = self.headers.get(WARNING_HEADER)
+        if earlier is not None and (text in earlier or len(earlier) >= MAX_WARNING_CHARS):
+            return
+        joined = text if earlier is None else f"{earlier}; {text}"
+        if len(joined) > MAX_WARNING_CHARS:
+            joined = joined[: MAX_WARNING_CHARS - 3] + "..."
+        self.headers[WARNING_HEADER] = joined
+
     async def in_prompt_thread(self, render: Callable[..., T], *args: Any) -> T:
         """Run `render(*args)` in the thread that renders and tokenises prompts."""
         loop = asyncio.get_running_loop()
@@ -65,6 +89,8 @@ class RequestContext:
 
     async def start(self, generation_request: GenerationRequest, *, prefix: str) -> Generation:
         """Start a generation as `Service.start` does; it ends with the HTTP request."""
+        for message in generation_request.warnings:
+            self.warn(message)
         generation = await self.until_done_or_disconnect(
             self.service.start(generation_request, self.caller, prefix=prefix)
         )

@@ -15,10 +15,10 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
 
 TemplateMessage = Mapping[str, Any]
-REASONING_TAGS = ("<think>", "</think>")  # delimiters of what a model thinks before it answers
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
+MAX_SCANNED_CHARS = 1 << 28  # without a match, to locate the parts of one prompt: about 0.2 s
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
 
@@ -56,6 +56,9 @@ class RenderedPrompt:
     segments: tuple[PromptSegment, ...] = ()  # ascending; the template's own text lies between them
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
+    # The end of `text` from the answer's turn on: its header, and what the template or a prefill
+    # has begun of the answer.
+    turn_opening: str = ""
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
         """Append a breakpoint at the end of the prefix that the next turn shares."""
@@ -140,6 +143,10 @@ class PromptRenderer:
         else:
             text = render(messages, add_generation_prompt=add_generation_prompt)
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
+        turn_opening = ""
+        if continue_final_message or add_generation_prompt:
+            earlier = messages[:-1] if continue_final_message else messages
+            turn_opening = _turn_opening(render, text, earlier)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
@@ -165,7 +172,12 @@ class PromptRenderer:
             if part.ttl_s is not None
         )
         return RenderedPrompt(
-            encoding.ids, text, segments, breakpoints, num_tokens[num_stable_chars]
+            encoding.ids,
+            text,
+            segments,
+            breakpoints,
+            num_tokens[num_stable_chars],
+            turn_opening,
         )
 
     def _extend_known(self, known: KnownPrefix, text: str, tenant: str) -> Encoding:
@@ -185,10 +197,9 @@ class PromptRenderer:
     def template_drops_reasoning(self) -> bool:
         """True if the template leaves the reasoning of earlier answers out of the prompt."""
         if self._template_drops_reasoning is None:
-            begin, end = REASONING_TAGS
             conversation = [
                 {"role": "user", "content": "a"},
-                {"role": "assistant", "content": f"{begin}\n{PLACEHOLDER}\n{end}\n\nb"},
+                {"role": "assistant", "content": "b", "reasoning_content": PLACEHOLDER},
                 {"role": "user", "content": "c"},
             ]
             try:
@@ -260,16 +271,32 @@ def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessa
     return beginning + prefill if is_stripped else text
 
 
+def _turn_opening(render: Callable[..., str], text: str, earlier: Sequence[TemplateMessage]) -> str:
+    """The end of a prompt's text from the answer's turn on: what `earlier` messages do not write."""
+    try:
+        before = render(earlier, add_generation_prompt=False)
+    except ChatTemplateError:  # this template takes no conversation that ends here
+        return ""
+    return text[common_prefix(text, before) :]
+
+
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
-    """Yield each part with its span in `text`; the span is empty if the template rewrote the part."""
-    cursor = 0
+    """Yield each part with its span in `text`; the span is empty if the template rewrote the part.
+
+    A form that is not there costs a scan of the text's rest. After `MAX_SCANNED_CHARS` of them no
+    further part is looked up, as parts times text would be quadratic in the size of a body.
+    """
+    cursor = num_scanned = 0
     for part in parts:
         for variant in part.texts:
-            start = text.find(variant, cursor) if variant else -1
+            if not variant or num_scanned > MAX_SCANNED_CHARS:
+                continue
+            start = text.find(variant, cursor)
             if start >= 0:
                 yield part, start, start + len(variant)
                 cursor = start + len(variant)
                 break
+            num_scanned += len(text) - cursor
         else:
             yield part, cursor, cursor
 

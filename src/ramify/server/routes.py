@@ -21,13 +21,14 @@ from ramify.server.context import RequestContext
 from ramify.server.health import Readiness
 from ramify.server.http.wire import json_response
 from ramify.server.openai import endpoints as openai
+from ramify.server.openai import responses_endpoints as responses
 from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
 )
+from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.operations import cache_admin
 from ramify.server.operations.cache_admin import PinRequest
 
@@ -100,9 +101,9 @@ _CLEAR = (("prefix", "string"), ("tenant", "string"), ("salt", "string"), ("olde
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/chat/completions", "POST", openai.chat_completions, "Answer a conversation.", ChatRequest, streams=True),
     Endpoint("/v1/completions", "POST", openai.completions, "Continue texts.", CompletionRequest, streams=True),
-    Endpoint("/v1/responses", "POST", openai.responses, "Answer, and store the response.", ResponsesRequest, streams=True),
-    Endpoint("/v1/responses/{name}", "GET", openai.get_response, "A stored response."),
-    Endpoint("/v1/responses/{name}", "DELETE", openai.delete_response, "Delete a stored response."),
+    Endpoint("/v1/responses", "POST", responses.create_response, "Answer, and store the response.", ResponsesRequest, streams=True),
+    Endpoint("/v1/responses/{name}", "GET", responses.get_response, "A stored response."),
+    Endpoint("/v1/responses/{name}", "DELETE", responses.delete_response, "Delete a stored response."),
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
     Endpoint("/v1/models", "GET", openai.list_models, "The models that are served."),

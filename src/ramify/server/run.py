@@ -45,6 +45,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     served_names: tuple[str, ...] = ()  # the first is the model's name, the others aliases
+    tool_call_parser: str | None = None  # a name of an output format; None: the template's
+    reasoning_parser: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     key_file: Path | None = None
@@ -111,6 +113,8 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         llm.tokenizer,
         model=names[0],
         aliases=names[1:],
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
     service.listeners.append(log_request)
     if options.record is not None:

@@ -27,7 +27,8 @@ from ramify.outputs import StepOutput
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest
-from ramify.server.prompt_renderer import REASONING_TAGS, PromptRenderer, RenderedPrompt
+from ramify.server.output_formats.output_format import named
+from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
 from ramify.server.request_history import (
     PromptComparison,
     RequestHistory,
@@ -35,7 +36,6 @@ from ramify.server.request_history import (
     is_fully_reused,
 )
 from ramify.server.tenants import Caller, QuotaMeter
-from ramify.server.tool_calls import detect_format
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,18 @@ class Service:
     Args:
         tokenizer: of the engine's model.
         model: the model name in responses; clients may also send any of `aliases`.
+        tool_call_parser, reasoning_parser: names of output formats; by default the template's.
     """
 
     def __init__(
-        self, engine: AsyncLLM, tokenizer: Tokenizer, *, model: str, aliases: Sequence[str] = ()
+        self,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        aliases: Sequence[str] = (),
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.model, self.names = model, (model, *aliases)
@@ -64,7 +72,12 @@ class Service:
         self.quotas = QuotaMeter()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
-        self.tool_format = detect_format(tokenizer.chat_template or "")
+        self.output_format = named(
+            tool_call_parser,
+            reasoning_parser,
+            template=tokenizer.chat_template or "",
+            special_tokens=tokenizer.special_token_texts.values(),
+        )
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
@@ -237,7 +250,8 @@ class Service:
         num_computed = generation.num_output if output is None else output.usage.completion_tokens
         num_computed += 0 if generation.cache is None else generation.cache.computed
         self.quotas.release(caller, len(request.prompt.ids), num_computed)
-        self.history.put(caller.tenant, generation.id, request.history_entry)
+        if request.is_remembered:
+            self.history.put(caller.tenant, generation.id, request.history_entry)
         for listener in self.listeners:
             listener(generation)
 
@@ -252,16 +266,23 @@ class Service:
             return
         if not request.is_chat or request.history_entry.max_shared is not None:
             return
-        call_mark = self.tool_format.begin or self.tool_format.bare
-        answers = []
-        for completion in output.completions:
-            reasoning, end_tag, answer = completion.text.rpartition(REASONING_TAGS[1])
-            has_reasoning = bool(end_tag) and reasoning.lstrip().startswith(REASONING_TAGS[0])
-            if has_reasoning and not (request.history_entry.tools and call_mark in answer):
-                answers.append(completion.token_ids)
-        if not answers or not await asyncio.to_thread(
-            self.prompt_renderer.template_drops_reasoning
-        ):
+        reasoning = self.output_format.reasoning
+        marks = (*reasoning.marks.begin, *reasoning.marks.end, *reasoning.hidden)
+        texts = [completion.text for completion in output.completions]
+        if not any(mark in text for text in texts for mark in marks):
+            return
+
+        def find_answers() -> list[Sequence[int]]:
+            if not self.prompt_renderer.template_drops_reasoning():
+                return []
+            return [
+                completion.token_ids
+                for completion in output.completions
+                if request.has_reasoning_without_call(completion.text)
+            ]
+
+        answers = await asyncio.to_thread(find_answers)
+        if not answers:
             return
 
         def evict(core: EngineCore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Jinja source of the default template; None if there is none."""
         return self._chat_templates.default
+
+    @cached_property
+    def chat_template_names(self) -> frozenset[str]:
+        """All names of variables that the chat templates mention."""
+        return self._chat_templates.variable_names()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids [T] int32; `add_special_tokens` adds what the model expects around a text (BOS)."""

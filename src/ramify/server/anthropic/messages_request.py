@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
-
-import msgspec
 
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.anthropic.protocol import (
@@ -21,7 +20,7 @@ from ramify.server.errors import ApiError
 from ramify.server.generation import (
     GenerationRequest,
     sampling_filters,
-    with_tool_calls,
+    with_output_parser,
 )
 from ramify.server.http.wire import encode_json
 from ramify.server.prompt_renderer import (
@@ -31,7 +30,8 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
 
@@ -76,8 +76,8 @@ def messages_to_generation(
         is_chat=True,
     )
     single_call = bool(choice.disable_parallel_tool_use)
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 
@@ -118,20 +118,35 @@ def render_messages(request: CountRequest, service: Service, tenant: str = "") -
         tools=tools or None,
         continue_final_message=messages[-1]["role"] == "assistant",
         tenant=tenant,
+        template_options=_reasoning_options(request).template_variables(
+            service.tokenizer.chat_template_names
+        ),
     )
     if request.cache_control is not None:  # of the request: a breakpoint after its last block
         prompt = prompt.with_breakpoint(BREAKPOINT_TTL_S[request.cache_control.ttl])
     return HistoryEntry(
         model=model,
         options={
-            "tool_choice": canonical_json(msgspec.to_builtins(request.tool_choice)),
-            "thinking": canonical_json(msgspec.to_builtins(request.thinking)),
+            "tool_choice": fingerprint(request.tool_choice),
+            "thinking": fingerprint(request.thinking),
+            "effort": fingerprint(_reasoning_options(request).effort),
         },
-        tools=tuple(canonical_json(tool) for tool in tools),
-        system=canonical_json(system_texts),
-        messages=tuple(canonical_json(turn) for turn in turns),
+        tools=tuple(fingerprint(tool) for tool in tools),
+        system=fingerprint(system_texts),
+        messages=tuple(fingerprint(turn) for turn in turns),
         prompt=prompt,
         max_shared=prompt.max_shared_tokens(),
+    )
+
+
+def _reasoning_options(request: CountRequest) -> ReasoningOptions:
+    """How much the model should think. An effort alone turns no reasoning on, nor off."""
+    thinking, config = request.thinking, request.output_config
+    options = ReasoningOptions(effort=None if config is None else config.effort)
+    if thinking is None:
+        return options
+    return replace(
+        options, is_enabled=THINKING_TYPES.get(thinking.type), budget=thinking.budget_tokens
     )
 
 
@@ -263,8 +278,8 @@ def _message_parts(content: str | list[Block], path: str) -> list[PromptPart]:
             )
         elif block.type == "tool_result":
             variants = text_variants("\n".join(part.text or "" for part in _blocks(block.content)))
-        elif block.type == "thinking":
-            variants = text_variants(block.thinking or "")
+        elif block.type in ("thinking", "redacted_thinking"):
+            variants = ()  # most templates drop it, and a short text may occur elsewhere
         else:
             variants = text_variants(block.text or "")
         parts.append(PromptPart(f"{path}[{index}]", variants, _ttl_s(block.cache_control)))

@@ -30,6 +30,7 @@ MAX_DEPTH = 64  # of nested JSON brackets
 BODY_TIMEOUT_S = 60.0
 PING_S = 15.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_NOT_PRINTABLE = re.compile(r"[^ -~]")
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 EVENT_STREAM = "text/event-stream"
 PING = b": ping\n\n"
@@ -246,3 +247,8 @@ DONE = b"data: [DONE]\n\n"
 def log_safe(value: Any) -> str:
     """Escape a value for a log line: ASCII without control characters, at most 200 characters."""
     return json.dumps(str(value)[:200], ensure_ascii=True)[1:-1]
+
+
+def header_text(text: str) -> str:
+    """Escape a text for a header: printable ASCII in one line."""
+    return _NOT_PRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

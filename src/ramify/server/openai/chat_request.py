@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
-from ramify.server.generation import GenerationRequest, with_tool_calls
+from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.http.wire import encode_json
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
@@ -18,7 +19,15 @@ from ramify.server.openai.options import (
     max_shared_tokens,
     sampling_params,
 )
-from ramify.server.openai.protocol import ChatMessage, ChatRequest, ContentPart, NamedTool, Tool
+from ramify.server.openai.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    NamedTool,
+    ReasoningOption,
+    ThinkingOption,
+    Tool,
+)
 from ramify.server.prompt_renderer import (
     BREAKPOINT_TTL_S,
     KnownPrefix,
@@ -26,10 +35,18 @@ from ramify.server.prompt_renderer import (
     text_variants,
     tool_parts,
 )
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.reasoning_options import (
+    THINKING_TYPES,
+    ReasoningOptions,
+    first_set,
+    implied_switch,
+)
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 from ramify.server.tool_calls import tool_call_schema
 
+# Content parts that are reasoning, not text of the message.
+REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
 # Names that `chat_template_kwargs` must not have: the server sets these itself.
 RESERVED_TEMPLATE_NAMES = frozenset("self messages parts tools known add_generation_prompt".split())
 
@@ -57,6 +74,7 @@ def chat_to_generation(
     reject_unsupported(request)
     texts = (request.messages, request.tools, request.chat_template_kwargs)
     service.check_prompt_bytes(len(encode_json(texts)), "messages")
+    paths = tuple(names)
     names = names or [f"messages[{index}]" for index in range(len(request.messages))]
     messages = [
         _template_message(message, name)
@@ -74,7 +92,7 @@ def chat_to_generation(
         add_generation_prompt=add_generation_prompt,
         known=known,
         tenant=tenant,
-        template_options=_template_options(request),
+        template_options=_template_options(request, service),
     )
     prompt = limit_breakpoints(prompt, request)
     if request.top_logprobs is not None and not request.logprobs:
@@ -92,11 +110,11 @@ def chat_to_generation(
     limit = request.max_completion_tokens or request.max_tokens
     history_entry = HistoryEntry(
         model=model,
-        options=compared_options(request),
-        tools=tuple(canonical_json(tool) for tool in tools),
-        messages=tuple(canonical_json(message) for message in messages),
+        options=compared_options(request) | {"thinking": fingerprint(reasoning_options(request))},
+        tools=tuple(fingerprint(tool) for tool in tools),
+        messages=tuple(fingerprint(message) for message in messages),
         prompt=prompt,
-        paths=tuple(names),
+        paths=paths,
         max_shared=max_shared_tokens(prompt, request),
     )
     generation_request = GenerationRequest(
@@ -106,10 +124,12 @@ def chat_to_generation(
         priority=request.priority,
         is_prewarm=request.is_prewarm,
         is_chat=True,
+        is_remembered=request.store is not False,
+        warnings=tuple(unserved_content(request.messages, names)),
     )
     single_call = request.parallel_tool_calls is False
-    return with_tool_calls(
-        generation_request, tools, service.tool_format, forced=forces_call, single=single_call
+    return with_output_parser(
+        generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 
@@ -123,14 +143,26 @@ def reject_unsupported(request: ChatRequest) -> None:
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """The text of a message's content; its parts are joined by newlines."""
+    """The text of a message's content; its parts are joined by newlines.
+
+    Images, audio and files become placeholders; `unserved_content` has the warnings.
+
+    Raises:
+        ApiError: 400, a part is of another type.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(
+        _part_text(part, f"{where}[{index}]")
+        for index, part in enumerate(content)
+        if part.type not in REASONING_PARTS
+    )
 
 
 def _part_text(part: ContentPart, where: str) -> str:
     text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
+    if text is None:
+        text = content_placeholder(part.type)
     if text is None:
         raise ApiError(
             400,
@@ -140,6 +172,16 @@ def _part_text(part: ContentPart, where: str) -> str:
     return text
 
 
+def unserved_content(messages: Sequence[ChatMessage], names: Sequence[str]) -> list[str]:
+    """Warnings for the content that is a placeholder in the prompt."""
+    return placeholder_warnings(
+        (f"{content_path(name)}[{index}]", part.type)
+        for message, name in zip(messages, names, strict=True)
+        if isinstance(message.content, list)
+        for index, part in enumerate(message.content)
+    )
+
+
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as chat templates take it."""
     role = "system" if message.role == "developer" else message.role
@@ -147,10 +189,12 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         "role": "tool" if role == "function" else role,
         "content": content_text(message.content, content_path(where)),
     }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            fields[name] = value
+    named = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": _reasoning_text(message),
+    }
+    fields |= {name: value for name, value in named.items() if value is not None}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -164,6 +208,18 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return fields
+
+
+def _reasoning_text(message: ChatMessage) -> str | None:
+    """The reasoning of an assistant's message, in whichever form the client sends it back."""
+    text = first_set(message.reasoning_content, message.reasoning)
+    if text is not None or not isinstance(message.content, list):
+        return text
+    texts: list[str] = []
+    for part in message.content:
+        inner = part.thinking
+        texts += [inner] if isinstance(inner, str) else [piece.text or "" for piece in inner or ()]
+    return "".join(texts) or None
 
 
 def _arguments(text: str, where: str) -> object:
@@ -194,7 +250,10 @@ def message_parts(
             for index, block in enumerate(message.content):
                 point, path = block.prompt_cache_breakpoint, f"{where}[{index}]"
                 own_ttl_s = None if point is None else BREAKPOINT_TTL_S.get(point.ttl or "", ttl_s)
-                parts.append(PromptPart(path, text_variants(_part_text(block, path)), own_ttl_s))
+                variants = (
+                    () if block.type in REASONING_PARTS else text_variants(_part_text(block, path))
+                )
+                parts.append(PromptPart(path, variants, own_ttl_s))
         elif message.content:
             parts.append(PromptPart(where, text_variants(message.content)))
         parts += [
@@ -204,15 +263,27 @@ def message_parts(
     return parts
 
 
-def _template_options(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the chat template that the client sets."""
+def reasoning_options(request: ChatRequest) -> ReasoningOptions:
+    """How much the model should think, by whichever names the client says it."""
+    reasoning, thinking = request.reasoning or ReasoningOption(), request.thinking
+    if isinstance(thinking, ThinkingOption):
+        switch, thinking_budget = THINKING_TYPES.get(thinking.type), thinking.budget_tokens
+    else:
+        switch, thinking_budget = thinking, None
+    effort = first_set(request.reasoning_effort, reasoning.effort)
+    budget = first_set(request.thinking_budget, thinking_budget, reasoning.max_tokens)
+    switch = first_set(request.enable_thinking, switch, reasoning.enabled)
+    return ReasoningOptions(first_set(switch, implied_switch(effort, budget)), effort, budget)
+
+
+def _template_options(request: ChatRequest, service: Service) -> dict[str, Any]:
+    """Variables of the chat template that the client sets; `chat_template_kwargs` win."""
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     reserved = sorted(RESERVED_TEMPLATE_NAMES & options.keys())
     if reserved:
         raise ApiError(400, f"{reserved[0]!r} is not for this", param="chat_template_kwargs")
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
-    return options
+    names = service.tokenizer.chat_template_names
+    return reasoning_options(request).template_variables(names) | options
 
 
 def _template_tools(request: ChatRequest) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from ramify.server.openai.options import (
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
 from ramify.server.prompt_renderer import RenderedPrompt
-from ramify.server.request_history import HistoryEntry, canonical_json
+from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
 
 MAX_COMPLETION_PROMPTS = 128
@@ -76,7 +76,7 @@ def completion_to_generations(
         entry = HistoryEntry(
             model=model,
             options=compared_options(request),
-            messages=(canonical_json(text_or_ids),),
+            messages=(fingerprint(text_or_ids),),
             prompt=prompt,
             paths=("prompt",),
             max_shared=max_shared_tokens(prompt, request),

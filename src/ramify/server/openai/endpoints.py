@@ -21,15 +21,8 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_request import (
-    previous_response,
-    response_to_generation,
-    stored_response,
-)
-from ramify.server.openai.responses_response import ResponsesResponseBuilder
 from ramify.server.service import Service
 
 
@@ -50,6 +43,8 @@ async def completions(context: RequestContext) -> Response:
     generation_requests = await context.in_prompt_thread(
         completion_to_generations, request, context.service
     )
+    for message in (message for each in generation_requests for message in each.warnings):
+        context.warn(message)
     generations = await context.until_done_or_disconnect(
         context.service.start_all(generation_requests, context.caller, prefix="cmpl-")
     )
@@ -60,39 +55,6 @@ async def completions(context: RequestContext) -> Response:
 
 def _error_event(error: ApiError) -> bytes:
     return sse_event(error.openai()) + DONE
-
-
-async def responses(context: RequestContext) -> Response:
-    """POST /v1/responses; stores the response unless the request says `store: false`."""
-    request = await context.body(ResponsesRequest)
-    service, tenant = context.service, context.caller.tenant
-    previous = previous_response(request, service, tenant)
-    chat, generation_request = await context.in_prompt_thread(
-        response_to_generation, request, previous, service, tenant
-    )
-    generation = await context.start(generation_request, prefix="resp_")
-    builder = ResponsesResponseBuilder(service, request, chat, generation)
-
-    def on_error(error: ApiError) -> bytes:
-        payload = {"type": "error", "sequence_number": 0} | error.openai()["error"]
-        return sse_event(payload, "error")
-
-    return await context.respond(builder, stream=request.stream, on_error=on_error)
-
-
-async def get_response(context: RequestContext) -> Response:
-    """GET /v1/responses/{name}."""
-    name = context.request.path_params["name"]
-    stored = stored_response(context.service, context.caller.tenant, name, "response_id")
-    return context.json(stored.body)
-
-
-async def delete_response(context: RequestContext) -> Response:
-    """DELETE /v1/responses/{name}."""
-    name = context.request.path_params["name"]
-    stored_response(context.service, context.caller.tenant, name, "response_id")
-    context.service.history.forget(context.caller.tenant, name)
-    return context.json({"id": name, "object": "response", "deleted": True})
 
 
 async def list_models(context: RequestContext) -> Response:

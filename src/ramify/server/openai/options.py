@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S, MAX_BREAKPOINTS, RenderedPrompt
-from ramify.server.request_history import canonical_json
+from ramify.server.request_history import fingerprint
 from ramify.server.service import Service
 
 # Kinds of `PromptDifference` that have a reason of their own: `model_changed`.
@@ -123,11 +121,11 @@ def compared_options(request: Sampling) -> dict[str, str]:
         "cache_salt": request.cache_salt or "",
     }
     if isinstance(request, ChatRequest):
-        options["text_format"] = canonical_json(msgspec.to_builtins(request.response_format))
+        options["text_format"] = fingerprint(request.response_format)
         options["reasoning_effort"] = request.reasoning_effort or ""
         options["verbosity"] = request.verbosity or ""
         options["service_tier"] = request.service_tier or ""
-        options["chat_template_kwargs"] = canonical_json(request.chat_template_kwargs or {})
+        options["chat_template_kwargs"] = fingerprint(request.chat_template_kwargs or {})
     return options
 
 

@@ -15,6 +15,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
 Name = Annotated[str, Meta(max_length=256)]
+# MCP clients write `server:tool` and `server/tool`.
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
 Bias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 Metadata = Annotated[  # kept with the response, so its size is bounded
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
@@ -40,11 +42,12 @@ class PromptCacheOptions(Struct):
 
 
 class ContentPart(Struct):
-    """A block of a message's content; only text is served."""
+    """A block of a message's content; images, audio and files become placeholders."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None  # Mistral's form of an assistant's reasoning
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
@@ -72,13 +75,14 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
     refusal: str | None = None
 
 
 class FunctionDefinition(Struct):
     """Name and schema of a function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -167,6 +171,22 @@ class Sampling(Struct, kw_only=True):
         return options is not None and bool(options.prewarm)
 
 
+class ReasoningOption(Struct):
+    """`reasoning` of a chat request: how much the model should think."""
+
+    effort: Name | None = None
+    enabled: bool | None = None
+    max_tokens: NonNegativeInt | None = None
+    exclude: bool | None = None  # leave the reasoning out of the response
+
+
+class ThinkingOption(Struct):
+    """`thinking` of a chat request: whether the model should think."""
+
+    type: Name
+    budget_tokens: NonNegativeInt | None = None
+
+
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -174,12 +194,19 @@ class ChatRequest(Sampling, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    # How much the model should think: see `chat_request.reasoning_options`.
     reasoning_effort: Name | None = None
+    reasoning: ReasoningOption | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingOption | None = None
+    thinking_budget: NonNegativeInt | None = None
+    include_reasoning: bool | None = None
     verbosity: Name | None = None
     service_tier: Name | None = None
+    store: bool | None = None  # False: no later request can compare with this one
     modalities: list[str] | None = None
     # These four are refused: ignoring them would change the answer.
     functions: Any = None
@@ -209,7 +236,7 @@ class TokenizeRequest(Struct):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -221,89 +248,3 @@ class DetokenizeRequest(Struct):
 
     tokens: Annotated[list[int], Meta(max_length=10_000_000)]
     model: Name | None = None
-
-
-class InputItem(Struct):
-    """An item of `input`: a message, a function call, or a call's output, by `type`."""
-
-    type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
-    id: Name | None = None
-    call_id: Name | None = None
-    name: Name | None = None
-    arguments: str | None = None
-    output: str | list[ContentPart] | None = None
-
-
-class FunctionTool(Struct):
-    """A tool of the Responses API: a function's fields lie beside `type`."""
-
-    type: str
-    name: Name | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFormat(Struct):
-    """Whether the text is free, a JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name = ""
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class TextOptions(Struct):
-    """Options of the answer's text."""
-
-    format: TextFormat | None = None
-    verbosity: Name | None = None
-
-
-class ChosenTool(Struct):
-    """`tool_choice` of one tool, which the model must call."""
-
-    type: str
-    name: Name | None = None
-
-
-class Reasoning(Struct):
-    """How much the model should think."""
-
-    effort: Name | None = None
-
-
-class ResponsesRequest(Struct, kw_only=True):
-    """POST /v1/responses."""
-
-    model: Name | None = None
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    instructions: str | None = None
-    previous_response_id: Name | None = None
-    max_output_tokens: PositiveInt | None = None
-    temperature: Temperature | None = None
-    top_p: UnitInterval | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    stream: bool | None = None
-    include: list[str] | None = None
-    # These three are refused.
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    store: bool | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    service_tier: Name | None = None
-    metadata: Metadata | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    prompt_cache_key: Name | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    user: Name | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +11,28 @@ import msgspec
 
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
+from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_request import chat_to_generation, content_text
 from ramify.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
-    ChosenTool,
     FunctionCall,
     FunctionDefinition,
-    FunctionTool,
-    InputItem,
     JsonSchema,
     NamedFunction,
     NamedTool,
     ResponseFormat,
+    Tool,
+    ToolCall,
+)
+from ramify.server.openai.responses_items import read_carried_reasoning
+from ramify.server.openai.responses_protocol import (
+    ChosenTool,
+    FunctionTool,
+    InputItem,
     ResponsesRequest,
     TextFormat,
     TextOptions,
-    Tool,
-    ToolCall,
 )
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
@@ -37,11 +42,40 @@ INSTRUCTIONS = "ramify:instructions"  # `name` of a message that a request's ins
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that a later request may continue or fetch by its id."""
+    """A response that a later request may continue or fetch by its id.
 
-    messages: tuple[ChatMessage, ...]  # the answer included
+    Kept as JSON: a tenth of the memory of objects, and its bytes can be counted.
+    """
+
+    packed_messages: bytes
+    packed_body: bytes
     known: tuple[KnownPrefix, ...]  # the prompt with the answer, then without
-    body: Mapping[str, Any]  # as the client received it
+
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[ChatMessage],
+        known: Sequence[KnownPrefix],
+        body: Mapping[str, Any],
+    ) -> StoredResponse:
+        """Pack the messages of a conversation, its answer included, and the body of the response."""
+        return cls(encode_json(messages), encode_json(body), tuple(known))
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The messages, the answer included."""
+        return msgspec.json.decode(self.packed_messages, type=tuple[ChatMessage, ...])
+
+    @property
+    def body(self) -> msgspec.Raw:
+        """The response as the client received it."""
+        return msgspec.Raw(self.packed_body)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+        known = sum(sys.getsizeof(prefix.text) + sys.getsizeof(prefix.ids) for prefix in self.known)
+        return len(self.packed_messages) + len(self.packed_body) + known
 
 
 def stored_response(service: Service, tenant: str, name: str, param: str) -> StoredResponse:
@@ -127,6 +161,7 @@ def to_chat_request(
         verbosity=text_options.verbosity,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         service_tier=request.service_tier,
+        store=request.store,
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_options=request.prompt_cache_options,
         prompt_cache_retention=request.prompt_cache_retention,
@@ -142,8 +177,9 @@ def _append_item(messages: list[ChatMessage], item: InputItem, where: str) -> No
     if item.type == "message":
         if item.role is None:
             raise ApiError(400, "a message needs a role", param=f"{where}.role")
-        if item.role == "assistant" and last and last.role == "assistant" and last.tool_calls:
-            # The text after a call is an item by itself; templates take a single message.
+        is_same_turn = last is not None and (last.tool_calls or last.content is None)
+        if item.role == "assistant" and last and last.role == "assistant" and is_same_turn:
+            # The text after a call or reasoning is an item by itself; templates take one message.
             text = content_text(last.content, where) + content_text(item.content, where)
             messages[-1] = msgspec.structs.replace(last, content=text)
         else:
@@ -158,14 +194,26 @@ def _append_item(messages: list[ChatMessage], item: InputItem, where: str) -> No
         else:
             messages.append(ChatMessage("assistant", "", tool_calls=[call]))
     elif item.type == "function_call_output":
-        output = item.output
-        if isinstance(output, list):
-            output = "\n".join(part.text or "" for part in output)
-        messages.append(ChatMessage("tool", output or "", tool_call_id=item.call_id))
-    elif item.type != "reasoning":
+        messages.append(ChatMessage("tool", item.output or "", tool_call_id=item.call_id))
+    elif item.type == "reasoning":
+        reasoning = reasoning_text(item)
+        if last and last.role == "assistant":
+            reasoning = (last.reasoning_content or "") + reasoning
+            messages[-1] = msgspec.structs.replace(last, reasoning_content=reasoning or None)
+        elif reasoning:
+            messages.append(ChatMessage("assistant", reasoning_content=reasoning))
+    else:
         raise ApiError(
             400, f"input of type {item.type!r} is not served; send messages", param=f"{where}.type"
         )
+
+
+def reasoning_text(item: InputItem) -> str:
+    """The text of a reasoning item; "" if only another server could read it."""
+    for parts in (item.content, item.summary):
+        if parts:
+            return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
+    return read_carried_reasoning(item.encrypted_content or "")
 
 
 def _tool(tool: FunctionTool, where: str) -> Tool:

@@ -24,8 +24,8 @@ from ramify.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     Name,
-    ResponsesRequest,
 )
+from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.openai.responses_request import previous_response, response_to_generation
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
