@@ -102,6 +102,7 @@ class ServerBench:
         prefix_cache: bool = True,
         chat_template: str | None = None,
         aliases: Sequence[str] = (),
+        **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
             kv_cache_tokens=pool_tokens,
@@ -135,7 +136,7 @@ class ServerBench:
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)
-        self.server = Server(self.service, keys, local_admin=local_admin)
+        self.server = Server(self.service, keys, local_admin=local_admin, **server_options)
         self.app = self.server.app(self._lifespan)
 
     @asynccontextmanager

@@ -22,7 +22,8 @@ def allowed_rows(
     masks = processor.for_step(output, draft).token_bitmasks
     assert masks is not None
     return [
-        {token for token in range(VOCAB) if mask[token // 8] >> token % 8 & 1} for mask in masks
+        {token for token in range(VOCAB) if mask is None or mask[token // 8] >> token % 8 & 1}
+        for mask in masks
     ]
 
 

@@ -141,8 +141,63 @@ def test_a_drain_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
                 last = list(stream)[-1]
         running.thread.join(30)
         assert not running.thread.is_alive()
-    assert last["choices"][0]["finish_reason"] is not None
+    assert last["choices"][0]["finish_reason"] == "abort"
     assert "1 requests are cut short" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/v1/chat/completions", MESSAGE, "abort"),
+        ("/v1/messages", MESSAGE, "pause_turn"),
+        ("/v1/responses", {"input": "Who?", "max_output_tokens": 2000}, "abort"),
+    ],
+)
+def test_an_answer_that_a_shutdown_cuts_says_so(
+    path: str, body: dict[str, object], reason: str
+) -> None:
+    """In every API, not as if its own limit had been reached."""
+    with live(drain_s=0.2, next_token=slowly) as running, ThreadPoolExecutor(1) as pool:
+        request = body | ({} if "input" in body else {"max_tokens": 2000})
+        waiting = pool.submit(running.post, path, request)
+        until(lambda: num_live(running) == 1)
+        running.listener.handle_exit(signal.SIGTERM, None)
+        answer = waiting.result(30).json()
+        running.thread.join(30)
+    choice = (answer.get("choices") or [answer])[0]
+    details = answer.get("incomplete_details") or {}
+    assert reason in (
+        choice.get("finish_reason"),
+        choice.get("stop_reason"),
+        details.get("reason"),
+    ), answer
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_leaves_while_sending_is_499(
+    shared: Live, caplog: pytest.LogCaptureFixture, is_streaming: bool
+) -> None:
+    """While it sends its body, or while a stream is sent to it: in the metrics, without a traceback."""
+    name = 'ramify_http_responses_total{route="/v1/completions",status="499"}'
+    before = shared.metrics().get(name, 0)
+    body = b'{"prompt":"Who?","max_tokens":2000,"stream":true}'
+    length = len(body) + (0 if is_streaming else 5)
+    port = int(shared.url.rsplit(":", 1)[1])
+    with (
+        caplog.at_level(logging.INFO),
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        if is_streaming:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        client.close()
+        until(lambda: shared.metrics().get(name, 0) == before + 1)
+    shared.until_idle()
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    if not is_streaming:
+        assert "status=499" in caplog.text
 
 
 def slowly(context: object) -> int:

@@ -87,11 +87,16 @@ def serve(
         Path | None, SafetyOption(help="Hashed keys, tenants, quotas: `ramify keys`.")
     ] = None,
     insecure: Annotated[bool, SafetyOption(help="Allow a non-local --host without keys.")] = False,
-    allowed_origins: Annotated[
+    allowed_hosts: Annotated[
         list[str] | None,
         SafetyOption(
-            help="Origin of web pages that may call (CORS), or *; repeat the flag for several."
+            help="Host header to answer beside localhost; repeat it, '*' is any. Default: without "
+            "keys on this machine only localhost, else any."
         ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        SafetyOption(help="Origin whose web pages may call; repeat it, '*' is any."),
     ] = None,
     record: Annotated[
         Path | None,
@@ -127,6 +132,7 @@ def serve(
         admin_key=admin_key,
         key_file=api_key_file,
         insecure=insecure,
+        allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=tuple(allowed_origins or ()),
         warm=warm,
         public=public,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,11 +16,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from ramify.server.anthropic.protocol import VERSION_HEADER
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError, as_api_error
 from ramify.server.health import Readiness
+from ramify.server.http.body_budget import BodyBudget
+from ramify.server.http.browser_guard import BrowserGuard, BrowserRules
 from ramify.server.http.wire import (
     ANTHROPIC_PING,
     PING,
@@ -32,6 +35,7 @@ from ramify.server.http.wire import (
 from ramify.server.operations.load_monitor import LoadMonitor
 from ramify.server.operations.metrics import Metrics
 from ramify.server.operations.request_log import log_rejected
+from ramify.server.prompt_jobs import PromptWorkers
 from ramify.server.routes import ENDPOINTS, Endpoint
 from ramify.server.service import Service
 from ramify.server.tenants import ApiKeys, Caller, Quota
@@ -46,7 +50,9 @@ class Server:
     Args:
         keys: None lets everybody call, as one tenant.
         local_admin: without keys, everybody may use the admin endpoints.
-        allowed_origins: of pages whose scripts may call, as `https://example.org`; "*" is any.
+        allowed_hosts: Host headers to answer; None: any. See `BrowserRules`.
+        allowed_origins: origins of other sites whose pages may call and read answers. Without keys
+            no other page may call; with keys it may, if it knows one, but not read.
     """
 
     def __init__(
@@ -55,9 +61,14 @@ class Server:
         keys: ApiKeys | None = None,
         *,
         local_admin: bool = True,
-        allowed_origins: Sequence[str] = (),
+        allowed_hosts: Collection[str] | None = None,
+        allowed_origins: Collection[str] = (),
     ) -> None:
-        self.service, self.keys, self.allowed_origins = service, keys, allowed_origins
+        self.service, self.keys = service, keys
+        self.allowed_origins = allowed_origins
+        self._browser_rules = BrowserRules.of(
+            allowed_hosts, allowed_origins if keys is None else None
+        )
         self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
@@ -69,8 +80,8 @@ class Server:
         )
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
-        # Rendering and tokenising a long prompt would block the event loop.
-        self._prompt_thread = ThreadPoolExecutor(1, "ramify-prompts")
+        self.bodies = BodyBudget()
+        self._prompt_workers = PromptWorkers()
 
     def app(self, lifespan: Callable[[Starlette], Any] | None = None) -> Starlette:
         """The ASGI application.
@@ -78,6 +89,7 @@ class Server:
         Args:
             lifespan: in place of the server's own, for tests that start and stop the server themselves.
         """
+        guard = Middleware(BrowserGuard, rules=self._browser_rules, refuse=self._refuse)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=self.allowed_origins,
@@ -86,12 +98,14 @@ class Server:
             expose_headers=EXPOSED_HEADERS,
             max_age=CORS_MAX_AGE_S,
         )
-        return Starlette(
+        app = Starlette(
             routes=[route for endpoint in ENDPOINTS for route in self._routes(endpoint)],
-            middleware=[cors] if self.allowed_origins else [],
+            middleware=[guard, cors] if self.allowed_origins else [guard],
             exception_handlers={HTTPException: self._http_error, Exception: self._http_error},
             lifespan=lifespan or self._lifespan,
         )
+        app.router.redirect_slashes = False  # redirects would go to whatever Host says
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -104,7 +118,7 @@ class Server:
             self.health.is_ready = False
             monitor.cancel()
             await asyncio.gather(monitor, return_exceptions=True)
-            self._prompt_thread.shutdown(wait=False)
+            self._prompt_workers.shutdown()
 
     def _routes(self, endpoint: Endpoint) -> list[Route]:
         async def serve(request: Request) -> Any:
@@ -125,9 +139,11 @@ class Server:
             except BaseException:
                 await context.close()
                 raise
-            self.metrics.count_response(endpoint.path, response.status_code)
+            count = partial(self.metrics.count_response, endpoint.path)
             ping = ANTHROPIC_PING if is_anthropic else PING
-            return KeepAliveResponse(response, context.close, ping_s=self.ping_s, ping=ping)
+            return KeepAliveResponse(
+                response, context.close, count=count, ping_s=self.ping_s, ping=ping
+            )
 
         async def serve_open(request: Request) -> Response:
             return await endpoint.handler(self._context(request, {}))
@@ -143,7 +159,8 @@ class Server:
             self.service,
             self.metrics,
             self.health,
-            self._prompt_thread,
+            self._prompt_workers,
+            self.bodies,
         )
 
     def caller(self, request: Request) -> Caller:
@@ -159,9 +176,17 @@ class Server:
             key = request.headers.get("x-api-key", "")
         return self.keys.caller(key.strip())
 
+    def _refuse(self, scope: Scope, error: ApiError) -> Response:
+        """The response to a request that `BrowserRules` refuse."""
+        request = Request(scope)
+        anthropic = _is_anthropic(request)
+        headers = _id_headers(request, anthropic)
+        log_rejected(error, "-", headers["x-request-id"])
+        self.metrics.count_response("-", error.status)
+        return error_response(error, anthropic=anthropic, headers=headers)
+
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
-        anthropic = is_messages or VERSION_HEADER in request.headers
+        anthropic = _is_anthropic(request)
         headers = _id_headers(request, anthropic)
         if isinstance(error, HTTPException):
             messages = {
@@ -188,3 +213,9 @@ def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
     """The request's id in a header, or in two: Anthropic's clients read another."""
     name = request_id(request)
     return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether errors at a request's path have Anthropic's form."""
+    is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
+    return is_messages or VERSION_HEADER in request.headers

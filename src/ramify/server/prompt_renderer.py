@@ -13,12 +13,14 @@ from typing import Any
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import ChatTemplateError
+from ramify.server.prompt_jobs import stop_if_abandoned
 
 TemplateMessage = Mapping[str, Any]
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
+# Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
+MAX_SEARCHED, MAX_SEARCHES = 200_000_000, 64
 MAX_BREAKPOINTS = 4  # of one request, the implicit one included
-MAX_SCANNED_CHARS = 1 << 28  # without a match, to locate the parts of one prompt: about 0.2 s
 BREAKPOINT_TTL_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
 
@@ -83,7 +85,15 @@ class RenderedPrompt:
         )
         num_stable = max(0, self.num_stable_tokens - cut)
         num_answered = max(0, self.num_answered_tokens - cut)
-        return RenderedPrompt(self.ids[cut:], "", segments, breakpoints, num_stable, num_answered)
+        return replace(
+            self,
+            ids=self.ids[cut:],
+            text="",
+            segments=segments,
+            breakpoints=breakpoints,
+            num_stable_tokens=num_stable,
+            num_answered_tokens=num_answered,
+        )
 
     def with_answers(self, paths: Sequence[str]) -> RenderedPrompt:
         """The prompt with `num_answered_tokens`, given the request fields of earlier answers."""
@@ -124,12 +134,16 @@ class PromptPart:
 class PromptRenderer:
     """Renders conversations with the checkpoint's chat template.
 
-    Encodes incrementally: of a growing conversation, only the new text is tokenised.
+    Encodes incrementally: of a growing conversation, only the new text is tokenised. Several threads
+    may use it.
+
+    Args:
+        max_tokens: PromptTooLongError for a text with more; None: no limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int | None = None) -> None:
         self.tokenizer = tokenizer
-        self._encoder = IncrementalEncoder(tokenizer)
+        self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
         # What the template does; None: not tried yet.
         self._template_drops_reasoning: bool | None = None
         self._takes_late_system: bool | None = None
@@ -160,6 +174,7 @@ class PromptRenderer:
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
+            PromptTooLongError: the text has more tokens than `max_tokens`.
         """
         escape = self.tokenizer.escape_special_tokens
         messages, tools, options = escape(messages), escape(tools), escape(template_options or {})
@@ -171,6 +186,7 @@ class PromptRenderer:
             text = _render_prefill(render, messages)
         else:
             text = render(messages, add_generation_prompt=add_generation_prompt)
+        stop_if_abandoned()
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
         turn_opening = ""
         if continue_final_message or add_generation_prompt:
@@ -179,6 +195,7 @@ class PromptRenderer:
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
+        stop_if_abandoned()
         encoding = (
             self._encoder.encode(text, tenant)
             if prefix is None
@@ -205,7 +222,7 @@ class PromptRenderer:
             text,
             segments,
             breakpoints,
-            num_tokens[num_stable_chars],
+            num_stable_tokens=num_tokens[num_stable_chars],
             turn_opening=turn_opening,
         )
 
@@ -328,20 +345,17 @@ def _turn_opening(render: Callable[..., str], text: str, earlier: Sequence[Templ
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:
     """Yield each part with its span in `text`; the span is empty if the template rewrote the part.
 
-    A form that is not there costs a scan of the text's rest. After `MAX_SCANNED_CHARS` of them no
-    further part is looked up, as parts times text would be quadratic in the size of a body.
+    Also if earlier parts that are not in the text took more than `MAX_SEARCHED`.
     """
-    cursor = num_scanned = 0
+    cursor, num_left = 0, max(MAX_SEARCHED, MAX_SEARCHES * len(text))
     for part in parts:
         for variant in part.texts:
-            if not variant or num_scanned > MAX_SCANNED_CHARS:
-                continue
-            start = text.find(variant, cursor)
+            start = text.find(variant, cursor) if variant and num_left > 0 else -1
+            num_left -= (start if start >= 0 else len(text)) - cursor
             if start >= 0:
                 yield part, start, start + len(variant)
                 cursor = start + len(variant)
                 break
-            num_scanned += len(text) - cursor
         else:
             yield part, cursor, cursor
 

@@ -17,6 +17,7 @@ from ramify.engine.async_llm import AsyncLLM
 from ramify.errors import ConfigError
 from ramify.params import SamplingParams
 from ramify.server.app import Server
+from ramify.server.http.browser_guard import LOOPBACK_HOSTS
 from ramify.server.http.uvicorn_server import DrainingServer, TimeoutProtocol
 from ramify.server.operations.request_log import JsonFormatter, LineFile, log_request, trace_line
 from ramify.server.service import ANY_NAME, Service
@@ -51,7 +52,8 @@ class ServeOptions:
     admin_key: str | None = None
     key_file: Path | None = None
     insecure: bool = False
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may call
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     warm: Path | None = None
     public: Path | None = None
     record: Path | None = None
@@ -79,6 +81,17 @@ class ServeOptions:
                 "--api-key-file, or say --insecure if that is meant"
             )
         return None
+
+
+def hosts_to_answer(options: ServeOptions, *, has_keys: bool) -> tuple[str, ...] | None:
+    """Host headers that a server answers; None: any.
+
+    Without keys, on this machine only, the names of this machine. With keys, or where others can
+    connect anyway, any, unless some are given.
+    """
+    if not options.allowed_hosts and (has_keys or not is_local(options.host)):
+        return None
+    return (*LOOPBACK_HOSTS, options.host, *options.allowed_hosts)
 
 
 def is_local(host: str) -> bool:
@@ -129,6 +142,7 @@ async def _serve(options: ServeOptions, llm: AsyncLLM, keys: ApiKeys | None) -> 
         service,
         keys,
         local_admin=is_local(options.host),
+        allowed_hosts=hosts_to_answer(options, has_keys=keys is not None),
         allowed_origins=options.allowed_origins,
     )
 

@@ -24,6 +24,8 @@ from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.outputs import StepOutput
+from ramify.params import StructuredOutput
+from ramify.server.answer_constraint import AnswerConstraints, CallChoice, OfferedTool
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 ANY_NAME = "*"  # among the model names: requests may send any name
 MAX_NAME_CHARS = 256
 MAX_BYTES_PER_TOKEN = 16
+# Longer prompts are refused before their tokens become Python objects.
+MAX_RENDERED_CONTEXTS = 4
 MAX_QUEUED_POOLS = 4  # pools of queued prompt tokens: more would wait for minutes
 
 
@@ -73,7 +77,13 @@ class Service:
         self.max_model_len = engine.config.max_model_len
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
-        self.prompt_renderer = PromptRenderer(tokenizer)
+        self.max_prompt_bytes = self.max_model_len * min(
+            MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
+        )
+        self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        self.prompt_renderer = PromptRenderer(
+            tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
+        )
         self.history = RequestHistory()
         self.quotas = QuotaMeter()
         self.unknown_fields = UnknownFieldLog()
@@ -85,9 +95,41 @@ class Service:
             template=tokenizer.chat_template or "",
             special_tokens=tokenizer.special_token_texts.values(),
         )
+        self.constraints = AnswerConstraints(engine, tokenizer)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
+
+    def constraint(
+        self,
+        tools: Sequence[OfferedTool],
+        choice: CallChoice,
+        prompt: RenderedPrompt,
+        tenant: str,
+        *,
+        answer_format: StructuredOutput | None,
+        warnings: list[str],
+    ) -> StructuredOutput | None:
+        """What an answer must follow, see `AnswerConstraints`; None if it is free.
+
+        Raises:
+            ApiError, InvalidParamsError: 400, it cannot be enforced and must be.
+        """
+        if tools:
+            return self.constraints.of_calls(
+                tools,
+                choice,
+                self.output_format,
+                prompt_end=prompt.turn_opening,
+                tenant=tenant,
+                answer_format=answer_format,
+                warnings=warnings,
+            )
+        if answer_format is None:
+            return None
+        return self.constraints.of_format(
+            answer_format, self.output_format, prompt_end=prompt.turn_opening
+        )
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response to a request: as it was sent, or the server's own.
@@ -110,12 +152,12 @@ class Service:
         """Refuse a text that no context holds, before it is rendered and tokenised.
 
         Raises:
-            ContextLengthError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
+            ContextLengthError: 400, more bytes for each token of the context than any token has.
         """
-        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        limit = self.max_prompt_bytes
         if num_bytes > limit:
             raise ContextLengthError(
-                -(-num_bytes // MAX_BYTES_PER_TOKEN),
+                -(-num_bytes * self.max_model_len // self.max_prompt_bytes),
                 self.max_model_len,
                 param=param,
                 note=f" (an estimate, as low as can be: it is {num_bytes} bytes of text)",
@@ -179,7 +221,7 @@ class Service:
 
             def prepare(core: EngineCore) -> Explanation | None:
                 # One call for all three: each call into the engine waits for the running step.
-                core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
+                core.scheduler.max_waiting_tokens = self.max_queued_tokens
                 explanation = self._explanation(core, request.prompt, caller, request.salt)
                 num_cached = 0 if explanation is None else explanation.hit_tokens
                 self._enforce_cache_share(core, request, caller, num_cached)

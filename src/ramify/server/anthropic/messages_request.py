@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import SamplingParams
+from ramify.server.answer_constraint import CallChoice, OfferedTool, schema_format
 from ramify.server.anthropic.blocks import Unserved, blocks_of
 from ramify.server.anthropic.history import joined, render_turns
 from ramify.server.anthropic.protocol import (
@@ -23,7 +24,6 @@ from ramify.server.prompt_renderer import MAX_BREAKPOINTS, PromptPart, text_vari
 from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every
 # request, so nothing after it would hit the cache.
@@ -40,17 +40,25 @@ def messages_to_generation(
     """
     warnings: list[str] = []
     history_entry = render_messages(request, service, tenant, warnings)
-    structured = None
-    output_format = request.output_format
+    output_format, where = request.output_format, "output_format.schema"
     if request.output_config is not None and request.output_config.format is not None:
-        output_format = request.output_config.format
+        output_format, where = request.output_config.format, "output_config.format.schema"
+    answer_format = None
     if output_format is not None:
-        structured = StructuredOutput(json_schema=output_format.schema)
+        answer_format = schema_format(output_format.schema, where, warnings, strict=False)
     choice = request.tool_choice or ToolChoice("auto")
     tools = tool_set(request.tools or (), choice)
     forces_call = choice.type in ("any", "tool")
-    if forces_call:
-        structured = tool_call_schema(tools.definitions, tools.chosen(choice))
+    name = tools.chosen(choice) if forces_call else None
+    single_call = bool(choice.disable_parallel_tool_use)
+    structured = service.constraint(
+        OfferedTool.of(tools.definitions),
+        CallChoice(is_forced=forces_call, name=name, is_single=single_call),
+        history_entry.prompt,
+        tenant,
+        answer_format=answer_format,
+        warnings=warnings,
+    )
     params = SamplingParams(
         **sampling_filters(request.temperature, request.top_k, request.top_p),
         max_tokens=_output_limit(request, history_entry, service),
@@ -66,7 +74,6 @@ def messages_to_generation(
         is_chat=True,
         warnings=tuple(warnings),
     )
-    single_call = bool(choice.disable_parallel_tool_use)
     return with_output_parser(
         generation_request,
         service.output_format,

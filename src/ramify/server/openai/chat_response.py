@@ -16,7 +16,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "length",  # truncated because the server shut down
+    FinishReason.ABORT: "abort",  # the server shut down, or an operator ended the request
     FinishReason.ERROR: "error",
 }
 

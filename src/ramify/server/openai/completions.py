@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import islice
 from typing import Any
 
+from ramify.errors import PromptTooLongError
 from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.http.wire import convert_value
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
     MIN_LOGPROB,
@@ -25,8 +27,10 @@ from ramify.server.openai.options import (
     sampling_params,
     token_name,
     truncate_prompt,
+    truncated_len,
 )
 from ramify.server.openai.protocol import CompletionRequest, StreamOptions
+from ramify.server.prompt_jobs import stop_if_abandoned
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
@@ -55,9 +59,11 @@ def completion_to_generations(
         limit = 1
     num_logprobs = num_top_logprobs(request)
     of_prompt = [request.prompt_logprobs, num_logprobs if request.echo else None]
+    warnings: list[str] = []
     params = sampling_params(
         request,
         service.tokenizer,
+        structured=answer_format(request, warnings),
         max_tokens=output_limit("max_tokens", limit),
         logprobs=num_logprobs,
         prompt_logprobs=max((num for num in of_prompt if num is not None), default=None),
@@ -70,8 +76,13 @@ def completion_to_generations(
             f"{MAX_COMPLETION_PROMPTS} answers; send several requests",
             param="n",
         )
+    max_ids = truncated_len(request, service)
+    if max_ids is not None:
+        prompts = [prompt if isinstance(prompt, str) else prompt[-max_ids:] for prompt in prompts]
+    _check_prompts(prompts, service)
     generation_requests = []
     for text_or_ids in prompts:
+        stop_if_abandoned()
         if isinstance(text_or_ids, str):
             special = request.add_special_tokens is not False
             ids = encode_text(text_or_ids, service, add_special_tokens=special)
@@ -79,6 +90,9 @@ def completion_to_generations(
             token_ids = convert_value(text_or_ids, list[int])
             check_token_ids(token_ids, "prompt")
             ids = array("i", token_ids)
+        if request.truncate_prompt_tokens is None and len(ids) > service.max_model_len:
+            # the prompts after it need not be tokenised
+            raise PromptTooLongError(len(ids), service.max_model_len)
         prompt = truncate_prompt(RenderedPrompt(ids, num_stable_tokens=len(ids)), request, service)
         prompt = limit_breakpoints(prompt, request)
         entry = HistoryEntry(
@@ -96,6 +110,7 @@ def completion_to_generations(
                 salt=request.cache_salt or "",
                 priority=request.priority or 0,
                 is_prewarm=request.is_prewarm,
+                warnings=tuple(warnings),
             )
         )
     return generation_requests
@@ -122,6 +137,30 @@ def check_token_ids(token_ids: Sequence[int], param: str) -> None:
     invalid = next((token for token in token_ids if not 0 <= token < 2**31), None)
     if invalid is not None:
         raise ApiError(400, f"{invalid} is no token id", param=param)
+
+
+def _check_prompts(prompts: Sequence[Any], service: Service) -> None:
+    """Refuse prompts of which one exceeds the context, or which together exceed the queue.
+
+    A text counts as the fewest tokens that its characters could be.
+    """
+    bytes_per_token = service.max_prompt_bytes // service.max_model_len
+    num_tokens = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            service.check_prompt_bytes(len(prompt), "prompt")
+            num_tokens += len(prompt) // bytes_per_token
+        elif len(prompt) > service.max_model_len:
+            raise PromptTooLongError(len(prompt), service.max_model_len)
+        else:
+            num_tokens += len(prompt)
+    if num_tokens > service.max_queued_tokens:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with at least {num_tokens} tokens; at most "
+            f"{service.max_queued_tokens} tokens may wait here. Send several requests",
+            param="prompt",
+        )
 
 
 def _prompts(prompt: str | list[Any]) -> list[Any]:

@@ -87,15 +87,18 @@ async def tokenize(context: RequestContext) -> Response:
             )
         return chat_to_generation(request, service, context.caller.tenant).prompt.ids
 
-    token_ids = (await context.in_prompt_thread(encode)).tolist()
-    payload: dict[str, Any] = {
-        "tokens": token_ids,
-        "count": len(token_ids),
-        "max_model_len": service.max_model_len,
-    }
-    if request.return_token_strs:
-        payload["token_strs"] = [service.tokenizer.token_text(token) for token in token_ids]
-    return context.json(payload)
+    def payload() -> dict[str, Any]:
+        token_ids = encode().tolist()
+        fields: dict[str, Any] = {
+            "tokens": token_ids,
+            "count": len(token_ids),
+            "max_model_len": service.max_model_len,
+        }
+        if request.return_token_strs:
+            fields["token_strs"] = [service.tokenizer.token_text(token) for token in token_ids]
+        return fields
+
+    return context.json(await context.in_prompt_thread(payload))
 
 
 async def detokenize(context: RequestContext) -> Response:
@@ -103,9 +106,12 @@ async def detokenize(context: RequestContext) -> Response:
     request = await context.body(DetokenizeRequest)
     service = context.service
     service.check_model(request.model)
-    check_token_ids(request.tokens, "tokens")
-    text = await context.in_prompt_thread(service.tokenizer.decode, request.tokens, False)
-    return context.json({"prompt": text})
+
+    def decode() -> str:
+        check_token_ids(request.tokens, "tokens")
+        return service.tokenizer.decode(request.tokens, False)
+
+    return context.json({"prompt": await context.in_prompt_thread(decode)})
 
 
 async def tokenizer_info(context: RequestContext) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import SamplingParams
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
@@ -30,13 +30,11 @@ REPORTED_KINDS = (
 def sampling_params(
     request: Sampling, tokenizer: Tokenizer, *, max_tokens: int | None, **others: Any
 ) -> SamplingParams:
-    """The sampling parameters of a request; `others` win over its response format.
+    """The sampling parameters of a request, and `others`.
 
     Raises:
         ApiError, InvalidParamsError: a value is out of range, or two exclude each other.
     """
-    if request.skip_special_tokens is False:
-        raise ApiError(400, "false is not served; leave it out", param="skip_special_tokens")
     if request.stream and request.prompt_logprobs is not None:
         raise ApiError(
             400,
@@ -66,11 +64,8 @@ def sampling_params(
         logit_bias=bias,
         allowed_token_ids=request.allowed_token_ids or None,
         banned_sequences=banned_sequences(request.bad_words or (), tokenizer),
-        **{
-            "structured": structured_output(request),
-            "prompt_logprobs": request.prompt_logprobs,
-            **others,
-        },
+        keep_special_tokens=request.skip_special_tokens is False,
+        **{"prompt_logprobs": request.prompt_logprobs, **others},
     )
 
 
@@ -94,13 +89,22 @@ def banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[list[in
     return [ids for ids in sequences if ids]
 
 
-def truncate_prompt(prompt: RenderedPrompt, request: Sampling, service: Service) -> RenderedPrompt:
-    """Keep the last `truncate_prompt_tokens` tokens of a prompt; -1: as many as leave room."""
+def truncated_len(request: Sampling, service: Service) -> int | None:
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps, its last; None: all.
+
+    -1 keeps as many as leave room for the answer.
+    """
     num_tokens = request.truncate_prompt_tokens
     if num_tokens == 0:
         raise ApiError(400, "0 leaves nothing of the prompt", param="truncate_prompt_tokens")
     if num_tokens == -1:
-        num_tokens = max(1, service.max_model_len - max(1, request.max_tokens or 1))
+        return max(1, service.max_model_len - max(1, request.max_tokens or 1))
+    return num_tokens
+
+
+def truncate_prompt(prompt: RenderedPrompt, request: Sampling, service: Service) -> RenderedPrompt:
+    """Keep the last `truncated_len` tokens of a prompt."""
+    num_tokens = truncated_len(request, service)
     return prompt if num_tokens is None else prompt.last_tokens(num_tokens)
 
 
@@ -109,36 +113,6 @@ def token_name(token: int, request: Sampling, tokenizer: Tokenizer) -> str:
     if request.return_tokens_as_token_ids:
         return f"token_id:{token}"
     return tokenizer.token_text(token)
-
-
-def structured_output(request: Sampling) -> StructuredOutput | None:
-    """The grammar that the answer must match; None if the request has none.
-
-    Raises:
-        ApiError: it has more than one.
-    """
-    grammars: list[StructuredOutput] = []
-    response_format = request.response_format
-    if response_format is not None and response_format.type == "json_schema":
-        if response_format.json_schema is None:
-            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
-        grammars.append(StructuredOutput(json_schema=response_format.json_schema.schema))
-    elif response_format is not None and response_format.type == "json_object":
-        grammars.append(StructuredOutput(json_object=True))
-    if request.regex is not None:
-        grammars.append(StructuredOutput(regex=request.regex))
-    if request.grammar is not None:
-        grammars.append(StructuredOutput(grammar=request.grammar))
-    if request.choice is not None:
-        grammars.append(StructuredOutput(choice=tuple(request.choice)))
-    if len(grammars) > 1:
-        raise ApiError(
-            400,
-            f"{len(grammars)} forms of the answer were asked for; one of response_format, regex, "
-            "grammar and choice is possible",
-            param="response_format",
-        )
-    return grammars[0] if grammars else None
 
 
 def breakpoint_ttl_s(request: Sampling) -> float:

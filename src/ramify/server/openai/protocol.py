@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Raw, Struct, UnsetType, field
 
 from ramify.server.http.wire import encode_json
 
@@ -26,6 +26,14 @@ Metadata = Annotated[  # kept with the response, so its size is bounded
     Meta(max_length=16),
 ]
 MAX_MESSAGES = 10_000
+Refused = Raw | UnsetType  # a field that is not served: not decoded, only looked at
+
+
+def is_given(value: Refused | bool | None) -> bool:
+    """Whether a field that is refused has a value: not null, false or empty."""
+    if not isinstance(value, Raw):
+        return value is True
+    return bytes(value).strip() not in (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
 class PromptCacheBreakpoint(Struct):
@@ -135,6 +143,24 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of `json_object`
+
+
+Schema = dict[str, Any] | str  # a JSON schema, or its text
+Regex = Annotated[str, Meta(max_length=16384)]
+Grammar = Annotated[str, Meta(max_length=65536)]
+Choices = Annotated[list[str], Meta(max_length=1024)]
+
+
+class StructuredOutputs(Struct):
+    """The format of an answer, in vLLM's words."""
+
+    json: Schema | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
 
 
 class StreamOptions(Struct):
@@ -165,9 +191,17 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
-    regex: Annotated[str, Meta(max_length=16384)] | None = None
-    grammar: Annotated[str, Meta(max_length=65536)] | None = None
-    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    regex: Regex | None = None
+    grammar: Grammar | None = None
+    choice: Choices | None = None
+    # The same in the words of vLLM (the next five), SGLang and llama.cpp.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    ebnf: Grammar | None = None
     response_format: ResponseFormat | None = None
     # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None

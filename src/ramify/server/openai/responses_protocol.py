@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
@@ -13,6 +13,7 @@ from ramify.server.openai.protocol import (
     Name,
     PositiveInt,
     PromptCacheOptions,
+    Refused,
     Temperature,
     UnitInterval,
 )
@@ -87,8 +88,8 @@ class ResponsesRequest(Struct, kw_only=True):
     stream: bool | None = None
     include: list[str] | None = None
     # These three are refused.
-    conversation: Any = None
-    prompt: Any = None
+    conversation: Refused = UNSET
+    prompt: Refused = UNSET
     background: bool | None = None
     store: bool | None = None
     text: TextOptions | None = None

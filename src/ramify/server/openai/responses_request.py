@@ -24,6 +24,7 @@ from ramify.server.openai.protocol import (
     ResponseFormat,
     Tool,
     ToolCall,
+    is_given,
 )
 from ramify.server.openai.responses_items import read_carried_reasoning
 from ramify.server.openai.responses_protocol import (
@@ -119,7 +120,7 @@ def to_chat_request(
         ApiError: it has an option that is not served.
     """
     for name in ("background", "conversation", "prompt"):
-        if getattr(request, name):
+        if is_given(getattr(request, name)):
             raise ApiError(400, f"{name} is not served; leave it out", param=name)
     messages: list[ChatMessage] = []
     names: list[str] = []
@@ -235,7 +236,7 @@ def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     if text_format.type == "json_object":
         return ResponseFormat("json_object")
-    schema = JsonSchema(text_format.name, text_format.schema or {})
+    schema = JsonSchema(text_format.name, text_format.schema or {}, strict=text_format.strict)
     return ResponseFormat("json_schema", schema)
 
 

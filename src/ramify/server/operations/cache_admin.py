@@ -16,7 +16,7 @@ from ramify.server.anthropic.messages_request import render_messages
 from ramify.server.anthropic.protocol import CountRequest
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import convert_value, decode_body, json_response, read_body
+from ramify.server.http.wire import convert_value, decode_body, json_response
 from ramify.server.openai.chat_request import chat_to_generation
 from ramify.server.openai.completions import completion_to_generations
 from ramify.server.openai.protocol import (
@@ -159,7 +159,7 @@ async def unpin(context: RequestContext) -> Response:
 
 async def explain(context: RequestContext) -> Response:
     """POST /v1/cache/explain: what a request would hit, without running it."""
-    body = await read_body(context.request)
+    body = await context.read()
     is_anthropic = "anthropic-version" in context.request.headers
     prompt, salt = await context.in_prompt_thread(
         parse_any_request, context.service, body, is_anthropic, context.caller.tenant
