@@ -179,10 +179,11 @@ class Server:
     def _refuse(self, scope: Scope, error: ApiError) -> Response:
         """The response to a request that `BrowserRules` refuse."""
         request = Request(scope)
-        headers = {"x-request-id": request_id(request)}
+        anthropic = _is_anthropic(request)
+        headers = _id_headers(request, anthropic)
         log_rejected(error, "-", headers["x-request-id"])
         self.metrics.count_response("-", error.status)
-        return error_response(error, anthropic=_is_anthropic(request), headers=headers)
+        return error_response(error, anthropic=anthropic, headers=headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         anthropic = _is_anthropic(request)
