@@ -77,7 +77,7 @@ class RequestContext:
             return decode_body(body, kind)
         return await self.in_prompt_thread(decode_body, body, kind)
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """Read the body; its bytes count in the tenant's budget until the request ends.
 
         Raises:
