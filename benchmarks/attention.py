@@ -208,13 +208,13 @@ def measure(work: Work, dtype: torch.dtype, rounds: int) -> dict[str, object]:
     }
 
 
-def table(found: list[dict[str, object]]) -> str:
+def table(results: list[dict[str, object]]) -> str:
     """Markdown: medians, ratios per round with their spread, share of the limit."""
     lines = [
         "| work | dtype | way | exact | ms, median (min–max) | × Ramify cpu | goal | limit / time |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
-    for result in found:
+    for result in results:
         times: dict[str, list[float]] = result["times"]  # type: ignore[assignment]
         ours = times["Ramify cpu"]
         peers = {

@@ -54,7 +54,7 @@ class Benchmark:
         self.workers: list[Worker] = []
         self.absent: dict[str, tuple[Entry, str]] = {}
         self.wrong: list[str] = []  # what makes the figures worthless
-        self.found: dict[str, Any] = {"workloads": {}, "scaling": {}}
+        self.results: dict[str, Any] = {"workloads": {}, "scaling": {}}
 
     def start(self) -> None:
         """Start all cores in parallel; print which are absent and why."""
@@ -76,10 +76,10 @@ class Benchmark:
                 versions[name] = answer["version"]
                 audited[name] = answer["audited_pages"]
                 self.workers.append(worker)
-        self.found["setting"] = setting(versions)
-        self.found["audited_pages"] = audited
-        self.found["absent"] = {name: reason for name, (_, reason) in self.absent.items()}
-        for name, value in self.found["setting"].items():
+        self.results["setting"] = setting(versions)
+        self.results["audited_pages"] = audited
+        self.results["absent"] = {name: reason for name, (_, reason) in self.absent.items()}
+        for name, value in self.results["setting"].items():
             print(f"{name}: {value}")
         print(
             f"audited: {min(filter(None, audited.values()), default=0)} or more hit pages of every core"
@@ -95,7 +95,7 @@ class Benchmark:
                 find_trace(self._trace)
             except AbsentError as reason:
                 print(f"\n### {workload.title}\n\nabsent: {reason}")
-                self.found["workloads"][name] = {"absent": str(reason)}
+                self.results["workloads"][name] = {"absent": str(reason)}
                 return
         cells = run_workload(
             self.workers,
@@ -120,7 +120,7 @@ class Benchmark:
         order = list(ENTRIES)
         rows.sort(key=lambda cell: order.index(cell.entry.name))
         print(f"\n{speed_table(workload, rows, base)}", flush=True)
-        self.found["workloads"][name] = {cell.entry.name: _saved(cell) for cell in cells}
+        self.results["workloads"][name] = {cell.entry.name: _saved(cell) for cell in cells}
 
     def scaling(self) -> None:
         """Measure single calls as the tree grows: our core at every size, peers at cheap ones."""
@@ -153,7 +153,7 @@ class Benchmark:
         for name, rows in shown.items():
             if rows:
                 print(f"\n{scaling_table(name, rows)}", flush=True)
-            self.found["scaling"][name] = [{"core": entry.name, **row} for entry, row in rows]
+            self.results["scaling"][name] = [{"core": entry.name, **row} for entry, row in rows]
 
     def end(self) -> None:
         """Stop all worker processes."""
@@ -257,7 +257,7 @@ def main() -> None:
         if not args.no_scaling:
             benchmark.scaling()
         benchmark.end()
-        results, wrong = benchmark.found, benchmark.wrong
+        results, wrong = benchmark.results, benchmark.wrong
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if wrong:

@@ -298,8 +298,8 @@ def _table(now: Found, base: Found, stored: dict[str, Any], verdicts: list[Verdi
     return "\n".join(lines)
 
 
-def _interval(one: Verdict) -> str:
-    return f"{one.ratio.mid:.3f} ({one.ratio.low:.3f}–{one.ratio.high:.3f})"
+def _interval(verdict: Verdict) -> str:
+    return f"{verdict.ratio.mid:.3f} ({verdict.ratio.low:.3f}–{verdict.ratio.high:.3f})"
 
 
 def main() -> int:

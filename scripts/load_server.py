@@ -291,24 +291,24 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return report, faults(report)
 
 
-def faults(told: dict[str, Any]) -> list[str]:
+def faults(report: dict[str, Any]) -> list[str]:
     """Messages for every measurement that is outside its limit."""
     problems = []
-    if told.get("errors") or told["log_errors"]:
-        problems.append(f"errors: {told.get('errors')} {told['log_errors']}")
-    if any(told["left"].values()):
-        problems.append(f"left behind: {told['left']}")
-    if (told.get("loop_delay_within_50_ms") or 1.0) < 0.99:
+    if report.get("errors") or report["log_errors"]:
+        problems.append(f"errors: {report.get('errors')} {report['log_errors']}")
+    if any(report["left"].values()):
+        problems.append(f"left behind: {report['left']}")
+    if (report.get("loop_delay_within_50_ms") or 1.0) < 0.99:
         problems.append("the event loop was more than 50 ms late in over 1 % of the cases")
-    is_long = told.get("seconds", 0) >= SLOPE_S
-    if is_long and told["rss_slope_bytes_per_s"] > MAX_SLOPE:
+    is_long = report.get("seconds", 0) >= SLOPE_S
+    if is_long and report["rss_slope_bytes_per_s"] > MAX_SLOPE:
         problems.append("memory grows")
-    if "gap_p99_ms_beside_stalled" in told:
-        most = MAX_RAISE * told["gap_p99_ms_beside_read"]
-        if told["gap_p99_ms_beside_stalled"] > most:
+    if "gap_p99_ms_beside_stalled" in report:
+        most = MAX_RAISE * report["gap_p99_ms_beside_read"]
+        if report["gap_p99_ms_beside_stalled"] > most:
             problems.append("stalled readers slow the others down")
-    if told["exit_code"] != 0:
-        problems.append(f"the exit code is {told['exit_code']}")
+    if report["exit_code"] != 0:
+        problems.append(f"the exit code is {report['exit_code']}")
     return problems
 
 

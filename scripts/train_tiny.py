@@ -74,7 +74,7 @@ class Batch:
     tokens: torch.Tensor  # [rows, length] int64, padded on the right
     positions: torch.Tensor  # [rows, length] int64
     answers: torch.Tensor  # [rows, length] int64: 1 + number in `asked`; else 0 or `COPIED`
-    asked: list[Fact]
+    asked_facts: list[Fact]
 
 
 def _fitting_document(tokenizer: Tokenizer, rng: random.Random, length: int) -> Document:
@@ -193,7 +193,7 @@ def accuracy_by_kind(
         rows = answers.nonzero().squeeze(1)
         wrong = F.linear(states[rows], model.lm_head.weight).argmax(-1) != labels[rows]
         missed = set(answers[rows][wrong].tolist())
-        for index, fact in enumerate(batch.asked, 1):
+        for index, fact in enumerate(batch.asked_facts, 1):
             for name in (fact.kind, "all"):
                 totals[name] += 1
                 right[name] += index not in missed

@@ -36,7 +36,7 @@ class BlockRequest:
     output: list[int]
     num_prompt: int
     name: str = ""
-    found: Any = field(init=False)
+    hit_pages: Any = field(init=False)
     hit: int = field(init=False)
     block_ids: list[int] = field(init=False)
 
@@ -81,13 +81,13 @@ class VLLMCore:
         request.native = self._request(
             request.name, request.native, None, self._params, block_hasher=self._hasher
         )
-        request.found, request.hit, _ = self._cache.get_computed_blocks(request.native)
+        request.hit_pages, request.hit, _ = self._cache.get_computed_blocks(request.native)
         return request.hit
 
     def alloc(self, request: BlockRequest) -> None:
         cache, native = self._cache, request.native
         new = cache.allocate_slots(
-            native, request.num_prompt - request.hit, request.hit, request.found
+            native, request.num_prompt - request.hit, request.hit, request.hit_pages
         )
         assert new is not None, "out of blocks"
         native.num_computed_tokens = request.num_prompt
@@ -102,7 +102,7 @@ class VLLMCore:
         cache.free(native)
 
     def read_pages(self, request: BlockRequest) -> list[int]:
-        return [block - 1 for block in request.found.get_block_ids()[0]]  # 0 is the null block
+        return [block - 1 for block in request.hit_pages.get_block_ids()[0]]  # 0 is the null block
 
     def path_pages(self, request: BlockRequest) -> list[int]:
         whole = (request.num_prompt + len(request.output)) // self._page_size
@@ -161,7 +161,7 @@ class AtomCore:
 
     def alloc(self, request: BlockRequest) -> None:
         self._cache.allocate(request.native, request.hit)
-        request.found = request.native.block_table
+        request.hit_pages = request.native.block_table
 
     def insert(self, request: BlockRequest) -> None:
         cache, sequence, size = self._cache, request.native, self._page_size

@@ -25,7 +25,7 @@ class RamifyRequest:
     whole: CacheKey
     num_pages: int
     lease: Lease = field(init=False)
-    found: Sequence[int] = field(init=False)  # the ids of the hit, as the lease has them
+    hit_pages: Sequence[int] = field(init=False)  # the ids of the hit, as the lease has them
     private: Sequence[int] = field(init=False)
 
 
@@ -50,11 +50,11 @@ class RamifyCore:
 
     def match(self, request: RamifyRequest) -> int:
         request.lease = lease = self.cache.acquire(request.prompt)
-        request.found = lease.pages
+        request.hit_pages = lease.pages
         return lease.num_tokens
 
     def alloc(self, request: RamifyRequest) -> None:
-        request.private = self.cache.reserve(request.num_pages - len(request.found))
+        request.private = self.cache.reserve(request.num_pages - len(request.hit_pages))
 
     def insert(self, request: RamifyRequest) -> None:
         cache, private = self.cache, request.private
@@ -65,11 +65,11 @@ class RamifyCore:
             self._take_events()
 
     def read_pages(self, request: RamifyRequest) -> list[int]:
-        return list(request.found)
+        return list(request.hit_pages)
 
     def path_pages(self, request: RamifyRequest) -> list[int]:
         whole = len(request.whole) // self._page_size
-        return [*request.found, *request.private][:whole]
+        return [*request.hit_pages, *request.private][:whole]
 
     def evict(self, num_pages: int) -> None:
         self.cache.evict(num_pages)

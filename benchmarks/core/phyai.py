@@ -22,7 +22,7 @@ class PhyaiRequest:
     whole: bytes
     num_pages: int  # with the one that is not full
     pin: Any = field(init=False)
-    found: Any = field(init=False)  # tensor of page ids
+    hit_pages: Any = field(init=False)  # tensor of page ids
     units: Any = field(init=False)
     path: Any = field(init=False)
 
@@ -56,7 +56,7 @@ class PhyaiCore:
         hit = cache.match(request.lookup)
         node = hit.last_node[tier]
         request.pin = cache.lock(tier, node)
-        request.found = cache.collect_units(node, tier)
+        request.hit_pages = cache.collect_units(node, tier)
         return int(hit.matched_atoms[tier])
 
     def alloc(self, request: PhyaiRequest) -> None:
@@ -74,7 +74,7 @@ class PhyaiCore:
         request.pin = request.units = None
 
     def read_pages(self, request: PhyaiRequest) -> list[int]:
-        return _listed(request.found)
+        return _listed(request.hit_pages)
 
     def path_pages(self, request: PhyaiRequest) -> list[int]:
         return _listed(request.path)

@@ -149,16 +149,16 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def policy_table(trace: str, found: Sequence[HitRates], infinite: float) -> str:
+def policy_table(trace: str, results: Sequence[HitRates], infinite: float) -> str:
     """Hit rates by policy and capacity; the best of each column in bold."""
-    best = {size: max(result.rates[size] for result in found) for size in CAPACITIES}
+    best = {size: max(result.rates[size] for result in results) for size in CAPACITIES}
     lines = [
         f"### {trace}",
         "",
         "| policy | " + " | ".join(f"{size // 1_000_000} M tokens" for size in CAPACITIES) + " |",
         "|---|" + "---:|" * len(CAPACITIES),
     ]
-    for result in found:
+    for result in results:
         rates = (
             f"**{result.rates[size]:.2%}**"
             if result.rates[size] == best[size]
@@ -166,12 +166,12 @@ def policy_table(trace: str, found: Sequence[HitRates], infinite: float) -> str:
             for size in CAPACITIES
         )
         lines.append(f"| {result.policy} | " + " | ".join(rates) + " |")
-    if any(result.policy == "auto" for result in found) and len(found) > 1:
+    if any(result.policy == "auto" for result in results) and len(results) > 1:
         fixed = {
-            size: max(result.rates[size] for result in found if result.policy != "auto")
+            size: max(result.rates[size] for result in results if result.policy != "auto")
             for size in CAPACITIES
         }
-        auto = next(result.rates for result in found if result.policy == "auto")
+        auto = next(result.rates for result in results if result.policy == "auto")
         points = (f"{100 * (auto[size] - fixed[size]):+.2f} points" for size in CAPACITIES)
         lines.append("| auto beside the best fixed one | " + " | ".join(points) + " |")
     lines.append(f"| infinite cache | {infinite:.2%}" + " |" * len(CAPACITIES))

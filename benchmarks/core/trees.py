@@ -79,7 +79,7 @@ class TreeRequest:
     num_prompt: int
     pin: Any = field(init=False)
     hit: int = field(init=False)
-    found: Any = field(init=False)  # slots of the hit
+    hit_pages: Any = field(init=False)  # slots of the hit
     slots: Any = field(init=False)  # of what was allocated
 
 
@@ -133,7 +133,7 @@ class SGLangCore:
         else:
             request.pin = node
             cache.inc_lock_ref(node)
-        request.found = cache.path_device_indices(node)
+        request.hit_pages = cache.path_device_indices(node)
         return request.hit
 
     def alloc(self, request: TreeRequest) -> None:
@@ -146,7 +146,7 @@ class SGLangCore:
 
     def insert(self, request: TreeRequest) -> None:
         torch, cache, hit = self._torch, self._cache, request.hit
-        slots = torch.cat((request.found, request.slots))
+        slots = torch.cat((request.hit_pages, request.slots))
         whole = len(request.ids) // self._page_size * self._page_size
         key = self._key(request.ids)
         if whole != len(request.ids):
@@ -166,10 +166,10 @@ class SGLangCore:
             cache.dec_lock_ref(request.pin)
 
     def read_pages(self, request: TreeRequest) -> list[int]:
-        return pages_of(request.found, self._page_size)
+        return pages_of(request.hit_pages, self._page_size)
 
     def path_pages(self, request: TreeRequest) -> list[int]:
-        slots = self._torch.cat((request.found, request.slots))
+        slots = self._torch.cat((request.hit_pages, request.slots))
         return pages_of(slots, self._page_size)[: len(request.ids) // self._page_size]
 
     def evict(self, num_pages: int) -> None:
@@ -237,7 +237,7 @@ class MiniSGLangCore:
         handle = self._cache.match_prefix(request.ids[: request.num_prompt - 1]).cuda_handle
         self._cache.lock_handle(handle)
         request.pin, request.hit = handle, int(handle.cached_len)
-        request.found = handle.get_matched_indices() if request.hit else self._nothing
+        request.hit_pages = handle.get_matched_indices() if request.hit else self._nothing
         return request.hit
 
     def alloc(self, request: TreeRequest) -> None:
@@ -249,7 +249,7 @@ class MiniSGLangCore:
         request.slots = self._pool.alloc(need)
 
     def insert(self, request: TreeRequest) -> None:
-        slots = self._torch.cat((request.found, request.slots))
+        slots = self._torch.cat((request.hit_pages, request.slots))
         known = self._cache.insert_prefix(request.ids, slots[: len(request.ids)]).cached_len
         self._cache.lock_handle(request.pin, unlock=True)
         whole = len(request.ids) // self._page_size * self._page_size
@@ -259,10 +259,10 @@ class MiniSGLangCore:
             self._pool.free(slots[whole:])
 
     def read_pages(self, request: TreeRequest) -> list[int]:
-        return pages_of(request.found, self._page_size)
+        return pages_of(request.hit_pages, self._page_size)
 
     def path_pages(self, request: TreeRequest) -> list[int]:
-        slots = self._torch.cat((request.found, request.slots))
+        slots = self._torch.cat((request.hit_pages, request.slots))
         return pages_of(slots, self._page_size)[: len(request.ids) // self._page_size]
 
     def evict(self, num_pages: int) -> None:

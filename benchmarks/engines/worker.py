@@ -85,8 +85,8 @@ def carry_out(engine: Engine, task: Task) -> dict[str, Any]:
     }
 
 
-def _check(found: Answer, num_new: int) -> None:
-    for token_ids in found.tokens:
+def _check(answer: Answer, num_new: int) -> None:
+    for token_ids in answer.tokens:
         if len(token_ids) != num_new:
             raise RuntimeError(f"an answer has {len(token_ids)} tokens instead of {num_new}")
 

@@ -250,7 +250,7 @@ class Saboteur:
             raise (RuntimeError("sabotage") if kind.startswith("raise") else KeyboardInterrupt)
         self.inner.copy_pages(pairs)
 
-    def evicted(self, told: object) -> None:
+    def evicted(self, eviction: object) -> None:
         """Raise inside `plan` at random, as an observer of evictions."""
         kind = self.happens(self.rate / 4, "raise in plan", "interrupt in plan")
         if kind:
@@ -356,7 +356,7 @@ class Life:
         self.saboteur = Saboteur(runner, self.rng, cell.faults)
         self.guesser = Guesser(cell.share_right, self.rng) if cell.share_right else None
         self.core = build(model, cell, self.saboteur, self.guesser)
-        self.asked: dict[int, Asked] = {}
+        self.requests: dict[int, Asked] = {}
         self.counts: Counter[str] = Counter()
 
     def run(self, num_requests: int) -> Counter[str]:
@@ -386,7 +386,7 @@ class Life:
             priority=rng.choice([0, 0, 0, 1, -1]),
             tenant=rng.choice(["", "", "a", "b"]),
         )
-        self.asked[request_id] = Asked(prompt, params)
+        self.requests[request_id] = Asked(prompt, params)
         if self.guesser is not None:
             for index in range(params.n):
                 answer = self.expected(prompt, params, index)
@@ -396,7 +396,7 @@ class Life:
         return self.model.reference(prompt, params, (params.seed or 0) + index)
 
     def _abort(self) -> None:
-        live = [name for name, request in self.asked.items() if request.output is None]
+        live = [name for name, request in self.requests.items() if request.output is None]
         if not live:
             return
         name = self.rng.choice(live)
@@ -407,7 +407,7 @@ class Life:
         except UnknownRequestError:
             return  # it ended in a step that was cut off: the next one tells
         self.counts["aborts"] += 1
-        self._ended(name, output, told=False)
+        self._ended(name, output, is_emitted=False)
 
     def _step(self) -> None:
         try:
@@ -416,15 +416,15 @@ class Life:
             self.counts["interrupts"] += 1
             return
         for event in events:
-            request = self.asked[event.request_id]
-            assert request.output is None, "told after its end"
+            request = self.requests[event.request_id]
+            assert request.output is None, "emitted after its end"
             request.tokens.setdefault(event.index, []).extend(event.new_token_ids)
             request.texts[event.index] = request.texts.get(event.index, "") + event.text
             if event.output is not None:
-                self._ended(event.request_id, event.output, told=True)
+                self._ended(event.request_id, event.output, is_emitted=True)
 
-    def _ended(self, name: int, output: RequestOutput, *, told: bool) -> None:
-        request = self.asked[name]
+    def _ended(self, name: int, output: RequestOutput, *, is_emitted: bool) -> None:
+        request = self.requests[name]
         assert request.output is None, "it ended twice"
         request.output = output
         self.counts["requests"] += 1
@@ -434,9 +434,9 @@ class Life:
             expected = self.expected(request.prompt, request.params, index)
             self.counts["tokens"] += len(answer.token_ids)
             tokens, text = request.tokens.get(index, []), request.texts.get(index, "")
-            if told:
-                assert list(answer.token_ids) == tokens, "what was told is not the output"
-                assert answer.text == text, "the text told is not the output's"
+            if is_emitted:
+                assert list(answer.token_ids) == tokens, "what was emitted is not the output"
+                assert answer.text == text, "the text emitted is not the output's"
             if answer.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                 assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
                 assert answer.text.startswith(text)
@@ -449,7 +449,7 @@ class Life:
 
     def _check_end(self) -> None:
         core = self.core
-        assert all(request.output is not None for request in self.asked.values()), (
+        assert all(request.output is not None for request in self.requests.values()), (
             "a request is lost"
         )
         assert not core.live

@@ -136,7 +136,7 @@ def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("tokenizer_config", {"added_tokens_decoder": ["<x>"]}, "must be an object"),
         ("tokenizer_config", {"added_tokens_decoder": {"first": {"content": "<x>"}}}, "first"),
@@ -151,12 +151,12 @@ def test_nobody_writes_a_special_token_that_only_the_configuration_names(tmp_pat
         ("added_tokens", {"<x>": None, "<y>": 3}, "must be a number"),
     ],
 )
-def test_what_is_no_token_is_told(tmp_path: Path, name: str, content: Any, told: str) -> None:
+def test_what_is_no_token_is_told(tmp_path: Path, name: str, content: Any, message: str) -> None:
     """An invalid added token raises CheckpointError with the reason."""
     base(Random(1)).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / f"{name}.json").write_text(json.dumps(content))
 
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}.* cannot be added: .*{told}"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.* cannot be added: .*{message}"):
         Tokenizer.load(tmp_path)
 
 

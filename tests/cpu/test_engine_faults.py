@@ -143,7 +143,7 @@ def test_a_weight_that_is_nan_fails_those_who_need_it(
 
 
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("error", "is_memory"),
     [
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
@@ -153,9 +153,11 @@ def test_a_weight_that_is_nan_fails_those_who_need_it(
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_of_every_library_that_mean_memory_are_known(error: Exception, found: bool) -> None:
+def test_errors_of_every_library_that_mean_memory_are_known(
+    error: Exception, is_memory: bool
+) -> None:
     """`is_out_of_memory` recognises memory errors by type, and by torch's message on CPU."""
-    assert is_out_of_memory(error) is found
+    assert is_out_of_memory(error) is is_memory
 
 
 def test_a_forward_pass_without_memory_is_tried_in_halves(checkpoint: Path) -> None:

@@ -47,10 +47,10 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    assert torch.equal(bits(found), bits(expected))
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert torch.equal(bits(actual), bits(expected))
 
 
 def pools(layout: KVLayout, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KVPool]:

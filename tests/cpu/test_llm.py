@@ -285,16 +285,16 @@ def test_max_tokens_may_be_one_or_none(make: Callable[..., LLM]) -> None:
 # -- log probabilities -----------------------------------------------------------------------
 
 
-def close(found: TokenLogprob, row: torch.Tensor) -> bool:
+def close(entry: TokenLogprob, row: torch.Tensor) -> bool:
     """Return whether the reported log probability and the top ones equal those of `row`."""
-    top = row.topk(max(1, len(found.top))).values.tolist()[: len(found.top)]
+    top = row.topk(max(1, len(entry.top))).values.tolist()[: len(entry.top)]
     return (
-        type(found.logprob) is float
-        and math.isclose(found.logprob, float(row[found.token_id]), abs_tol=1e-4)
+        type(entry.logprob) is float
+        and math.isclose(entry.logprob, float(row[entry.token_id]), abs_tol=1e-4)
         and all(
-            math.isclose(a, b, abs_tol=1e-4) for a, b in zip(found.top.values(), top, strict=True)
+            math.isclose(a, b, abs_tol=1e-4) for a, b in zip(entry.top.values(), top, strict=True)
         )
-        and all(math.isclose(a, float(row[i]), abs_tol=1e-4) for i, a in found.top.items())
+        and all(math.isclose(a, float(row[i]), abs_tol=1e-4) for i, a in entry.top.items())
     )
 
 

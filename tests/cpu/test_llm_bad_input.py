@@ -76,9 +76,11 @@ def narrow(make: Callable[..., LLM]) -> LLM:
     return make(max_model_len=64, kv_cache_tokens=56, page_size=8)
 
 
-@pytest.mark.parametrize(("prompt", "error", "told"), BAD_PROMPTS, ids=lambda one: str(one)[:20])
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"), BAD_PROMPTS, ids=lambda value: str(value)[:20]
+)
 def test_a_bad_prompt_gets_one_clear_error_and_the_others_go_on(
-    narrow: LLM, prompt: Any, error: type[RequestError], told: str
+    narrow: LLM, prompt: Any, error: type[RequestError], message: str
 ) -> None:
     """A bad prompt fails alone in a batch, raises when given alone, and leaks no page."""
     params = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -90,9 +92,9 @@ def test_a_bad_prompt_gets_one_clear_error_and_the_others_go_on(
     assert bad.finish_reason is FinishReason.ERROR
     assert (bad.text, bad.token_ids) == ("", ())
     assert type(bad.error) is error
-    assert re.search(told, str(bad.error))
+    assert re.search(message, str(bad.error))
     for call in (lambda: narrow.generate([prompt], params), lambda: narrow.add_request(prompt)):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             call()
     assert_idle(narrow)
 

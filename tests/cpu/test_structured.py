@@ -307,7 +307,7 @@ def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: GrammarCompiler) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"regex": "a("}, "regex"),
         ({"regex": "(?=a)b"}, "regex"),
@@ -322,13 +322,13 @@ def test_a_dead_end_is_told(tokenizer: Tokenizer, formats: GrammarCompiler) -> N
     ],
 )
 def test_what_cannot_be_compiled_is_refused(
-    options: dict[str, Any], told: str, formats: GrammarCompiler
+    options: dict[str, Any], message: str, formats: GrammarCompiler
 ) -> None:
     """A format that cannot be compiled is refused every time, by option name and reason."""
     spec = StructuredOutput(**options)
 
     for _ in range(2):
-        with pytest.raises(InvalidParamsError, match=told) as caught:
+        with pytest.raises(InvalidParamsError, match=message) as caught:
             formats.compile(spec)
         assert caught.value.name == next(iter(options))
 

@@ -140,7 +140,7 @@ def test_the_time_is_available_to_templates(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "told"),
+    ("template", "messages", "message"),
     [
         (None, TALK, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", TALK, "roles must alternate"),
@@ -153,12 +153,12 @@ def test_the_time_is_available_to_templates(path: Path) -> None:
     ],
 )
 def test_a_refused_conversation_is_the_request_s_fault(
-    path: Path, template: str | None, messages: list[Any], told: str
+    path: Path, template: str | None, messages: list[Any], message: str
 ) -> None:
     """Every failure of a template to render messages raises ChatTemplateError."""
     ours = with_template(path, template)
 
-    with pytest.raises(ChatTemplateError, match=told) as caught:
+    with pytest.raises(ChatTemplateError, match=message) as caught:
         ours.encode_chat(messages)
 
     assert isinstance(caught.value, RequestError)

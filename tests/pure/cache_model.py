@@ -52,7 +52,7 @@ class CacheModel:
         self.memory: dict[int, Prefix] = {}  # page → what was written to it since it was reserved
         self.ghosts: set[Prefix] = set()  # evicted or withdrawn, and remembered
         self.uncomputed: set[Prefix] = set()  # were announced, and never computed since known
-        self.lookups, self.asked, self.hit, self.ideal, self.evicted = 0, 0, 0, 0, 0
+        self.lookups, self.lookup_tokens, self.hit, self.ideal, self.evicted = 0, 0, 0, 0, 0
 
     # -- what is known ---------------------------------------------------------------------
 
@@ -79,14 +79,14 @@ class CacheModel:
                 break
         return pages
 
-    def find_ideal(self, namespace: str, tokens: bytes, found: int) -> int:
+    def find_ideal(self, namespace: str, tokens: bytes, hit_len: int) -> int:
         """Return how long a hit of `found` tokens would be if nothing had been evicted."""
         computed = (self.ghosts | self.pending.keys()) - self.uncomputed
-        for end in range(found + self.size, len(tokens), self.size):
+        for end in range(hit_len + self.size, len(tokens), self.size):
             if (namespace, tokens[:end]) not in computed:
                 break
-            found = end
-        return found
+            hit_len = end
+        return hit_len
 
     def holders(self) -> list[Request]:
         """Return the requests whose prefixes are pinned."""
@@ -169,7 +169,7 @@ class CacheModel:
         assert lease.num_pending == sum(at in self.pending for at in self.path(request, len(pages)))
         self.live.append(request)
         self.lookups += 1
-        self.asked += token_counts[0]
+        self.lookup_tokens += token_counts[0]
         self.hit += token_counts[1]
         self.ideal += token_counts[2]
         return request
@@ -376,7 +376,7 @@ class CacheModel:
         assert stats.cached_pages == len(self.ready) + len(self.pending)
         assert stats.evictable_pages == self.evictable()
         assert self.cache.num_available == stats.free_pages + self.evictable()
-        assert (stats.lookups, stats.lookup_tokens) == (self.lookups, self.asked)
+        assert (stats.lookups, stats.lookup_tokens) == (self.lookups, self.lookup_tokens)
         assert (stats.hit_tokens, stats.ideal_hit_tokens) == (self.hit, self.ideal)
         assert stats.evicted_pages == self.evicted
         assert self.cache._store.queue.num_queued <= stats.num_nodes <= self.num_pages

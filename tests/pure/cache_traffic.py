@@ -57,7 +57,7 @@ class Traffic:
         self.max_live = max_live
         self.live: list[User] = []
         self.pins: list[Pin] = []
-        self.asked: list[CacheKey] = []  # every key that was looked up, one entry per lookup
+        self.lookups: list[CacheKey] = []  # every key that was looked up, one entry per lookup
         together = [self.begin, self.publish, self.announce, self.follow, self.fail, self.finish]
         self.steps = [self.serve, self.serve, self.serve, self.evict, self.evict_some]
         self.steps += [self.evict_all, self.pin, self.unpin]
@@ -172,7 +172,7 @@ class Traffic:
         except OutOfPagesError:
             self.cache.cancel(lease)
             return None
-        self.asked.append(key)
+        self.lookups.append(key)
         self.live.append(user)
         return user
 

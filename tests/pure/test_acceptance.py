@@ -28,12 +28,12 @@ def target(params: SamplingParams) -> dict[int, float]:
     return {int(token): float(weights[token] / weights[order].sum()) for token in order}
 
 
-def chi2(found: dict[int, int], wanted: dict[int, float]) -> tuple[float, int]:
+def chi2(counts: dict[int, int], wanted: dict[int, float]) -> tuple[float, int]:
     """Pearson's statistic and its degrees of freedom; merges cells that expect fewer than 10."""
-    total = sum(found.values())
-    assert not found.keys() - wanted.keys(), "a token that cannot be drawn"
+    total = sum(counts.values())
+    assert not counts.keys() - wanted.keys(), "a token that cannot be drawn"
     often = [token for token, share in wanted.items() if share * total >= 10]
-    cells = [(found.get(token, 0), wanted[token] * total) for token in often]
+    cells = [(counts.get(token, 0), wanted[token] * total) for token in often]
     rest = 1.0 - sum(wanted[token] for token in often)
     if rest * total >= 1:
         cells.append((total - sum(count for count, _ in cells), rest * total))

@@ -34,7 +34,7 @@ kept = asyncio.run(main())
 """
 
 
-def asked(max_tokens: int, **others: object) -> SamplingParams:
+def sampling(max_tokens: int, **others: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def test_draining_finishes_what_is_there() -> None:
 
     async def main() -> None:
         llm = bench.llm
-        task = asyncio.create_task(llm.generate(PROMPT, asked(5)))
+        task = asyncio.create_task(llm.generate(PROMPT, sampling(5)))
         await bench.gate.arrive()
         drained = asyncio.create_task(llm.drain())
         await asyncio.sleep(0)
@@ -68,7 +68,7 @@ def test_draining_ends_in_time() -> None:
 
     async def main() -> None:
         llm = bench.llm
-        task = asyncio.create_task(llm.generate(PROMPT, asked(500)))
+        task = asyncio.create_task(llm.generate(PROMPT, sampling(500)))
         await bench.gate.arrive()
         drained = asyncio.create_task(llm.drain(0.0))
         asyncio.get_running_loop().call_later(0.01, bench.gate.open)  # when time has run out
@@ -86,7 +86,7 @@ def test_after_close_everything_is_an_error(used: bool) -> None:
 
     async def main() -> None:
         llm = bench.llm
-        stream = llm.stream(PROMPT, asked(1500))
+        stream = llm.stream(PROMPT, sampling(1500))
         if used:
             await anext(stream)
         await llm.aclose()
@@ -110,7 +110,7 @@ def test_a_bug_in_the_engine_ends_every_stream_with_an_error() -> None:
 
     async def main() -> None:
         llm = bench.llm
-        tasks = [asyncio.create_task(llm.generate(PROMPT[k:], asked(50))) for k in range(4)]
+        tasks = [asyncio.create_task(llm.generate(PROMPT[k:], sampling(50))) for k in range(4)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineStoppedError) for result in results)
         assert "SystemExit: broken" in str(results[0])
@@ -139,7 +139,7 @@ def test_whatever_a_call_raises_is_its_callers_alone() -> None:
         async with bench.llm as llm:
             with pytest.raises(Stopped):
                 await llm.run(stop)
-            output = await llm.generate(PROMPT, asked(5))
+            output = await llm.generate(PROMPT, sampling(5))
             assert list(output.token_ids) == expected(PROMPT, 5, ends=())
 
     run(main())
@@ -153,7 +153,7 @@ def test_health_tells_how_old_a_step_is() -> None:
     async def main() -> None:
         async with bench.llm as llm:
             assert llm.health().step_age_s is None
-            task = asyncio.create_task(llm.generate(PROMPT, asked(2)))
+            task = asyncio.create_task(llm.generate(PROMPT, sampling(2)))
             await bench.gate.arrive()
             health = llm.health()
             assert health.is_alive
@@ -174,7 +174,7 @@ def test_an_event_loop_that_is_gone_holds_nothing() -> None:
     streams = []
 
     async def begin() -> None:
-        stream = bench.llm.stream(PROMPT, asked(1500))
+        stream = bench.llm.stream(PROMPT, sampling(1500))
         streams.append(stream)
         await anext(stream)
 

@@ -23,7 +23,7 @@ from tests.pure.async_bench import AsyncBench, expected, no_request, run, until_
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def asked(max_tokens: int, **others: object) -> SamplingParams:
+def sampling(max_tokens: int, **others: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def test_the_increments_are_the_answer() -> None:
 
     async def main() -> list[StepOutput]:
         async with bench.llm as llm:
-            return [event async for event in llm.stream(PROMPT, asked(12))]
+            return [event async for event in llm.stream(PROMPT, sampling(12))]
 
     events = run(main())
 
@@ -54,7 +54,7 @@ def test_several_answers_are_told_by_index() -> None:
 
     async def main() -> list[StepOutput]:
         async with bench.llm as llm:
-            stream = llm.stream(PROMPT, asked(9, n=3, temperature=1.0, seed=4))
+            stream = llm.stream(PROMPT, sampling(9, n=3, temperature=1.0, seed=4))
             first = await anext(stream)
             await until_idle(llm)
             return [first, *[event async for event in stream]]
@@ -76,7 +76,7 @@ def test_a_slow_reader_gets_few_increments_and_loses_nothing() -> None:
 
     async def main() -> list[StepOutput]:
         async with bench.llm as llm:
-            stream = llm.stream(PROMPT, asked(200, logprobs=1))
+            stream = llm.stream(PROMPT, sampling(200, logprobs=1))
             first = await anext(stream)
             await until_idle(llm)
             return [first, *[event async for event in stream]]
@@ -111,9 +111,9 @@ def test_what_is_not_to_be_shared_is_not() -> None:
 
     async def main() -> list[int]:
         async with bench.llm as llm:
-            first = await llm.stream(PROMPT, asked(2), max_shared=0).whole()
-            second = await llm.stream(PROMPT, asked(2)).whole()
-            third = await llm.stream(PROMPT, asked(2)).whole()
+            first = await llm.stream(PROMPT, sampling(2), max_shared=0).whole()
+            second = await llm.stream(PROMPT, sampling(2)).whole()
+            third = await llm.stream(PROMPT, sampling(2)).whole()
             return [output.cache.read_tokens for output in (first, second, third)]
 
     assert run(main()) == [0, 0, 4]
@@ -128,7 +128,7 @@ def test_whoever_leaves_ends_the_request_at_once(way: str, num_read: int) -> Non
     bench = AsyncBench(closed=True)
 
     async def read(queued: asyncio.Event) -> None:
-        stream = bench.llm.stream(PROMPT, asked(50))
+        stream = bench.llm.stream(PROMPT, sampling(50))
         await stream.accepted()
         queued.set()
         left = num_read
@@ -171,9 +171,9 @@ def test_a_request_cancelled_before_it_was_queued_never_is() -> None:
 
     async def main() -> None:
         async with bench.llm as llm:
-            other = asyncio.create_task(llm.generate(PROMPT, asked(1)))
+            other = asyncio.create_task(llm.generate(PROMPT, sampling(1)))
             await bench.gate.arrive()
-            late = asyncio.create_task(llm.generate(PROMPT[::-1], asked(50)))
+            late = asyncio.create_task(llm.generate(PROMPT[::-1], sampling(50)))
             await asyncio.sleep(0)
             late.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -193,7 +193,7 @@ def test_a_stream_that_nobody_keeps_ends() -> None:
 
     async def main() -> None:
         async with bench.llm as llm:
-            stream = llm.stream(PROMPT, asked(1500))
+            stream = llm.stream(PROMPT, sampling(1500))
             await anext(stream)
             del stream
             gc.collect()
@@ -219,7 +219,7 @@ def test_what_cannot_be_served_is_told_and_nothing_else_is_hurt() -> None:
                 await llm.run(lambda core: 1 // 0)
             with pytest.raises(UnknownRequestError):
                 await llm.abort(77)
-            assert list((await llm.generate(PROMPT, asked(3))).token_ids) == expected(
+            assert list((await llm.generate(PROMPT, sampling(3))).token_ids) == expected(
                 PROMPT, 3, ends=()
             )
 
@@ -233,7 +233,7 @@ def test_a_request_that_fails_while_it_runs_has_an_output() -> None:
 
     async def main() -> RequestOutput:
         async with bench.llm as llm:
-            return await llm.generate(PROMPT, asked(9))
+            return await llm.generate(PROMPT, sampling(9))
 
     output = run(main())
 
@@ -248,9 +248,9 @@ def test_too_many_waiting_requests_are_refused_with_a_hint() -> None:
 
     async def main() -> None:
         async with bench.llm as llm:
-            first = asyncio.create_task(llm.generate(PROMPT, asked(2)))
+            first = asyncio.create_task(llm.generate(PROMPT, sampling(2)))
             await bench.gate.arrive()
-            more = [llm.stream(PROMPT[k:], asked(2)) for k in range(1, 4)]
+            more = [llm.stream(PROMPT[k:], sampling(2)) for k in range(1, 4)]
             tasks = [asyncio.create_task(stream.accepted()) for stream in more]
             await asyncio.sleep(0)
             bench.gate.open()
@@ -273,7 +273,7 @@ def test_several_event_loops_share_an_engine() -> None:
     def serve(number: int) -> None:
         async def main() -> None:
             outputs = await asyncio.gather(
-                *(bench.llm.generate([number, *PROMPT, k], asked(20)) for k in range(4))
+                *(bench.llm.generate([number, *PROMPT, k], sampling(20)) for k in range(4))
             )
             tokens_by_number[number] = [token for output in outputs for token in output.token_ids]
 
@@ -298,7 +298,7 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
 
     async def main() -> None:
         async with bench.llm as llm:
-            await llm.generate(list(range(1, 24)), asked(2))
+            await llm.generate(list(range(1, 24)), sampling(2))
 
             def pin(core: EngineCore) -> None:
                 from ramify.cache import CacheKey
@@ -306,10 +306,10 @@ def test_a_request_that_pins_leave_no_room_for_is_told() -> None:
                 core.cache.pin(CacheKey(range(1, 24), core.namespaces.base), "a test")
 
             await llm.run(pin)
-            refused = await llm.generate(list(range(24, 48)), asked(20))
+            refused = await llm.generate(list(range(24, 48)), sampling(20))
             assert refused.finish_reason is FinishReason.ERROR
             assert isinstance(refused.error, OutOfPagesError)
-            assert len((await llm.generate([5, 6], asked(2))).token_ids) == 2
+            assert len((await llm.generate([5, 6], sampling(2))).token_ids) == 2
 
     run(main())
     bench.assert_nothing_left()
@@ -326,7 +326,7 @@ def test_two_hundred_streams_with_random_leavers_and_slow_readers() -> None:
         kind = rng.choice(["whole", "slow", "leave", "cancel"])
         length = rng.randrange(1, 40)
         tokens: list[int] = []
-        stream = bench.llm.stream(prompt, asked(length), tenant=rng.choice(["", "a"]))
+        stream = bench.llm.stream(prompt, sampling(length), tenant=rng.choice(["", "a"]))
         limit = rng.randrange(length + 1) if kind in ("leave", "cancel") else length + 1
         try:
             async for event in stream:

@@ -314,10 +314,10 @@ def test_at_most_64_namespaces_are_looked_at() -> None:
 # -- always --------------------------------------------------------------------------------
 
 
-def pages(told: CacheKey, page_size: int) -> list[tuple[bytes, bytes]]:
+def pages(prompt_key: CacheKey, page_size: int) -> list[tuple[bytes, bytes]]:
     """Return every whole-page prefix of a key, as (namespace, atoms)."""
-    ends = range(page_size, len(told) + 1, page_size)
-    return [(told.namespace, told.prefix(end).atoms) for end in ends]
+    ends = range(page_size, len(prompt_key) + 1, page_size)
+    return [(prompt_key.namespace, prompt_key.prefix(end).atoms) for end in ends]
 
 
 @settings(max_examples=150)
@@ -337,9 +337,9 @@ def test_an_explanation_is_true(seed: int, index: str, page_size: int, ghost_pag
     for _ in traffic.run(30):
         pass
     stored = {name for event in subscription.take() for name in event.page_hashes}
-    known = {page for cache_key in traffic.asked for page in pages(cache_key, page_size)}
+    known = {page for cache_key in traffic.lookups for page in pages(cache_key, page_size)}
 
-    for cache_key in [*traffic.asked[-8:], *(traffic.key() for _ in range(8))]:
+    for cache_key in [*traffic.lookups[-8:], *(traffic.key() for _ in range(8))]:
         explanation = cache.explain(cache_key)
         assert str(explanation)
         hit, next_page = (

@@ -110,18 +110,18 @@ def test_a_prefix_is_the_first_tokens_in_the_same_namespace(tokens: list[int], c
 
 @given(PARTS, PARTS)
 def test_different_parts_give_different_namespaces(
-    one: dict[str, str | bytes | int], other: dict[str, str | bytes | int]
+    left: dict[str, str | bytes | int], right: dict[str, str | bytes | int]
 ) -> None:
     """Different salts, tenants or adapters never give the same namespace."""
-    same = {name: (type(value), value) for name, value in one.items()} == {
-        name: (type(value), value) for name, value in other.items()
+    same = {name: (type(value), value) for name, value in left.items()} == {
+        name: (type(value), value) for name, value in right.items()
     }
 
-    assert (namespace_of(**one) == namespace_of(**other)) == same
+    assert (namespace_of(**left) == namespace_of(**right)) == same
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [
         ({"a": "1"}, {"a": 1}),
         ({"a": "1"}, {"a": b"1"}),
@@ -130,9 +130,9 @@ def test_different_parts_give_different_namespaces(
         ({"a": ""}, {}),
     ],
 )
-def test_parts_that_look_alike_give_different_namespaces(one: dict, other: dict) -> None:
+def test_parts_that_look_alike_give_different_namespaces(left: dict, right: dict) -> None:
     """Types, borders between parts and empty parts change the namespace."""
-    assert namespace_of(**one) != namespace_of(**other)
+    assert namespace_of(**left) != namespace_of(**right)
 
 
 def test_the_order_of_the_parts_does_not_matter() -> None:
@@ -158,11 +158,11 @@ def test_a_part_of_another_type_is_refused(value: Any) -> None:
 
 @given(TOKENS, TOKENS, st.integers(1, 5), st.integers(0, 3))
 def test_common_pages_counts_equal_pages_from_the_start(
-    one: list[int], other: list[int], page_size: int, skip: int
+    left: list[int], right: list[int], page_size: int, skip: int
 ) -> None:
     """The binary search counts the same pages as a page-by-page comparison."""
     page_bytes, start = page_size * 4, skip * 4
-    first, second = bytes(start) + CacheKey(one).atoms, bytes(start) + CacheKey(other).atoms
+    first, second = bytes(start) + CacheKey(left).atoms, bytes(start) + CacheKey(right).atoms
     expected = 0
     for at in range(start, min(len(first), len(second)) - page_bytes + 1, page_bytes):
         if first[at : at + page_bytes] != second[at : at + page_bytes]:
@@ -217,15 +217,15 @@ def test_page_hashes_name_a_page_and_all_before_it() -> None:
     ]
 
     assert CacheKey(range(8), "model").page_hashes(4) == hashes
-    assert all(set(hashes).isdisjoint(other) for other in others)
+    assert all(set(hashes).isdisjoint(right) for right in others)
 
 
 @given(TOKENS, TOKENS, st.integers(1, 5))
 def test_page_hashes_agree_as_far_as_the_pages_do(
-    one: list[int], other: list[int], page_size: int
+    left: list[int], right: list[int], page_size: int
 ) -> None:
     """Hashes of two keys are equal in the common prefix and differ after it."""
-    first, second = CacheKey(one), CacheKey(other)
+    first, second = CacheKey(left), CacheKey(right)
     shared = common_pages(first.atoms, second.atoms, page_size * 4)
     pairs = list(zip(first.page_hashes(page_size), second.page_hashes(page_size), strict=False))
 

@@ -416,8 +416,8 @@ def test_former_names_of_a_lease_still_work(old: str, new: str) -> None:
     assert warned[0].filename == __file__
 
 
-@pytest.mark.parametrize(("text", "told"), [("abcdef", "evicted"), ("abcdefgh", "hit")])
-def test_a_publish_brings_back_an_evicted_tail(text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "reason"), [("abcdef", "evicted"), ("abcdefgh", "hit")])
+def test_a_publish_brings_back_an_evicted_tail(text: str, reason: str) -> None:
     """Publishing refills a node whose tail was evicted, as far as the text goes."""
     cache = PrefixCache(16, 2)
     late = begin(cache, text)
@@ -430,7 +430,7 @@ def test_a_publish_brings_back_an_evicted_tail(text: str, told: str) -> None:
     lease, private = publish(cache, text, *late)
 
     assert cache.match(key("abcdefghi")).num_pages == len(text) // 2
-    assert cache.explain(key("abcdefghi")).reason == told
+    assert cache.explain(key("abcdefghi")).reason == reason
     stored = [event for event in feed.take() if event.kind == "stored"]
     assert sum(len(event.pages) for event in stored) == len(text) // 2 - 1
     cache.release(lease, private)

@@ -237,7 +237,7 @@ class CacheMachine(CacheModel, RuleBasedStateMachine):
         self.cache.cancel(request.lease)
         self.cache.give_back(request.private)
         self.lookups -= 1
-        self.asked -= request.lookup[0]
+        self.lookup_tokens -= request.lookup[0]
         self.hit -= request.lookup[1]
         self.ideal -= request.lookup[2]
         self.end(request)

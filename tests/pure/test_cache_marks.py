@@ -138,10 +138,10 @@ def test_a_key_pickled_in_another_process_is_the_same_key() -> None:
 
 @given(prompts(), st.integers(0, 40))
 def test_a_prefix_of_a_key_has_the_content_that_lies_in_it(
-    one: tuple[CacheKey, list], cut: int
+    drawn: tuple[CacheKey, list], cut: int
 ) -> None:
     """A prefix has the first page hashes and the first marks of the whole key."""
-    key, prefix = one[0], one[0].prefix(cut)
+    key, prefix = drawn[0], drawn[0].prefix(cut)
 
     assert prefix.page_hashes(2) == key.page_hashes(2)[: min(cut, len(key)) // 2]
     assert [at for at, _ in prefix.marks] == [at for at, _ in key.marks if at < cut]

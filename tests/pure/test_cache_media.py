@@ -98,10 +98,10 @@ def prompts(draw: st.DrawFn) -> tuple[CacheKey, list[Any]]:
 
 @given(prompts(), prompts(), st.integers(1, 3))
 def test_p45_pb24_keys_share_just_what_means_the_same(
-    one: tuple[CacheKey, list], other: tuple[CacheKey, list], page_size: int
+    left: tuple[CacheKey, list], right: tuple[CacheKey, list], page_size: int
 ) -> None:
     """Atoms and page hashes agree as far as text, content and salts do, and no further."""
-    (first, meant), (second, meant_too) = one, other
+    (first, meant), (second, meant_too) = left, right
     same = [a == b for a, b in zip(meant, meant_too, strict=False)]
     shared = (same.index(False) if False in same else len(same)) // page_size
 
@@ -114,19 +114,19 @@ def test_p45_pb24_keys_share_just_what_means_the_same(
 
 @INDICES
 @settings(max_examples=50)
-@given(one=prompts(), other=prompts(), page_size=st.integers(1, 3))
+@given(left=prompts(), right=prompts(), page_size=st.integers(1, 3))
 def test_ab28_a_lookup_finds_just_what_means_the_same(
-    index: str, one: tuple[CacheKey, list], other: tuple[CacheKey, list], page_size: int
+    index: str, left: tuple[CacheKey, list], right: tuple[CacheKey, list], page_size: int
 ) -> None:
     """`match` hits the whole pages of equal meaning that two prompts share, with either index."""
     cache = PrefixCache(64, page_size, index=index)
-    serve(cache, one[0])
-    same = [a == b for a, b in zip(one[1], other[1], strict=False)]
+    serve(cache, left[0])
+    same = [a == b for a, b in zip(left[1], right[1], strict=False)]
     shared = (same.index(False) if False in same else len(same)) // page_size
 
-    num_pages = cache.match(other[0]).num_pages
+    num_pages = cache.match(right[0]).num_pages
 
-    assert num_pages == min(shared, (len(other[1]) - 1) // page_size)
+    assert num_pages == min(shared, (len(right[1]) - 1) // page_size)
     assert_marks_agree(cache)
 
 

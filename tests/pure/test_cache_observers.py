@@ -45,10 +45,10 @@ def test_observers_are_told_exactly_what_was_evicted(seed: int, index: str) -> N
     cache = PrefixCache(random.randint(6, 14), 2, index=index)
     evictions: list[Evicted] = []
 
-    def observe(one: Evicted) -> None:
-        assert all(cache.is_free(page) for page in one.pages)
-        assert len(one.atoms) == len(one.pages) * 2 * 4
-        evictions.append(one)
+    def observe(eviction: Evicted) -> None:
+        assert all(cache.is_free(page) for page in eviction.pages)
+        assert len(eviction.atoms) == len(eviction.pages) * 2 * 4
+        evictions.append(eviction)
 
     cache.observe_evictions(observe)
     for _ in Traffic(cache, random).run(30):
@@ -80,8 +80,8 @@ def test_an_observer_that_raises_leaves_a_whole_cache(
     subscription = cache.subscribe()
     mirror = Mirror(cache.snapshot())
 
-    def fail(one: Evicted) -> None:
-        raise RuntimeError(one.reason)
+    def fail(eviction: Evicted) -> None:
+        raise RuntimeError(eviction.reason)
 
     stop = cache.observe_evictions(fail)
     with pytest.raises(RuntimeError):
@@ -119,8 +119,8 @@ def test_every_observer_is_told_though_one_raises() -> None:
     serve(cache, "abxy")
     evictions: list[Evicted] = []
 
-    def fail(one: Evicted) -> None:
-        raise RuntimeError(one.reason)
+    def fail(eviction: Evicted) -> None:
+        raise RuntimeError(eviction.reason)
 
     cache.observe_evictions(fail)
     cache.observe_evictions(evictions.append)

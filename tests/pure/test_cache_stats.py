@@ -120,7 +120,7 @@ def test_the_ideal_rate_is_that_of_an_infinite_cache(
         pass
 
     stored, ideal = set[tuple[bytes, bytes]](), 0
-    for prompt in traffic.asked:
+    for prompt in traffic.lookups:
         names = [
             (prompt.namespace, prompt.atoms[: 4 * end])
             for end in range(page_size, len(prompt) + 1, page_size)
@@ -131,7 +131,7 @@ def test_the_ideal_rate_is_that_of_an_infinite_cache(
             ideal += page_size
         stored.update(names)
     stats = cache.stats()
-    assert stats.lookups == len(traffic.asked)
+    assert stats.lookups == len(traffic.lookups)
     assert stats.hit_tokens <= stats.ideal_hit_tokens <= ideal
     if ghost_pages == 1000 or not stats.evicted_pages:
         assert stats.ideal_hit_tokens == ideal
@@ -158,8 +158,8 @@ def test_every_page_is_counted_once(seed: int, index: str) -> None:
         assert stats.private_pages == sum(len(user.private) for user in traffic.live)
         assert stats.evictable_pages <= stats.cached_pages - stats.pinned_pages
         assert stats.num_leases == len(traffic.live)
-        assert stats.lookups == len(traffic.asked)
-        assert stats.lookup_tokens == sum(len(prompt) for prompt in traffic.asked)
+        assert stats.lookups == len(traffic.lookups)
+        assert stats.lookup_tokens == sum(len(prompt) for prompt in traffic.lookups)
         assert stats.evicted_pages == sum(stats.evictions.values())
         assert stats.residency.total == stats.idle.total == stats.evicted_pages
         assert stats.reuse_gap.total <= stats.lookups

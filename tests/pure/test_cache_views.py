@@ -25,8 +25,8 @@ def test_a_long_prompt_is_not_copied() -> None:
 
     cache.release(cache.publish(cache.acquire(key), key, cache.reserve(125)))
     (whole,) = views(cache._tree)
-    other = CacheKey([*range(1, 65), *[7] * 16])
-    cache.release(cache.acquire(other))
+    right = CacheKey([*range(1, 65), *[7] * 16])
+    cache.release(cache.acquire(right))
 
     assert whole.obj is key.atoms
     assert [(view.obj is key.atoms, len(view)) for view in views(cache._tree)] == [(True, 120 * 64)]
@@ -34,11 +34,11 @@ def test_a_long_prompt_is_not_copied() -> None:
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
-def test_a_view_is_most_of_what_it_keeps_alive(length: int, one: int, other: int) -> None:
+def test_a_view_is_most_of_what_it_keeps_alive(length: int, left: int, right: int) -> None:
     """`piece` returns the right bytes; a view spans at least three quarters of its buffer."""
     unit = MIN_VIEW_BYTES // 16
     atoms = bytes(range(256)) * length
-    begin, end = sorted((min(one, length), min(other, length)))
+    begin, end = sorted((min(left, length), min(right, length)))
 
     first = piece(atoms, begin * unit, end * unit)
     second = piece(first, 0, len(first) // 2)

@@ -203,7 +203,7 @@ class Raising:
             raise self.error
         self.inner.copy_pages(pairs)
 
-    def evicted(self, told: object) -> None:
+    def evicted(self, eviction: object) -> None:
         if self.evictions:
             self.evictions -= 1
             self.calls.append("evict")

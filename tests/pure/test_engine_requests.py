@@ -160,7 +160,7 @@ def test_without_prefix_cache_the_report_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "error", "told"),
+    ("prompt", "error", "message"),
     [
         ([], EmptyPromptError, "0 tokens but at least 1"),
         ((), EmptyPromptError, "0 tokens"),
@@ -180,14 +180,14 @@ def test_without_prefix_cache_the_report_says_why() -> None:
     ],
 )
 def test_a_prompt_that_can_never_be_served_is_refused(
-    prompt: Any, error: type[RequestError], told: str
+    prompt: Any, error: type[RequestError], message: str
 ) -> None:
     """The error names value, limit and remedy; nothing is queued, and other requests continue."""
     bench = Bench(16, 4, max_model_len=20)
     key = bench.add([7] * 6, max_tokens=4, ignore_eos=True)
     bench.step()
 
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         bench.core.add_request(prompt, SamplingParams(max_tokens=6))
 
     bench.core.cache.check()

@@ -50,7 +50,7 @@ def serve(cache: PrefixCache, text: str) -> Lease:
     return new
 
 
-def found(cache: PrefixCache, text: str) -> int:
+def hit_pages(cache: PrefixCache, text: str) -> int:
     return cache.match(key(text + "!")).num_pages
 
 
@@ -81,7 +81,7 @@ def test_a_collision_never_gives_a_wrong_page(chain: Chain) -> None:
         assert lease.pages == expected
         cache.release(lease)
     for text in unknown:
-        assert found(cache, text * 2) < 3
+        assert hit_pages(cache, text * 2) < 3
     cache.check()
 
 
@@ -96,7 +96,7 @@ def test_colliding_pages_are_removed_in_every_order(order: tuple[str, ...]) -> N
 
     for gone in range(1, 5):
         assert cache.evict(1) == 1
-        left = [letter for letter in "abcd" if found(cache, letter * 2)]
+        left = [letter for letter in "abcd" if hit_pages(cache, letter * 2)]
         assert left == sorted(order[gone:])
         cache.check()
 
@@ -131,7 +131,7 @@ def test_ab22_a_page_is_found_behind_its_own_ancestors_only() -> None:
     cache, _ = make(16, chain=constant)
     serve(cache, "abcdef")
 
-    assert [found(cache, text) for text in ("abcdef", "cdef", "abef", "xxcdef")] == [3, 0, 1, 0]
+    assert [hit_pages(cache, text) for text in ("abcdef", "cdef", "abef", "xxcdef")] == [3, 0, 1, 0]
 
 
 # -- names ---------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_lookup_hashes_each_page_once_whatever_is_cached() -> None:
     for number in range(200):
         serve(cache, f"abcdef{number:02x}")
         calls.clear()
-        assert found(cache, "abcdefzz") == 3
+        assert hit_pages(cache, "abcdefzz") == 3
         seen.append(len(calls))
 
     assert set(seen) == {4}
@@ -188,7 +188,7 @@ def test_a7_a_page_handed_out_again_is_no_longer_found_by_its_old_hash() -> None
     pages = cache.reserve(3)
 
     assert sorted(pages) == sorted(old.pages)
-    assert found(cache, "abcdef") == 0
+    assert hit_pages(cache, "abcdef") == 0
     assert entries(index) == (0, 0, 0)
 
 
@@ -199,7 +199,7 @@ def test_a7_a_remembered_page_is_no_hit() -> None:
 
     pages = cache.reserve(2)
 
-    assert found(cache, "abcdef") == 1
+    assert hit_pages(cache, "abcdef") == 1
     lease = cache.acquire(key("abcdef!"))
     assert set(lease.pages).isdisjoint(pages)
     assert len(lease.pages) == 1
@@ -231,7 +231,7 @@ def test_ab7_use_refreshes_recency() -> None:
 
     cache.evict(3)
 
-    assert (found(cache, "hothot"), found(cache, "coldie")) == (3, 0)
+    assert (hit_pages(cache, "hothot"), hit_pages(cache, "coldie")) == (3, 0)
 
 
 def test_a6_vacant_pages_are_used_before_warm_ones() -> None:
@@ -244,7 +244,7 @@ def test_a6_vacant_pages_are_used_before_warm_ones() -> None:
 
     assert set(vacant).isdisjoint([*first, *second])
     assert set(warm[:2]) | {warm[2]} == {*first, second[1]}
-    assert (found(cache, "abcd"), found(cache, "uvwx")) == (0, 1)
+    assert (hit_pages(cache, "abcd"), hit_pages(cache, "uvwx")) == (0, 1)
 
 
 def test_a6_a_page_that_is_in_use_is_not_there_to_be_had() -> None:
@@ -269,7 +269,7 @@ def test_a11_the_tail_of_a_prompt_is_freed_before_its_head() -> None:
 
     for _ in range(4):
         cache.evict(1)
-        left.append((found(cache, "abcdefgh"), [cache.is_free(page) for page in pages]))
+        left.append((hit_pages(cache, "abcdefgh"), [cache.is_free(page) for page in pages]))
 
     assert left == [(n, [i >= n for i in range(4)]) for n in (3, 2, 1, 0)]
 
@@ -299,7 +299,7 @@ def test_both_indices_find_the_same(
         assert leases[0].num_tokens == leases[1].num_tokens
         assert caches[0].evict(evicted) == caches[1].evict(evicted)
         for other, _ in steps:
-            assert found(caches[0], other) == found(caches[1], other)
+            assert hit_pages(caches[0], other) == hit_pages(caches[1], other)
 
     radix, flat = (cache.stats() for cache in caches)
     assert radix.hit_tokens == flat.hit_tokens

@@ -26,7 +26,7 @@ def made(**options: Any) -> tuple[LLM, Bench]:
     return LLM.from_core(bench.core), bench
 
 
-def asked(max_tokens: int, **others: Any) -> SamplingParams:
+def sampling(max_tokens: int, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
 
 
@@ -34,13 +34,13 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
     """An option is one value or a list with a value per prompt; tenants share no cache."""
     llm, _ = made()
 
-    llm.generate([PROMPT] * 2, asked(1), tenant="a")
+    llm.generate([PROMPT] * 2, sampling(1), tenant="a")
     outputs = llm.generate(
-        [PROMPT] * 4, asked(1), tenant=["a", "a", "b", ""], salt=["", "x", "", ""]
+        [PROMPT] * 4, sampling(1), tenant=["a", "a", "b", ""], salt=["", "x", "", ""]
     )
 
     assert [output.cache.read_tokens for output in outputs] == [4, 0, 0, 0]
-    assert llm.generate(PROMPT, asked(1), priority=3)[0].cache.read_tokens == 4
+    assert llm.generate(PROMPT, sampling(1), priority=3)[0].cache.read_tokens == 4
     with pytest.raises(InvalidParamsError, match="2 values"):
         llm.generate([PROMPT] * 3, tenant=["a", "b"])
     with pytest.raises(InvalidParamsError, match="priority"):
@@ -52,7 +52,7 @@ def test_options_are_for_all_prompts_or_for_each() -> None:
 def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
     """An event unpacks into three values, and `index` names its completion when n > 1."""
     llm, _ = made()
-    request = llm.add_request(PROMPT, asked(5, n=2, temperature=1.0, seed=3))
+    request = llm.add_request(PROMPT, sampling(5, n=2, temperature=1.0, seed=3))
     streamed: dict[int, list[int]] = {0: [], 1: []}
     ends = []
 
@@ -76,10 +76,10 @@ def test_an_event_is_a_triple_and_knows_which_answer_it_is_of() -> None:
 def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
     """Ctrl-C aborts the requests of its `generate` call; requests added before it finish."""
     llm, bench = made(fail_at={at}, error=KeyboardInterrupt(), max_num_seqs=3)
-    mine = llm.add_request(PROMPT, asked(9))
+    mine = llm.add_request(PROMPT, sampling(9))
 
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([PROMPT[::-1], PROMPT[2:], PROMPT[3:]], asked(3))
+        llm.generate([PROMPT[::-1], PROMPT[2:], PROMPT[3:]], sampling(3))
     streamed: list[int] = []
     while llm.has_unfinished():
         for key, tokens, _ in llm.step():
@@ -87,7 +87,9 @@ def test_an_interrupt_ends_the_call_and_nothing_else(at: int) -> None:
             streamed += tokens
 
     assert streamed == list(llm.take_output(mine).token_ids) == expected(PROMPT, 9, ends=())
-    assert list(llm.generate(PROMPT[2:], asked(3))[0].token_ids) == expected(PROMPT[2:], 3, ends=())
+    assert list(llm.generate(PROMPT[2:], sampling(3))[0].token_ids) == expected(
+        PROMPT[2:], 3, ends=()
+    )
     assert not bench.core.live
     llm.cache.clear()
     assert llm.cache.stats().free_pages == llm.cache.core.num_pages
@@ -103,7 +105,7 @@ def test_an_interrupt_between_two_tellings_is_forgotten() -> None:
 
     llm, _ = made()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([PROMPT, PROMPT[1:]], [asked(1), asked(50)], on_finished=on_finished)
+        llm.generate([PROMPT, PROMPT[1:]], [sampling(1), sampling(50)], on_finished=on_finished)
 
     assert not llm.has_unfinished()
     assert llm.step() == []
@@ -115,10 +117,12 @@ def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
     later: list[tuple[int, ...]] = []
 
     def on_finished(output: RequestOutput) -> None:
-        later.append(llm.generate([[*output.prompt_token_ids, 7]], asked(20))[0].token_ids)
+        later.append(llm.generate([[*output.prompt_token_ids, 7]], sampling(20))[0].token_ids)
 
     prompts, lengths = [[*PROMPT, k] for k in range(4)], [2, 10, 11, 30]
-    outputs = llm.generate(prompts, [asked(length) for length in lengths], on_finished=on_finished)
+    outputs = llm.generate(
+        prompts, [sampling(length) for length in lengths], on_finished=on_finished
+    )
 
     for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
         assert list(output.token_ids) == expected(prompt, length, ends=())
@@ -130,17 +134,17 @@ def test_what_is_called_when_an_answer_is_there_may_ask_more() -> None:
 def test_an_answer_that_pins_leave_no_room_for_fails_alone() -> None:
     """A request that cannot fit beside pinned pages fails; the rest of its call is answered."""
     llm, bench = made(pool_tokens=64, page_size=4)
-    llm.generate([[5] * 33], asked(1))
+    llm.generate([[5] * 33], sampling(1))
     pin = llm.cache.pin([5] * 33)
 
-    outputs = llm.generate([PROMPT, [7] * 40, PROMPT[1:]], asked(4))
+    outputs = llm.generate([PROMPT, [7] * 40, PROMPT[1:]], sampling(4))
 
     assert [type(output.error) for output in outputs] == [type(None), OutOfPagesError, type(None)]
     assert outputs[1].finish_reason is FinishReason.ERROR
     for prompt, output in ((PROMPT, outputs[0]), (PROMPT[1:], outputs[2])):
         assert list(output.token_ids) == expected(prompt, 4, ends=())
     llm.cache.unpin(pin)
-    assert llm.generate([[7] * 40], asked(4))[0].error is None
+    assert llm.generate([[7] * 40], sampling(4))[0].error is None
     assert not bench.core.live
 
 
@@ -148,7 +152,7 @@ def test_statistics_count_requests_and_work() -> None:
     """Statistics report current values and totals since the start."""
     llm, _ = made(max_num_seqs=1)
     for _ in range(3):
-        llm.add_request(PROMPT, asked(2))
+        llm.add_request(PROMPT, sampling(2))
     llm.step()
 
     now = llm.stats()
@@ -191,7 +195,7 @@ def test_a_bar_is_shown_on_a_terminal_or_when_asked(
     """The bar writes the number of answers and tokens to stderr, and nothing to stdout."""
     llm, _ = made()
 
-    llm.generate(prompts, asked(4), progress=progress)
+    llm.generate(prompts, sampling(4), progress=progress)
 
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -204,7 +208,7 @@ def test_a_bar_is_shown_on_a_terminal_or_when_asked(
 def test_the_bar_counts_outputs_that_failed() -> None:
     """A failed output counts; without prompt tokens the bar shows no cached share."""
     llm, _ = made()
-    outputs = llm.generate([PROMPT, [-1]], asked(1), progress=True)
+    outputs = llm.generate([PROMPT, [-1]], sampling(1), progress=True)
 
     assert outputs[1].error is not None
     with progress_bar(1, False) as count:
@@ -218,7 +222,7 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
 ) -> None:
     """Ctrl-C before or after any queue's `add` leaves no request of the interrupted call."""
     llm, bench = made(max_num_seqs=3, check_sample=1.0)
-    mine = llm.add_request(PROMPT, asked(3), tenant="a")
+    mine = llm.add_request(PROMPT, sampling(3), tenant="a")
     of: Any = {
         "waiting": bench.core.scheduler.waiting,
         "scheduler": bench.core.scheduler,
@@ -237,11 +241,11 @@ def test_an_interrupt_while_prompts_are_queued_leaves_none_behind(
     with monkeypatch.context() as patch:
         patch.setattr(of, "add", add)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate([[7, i] for i in range(6)], asked(2, n=2), tenant="b")
+            llm.generate([[7, i] for i in range(6)], sampling(2, n=2), tenant="b")
 
     assert [request.id for request in bench.core.live] == [mine]
     assert bench.core.scheduler.waiting.num_uncached == len(PROMPT)
-    (other,) = llm.generate(PROMPT, asked(2), tenant="b")
+    (other,) = llm.generate(PROMPT, sampling(2), tenant="b")
     assert list(other.token_ids) == expected(PROMPT, 2, ends=())
     while llm.has_unfinished():
         llm.step()
@@ -254,7 +258,7 @@ def test_prompts_that_were_refused_are_told_and_counted_too() -> None:
     llm, _ = made()
     reported: list[RequestOutput] = []
 
-    outputs = llm.generate([PROMPT, [], [1, 2]], asked(1), on_finished=reported.append)
+    outputs = llm.generate([PROMPT, [], [1, 2]], sampling(1), on_finished=reported.append)
 
     assert len(reported) == 3
     assert {id(output) for output in reported} == {id(output) for output in outputs}

@@ -208,7 +208,7 @@ def test_a_call_that_raises_lets_the_next_one_in(error: BaseException, where: st
     llm, bench, _ = made(**({"fail_at": {0}, "error": error} if where == "device" else {}))
     pause, answers, returned = Pause(), list[list[int]](), list[str]()
 
-    def broken(told: object) -> None:
+    def broken(eviction: object) -> None:
         raise error
 
     def held(core: object) -> None:

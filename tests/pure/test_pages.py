@@ -37,22 +37,22 @@ def test_pages_are_a_sequence_of_their_ids(ids: list[int]) -> None:
 
 
 @given(IDS, IDS)
-def test_pages_equal_any_sequence_with_the_same_ids(one: list[int], other: list[int]) -> None:
+def test_pages_equal_any_sequence_with_the_same_ids(left: list[int], right: list[int]) -> None:
     """Pages equal lists, tuples, arrays and Pages with the same ids, in either operand order."""
-    pages = Pages.of(one)
+    pages = Pages.of(left)
 
     for form in (list, tuple, Pages.of, lambda ids: array("i", ids), lambda ids: array("q", ids)):
-        assert (pages == form(other)) == (one == other)
-        assert (form(other) == pages) == (one == other)
-        assert (pages != form(other)) == (one != other)
-        assert pages == form(one)
+        assert (pages == form(right)) == (left == right)
+        assert (form(right) == pages) == (left == right)
+        assert (pages != form(right)) == (left != right)
+        assert pages == form(left)
 
 
-@pytest.mark.parametrize("other", [None, 1, "1", b"\1\0\0\0", {1}, [1.5], ["1"], [[1]]])
-def test_pages_equal_nothing_else(other: Any) -> None:
+@pytest.mark.parametrize("right", [None, 1, "1", b"\1\0\0\0", {1}, [1.5], ["1"], [[1]]])
+def test_pages_equal_nothing_else(right: Any) -> None:
     """Pages never equal text, bytes, sets or sequences of anything but ids."""
-    assert Pages.of([1]) != other
-    assert other != Pages.of([1])
+    assert Pages.of([1]) != right
+    assert right != Pages.of([1])
 
 
 @given(IDS)
@@ -89,19 +89,19 @@ def test_an_index_counts_from_either_end(ids: list[int], data: st.DataObject) ->
 
 
 @given(IDS, IDS)
-def test_pages_are_joined_with_what_they_stand_beside(one: list[int], other: list[int]) -> None:
+def test_pages_are_joined_with_what_they_stand_beside(left: list[int], right: list[int]) -> None:
     """`Pages + ids` is Pages; `list + Pages` is a list and `tuple + Pages` a tuple."""
-    pages = Pages.of(one)
+    pages = Pages.of(left)
 
-    assert type(pages + other) is type(pages + Pages.of(other)) is Pages
-    assert pages + other == pages + tuple(other) == pages + Pages.of(other) == one + other
-    assert other + pages == other + one
-    assert (*other, *one) == tuple(other) + pages
-    assert type(other + pages) is list
-    assert type(tuple(other) + pages) is tuple
-    grown = list(other)
+    assert type(pages + right) is type(pages + Pages.of(right)) is Pages
+    assert pages + right == pages + tuple(right) == pages + Pages.of(right) == left + right
+    assert right + pages == right + left
+    assert (*right, *left) == tuple(right) + pages
+    assert type(right + pages) is list
+    assert type(tuple(right) + pages) is tuple
+    grown = list(right)
     grown += pages
-    assert grown == other + one
+    assert grown == right + left
 
 
 def test_pages_say_what_they_are() -> None:

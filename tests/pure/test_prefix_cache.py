@@ -126,11 +126,11 @@ def test_pb21_duplicates_behind_somebody_elses_pending_pages_stay_private() -> N
 
 
 @pytest.mark.parametrize(
-    ("prompt", "found"),
+    ("prompt", "num_hit"),
     [("abcdefg", 6), ("abcdef", 4), ("abcd", 2), ("abcx", 2), ("axcd", 0), ("a", 0), ("", 0)],
 )
 def test_pb20_ab2_a_match_is_whole_pages_and_shorter_than_the_prompt(
-    prompt: str, found: int
+    prompt: str, num_hit: int
 ) -> None:
     """A match leaves at least one token to compute, also for a fully cached prompt."""
     cache = PrefixCache(16, 2)
@@ -138,9 +138,9 @@ def test_pb20_ab2_a_match_is_whole_pages_and_shorter_than_the_prompt(
 
     match, lease = cache.match(key(prompt)), cache.acquire(key(prompt))
 
-    assert (match.num_tokens, match.num_pages) == (found, found // 2)
-    assert lease.pages == pages[: found // 2]
-    assert lease.key == key(prompt[:found])
+    assert (match.num_tokens, match.num_pages) == (num_hit, num_hit // 2)
+    assert lease.pages == pages[: num_hit // 2]
+    assert lease.key == key(prompt[:num_hit])
 
 
 def test_pb18_match_changes_nothing() -> None:

@@ -145,7 +145,7 @@ TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
 @settings(deadline=None)
 @given(st.lists(TOKENS, max_size=2), st.lists(st.tuples(st.sampled_from("ab"), TOKENS), max_size=8))
 def test_a_tenant_reads_what_is_public_or_his_own(
-    public: list[list[int]], asked: list[tuple[str, list[int]]]
+    public: list[list[int]], requests: list[tuple[str, list[int]]]
 ) -> None:
     """A tenant hits its own prefixes and the longest declared prefix that matches whole."""
     llm = LLM.from_core(Bench().core)
@@ -153,7 +153,7 @@ def test_a_tenant_reads_what_is_public_or_his_own(
     llm.cache.share([WarmPrompt(prefix) for prefix in declared])
     seen: set[tuple[str, tuple[int, ...]]] = set()
 
-    for tenant, prompt in asked:
+    for tenant, prompt in requests:
         common = max(
             (len(prefix) for prefix in declared if prompt[: len(prefix)] == prefix), default=0
         )

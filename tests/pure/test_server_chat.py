@@ -20,11 +20,11 @@ class Scripted:
 
     def __init__(self, *answers: list[str | TurnUsage | BaseException]) -> None:
         self.answers = list(answers)
-        self.asked: list[list[Message]] = []
+        self.conversations: list[list[Message]] = []
         self.num_closed = 0
 
     def answer(self, messages: list[Message]) -> Generator[str | TurnUsage]:
-        self.asked.append(messages)
+        self.conversations.append(messages)
         try:
             for piece in self.answers.pop(0):
                 if isinstance(piece, BaseException):
@@ -59,7 +59,7 @@ def test_each_turn_has_all_before_it_and_tells_what_was_cached() -> None:
 
     assert out == "ab\nc\n"
     assert "[prompt 20: 16 cached, 4 computed; output 2, " in notes
-    assert [[message["content"] for message in messages] for messages in backend.asked] == [
+    assert [[message["content"] for message in messages] for messages in backend.conversations] == [
         ["be brief", "one"],
         ["be brief", "one", "ab", "two"],
     ]
@@ -70,7 +70,7 @@ def test_clear_begins_anew() -> None:
     backend = Scripted(["a"], ["b"])
     _, notes = talk(backend, "one", "/clear", "/what", "two", system="s")
 
-    assert [message["content"] for message in backend.asked[1]] == ["s", "two"]
+    assert [message["content"] for message in backend.conversations[1]] == ["s", "two"]
     assert notes.count("/exit ends") == 2
 
 
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_chat() -> None:
 
     assert out == "half\nb\n"
     assert "(stopped)" in notes
-    assert [message["content"] for message in backend.asked[1]] == ["one", "half", "two"]
+    assert [message["content"] for message in backend.conversations[1]] == ["one", "half", "two"]
     assert backend.num_closed == 2
 
 
@@ -91,7 +91,7 @@ def test_an_error_loses_the_turn_only() -> None:
     _, notes = talk(backend, "one", "two")
 
     assert "error: 503: busy" in notes
-    assert [message["content"] for message in backend.asked[1]] == ["two"]
+    assert [message["content"] for message in backend.conversations[1]] == ["two"]
 
 
 @pytest.fixture(scope="module")

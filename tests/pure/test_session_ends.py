@@ -17,7 +17,7 @@ from tests.pure.engine_bench import Bench
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
-def asked(max_tokens: int, **others: Any) -> SamplingParams:
+def sampling(max_tokens: int, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
 
 
@@ -27,7 +27,7 @@ def test_a_drained_engine_gives_a_pinned_session_its_answer() -> None:
 
     async def main() -> None:
         session = made.llm.session(PROMPT, pin=True)
-        task = asyncio.create_task(session.generate(asked(3)))
+        task = asyncio.create_task(session.generate(sampling(3)))
         await made.gate.arrive()
         drained = asyncio.create_task(made.llm.drain())
         await asyncio.sleep(0)
@@ -49,13 +49,13 @@ def test_a_session_may_be_closed_after_its_engine() -> None:
     async def main() -> None:
         async with made.llm as llm:
             session = llm.session(PROMPT, pin=True)
-            await session.generate(asked(3))
+            await session.generate(sampling(3))
             assert session.pin_refused is None
         await session._pin(0)  # as after an answer with which a drained engine has ended
         assert "closed" in str(session.pin_refused)
         await session.aclose()
         with pytest.raises(EngineStoppedError):
-            await session.generate(asked(3))
+            await session.generate(sampling(3))
         session.append([1])
 
     run(main())
@@ -69,8 +69,8 @@ def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
     async def main() -> None:
         async with made.llm as llm:
             session = llm.session(PROMPT)
-            kept = session.stream(asked(1500)) if keeps else None
-            async for event in kept or session.stream(asked(1500)):
+            kept = session.stream(sampling(1500)) if keeps else None
+            async for event in kept or session.stream(sampling(1500)):
                 assert event.new_token_ids
                 break
             if kept is not None:
@@ -83,15 +83,17 @@ def test_whoever_leaves_a_stream_leaves_the_session_free(keeps: bool) -> None:
             session.append([7])
             await until_idle(llm)
             assert list(session.token_ids) == [*PROMPT, 7]
-            other = session.stream(asked(2))
-            async with session.stream(asked(1500)) as stream:
+            other = session.stream(sampling(2))
+            async with session.stream(sampling(1500)) as stream:
                 await anext(stream)
                 with pytest.raises(InvalidParamsError, match="running answer"):
                     await anext(other)  # which must not end what the first one is making
                 with pytest.raises(InvalidParamsError, match="running answer"):
                     session.rollback(1)
             tokens = [
-                token async for event in session.stream(asked(2)) for token in event.new_token_ids
+                token
+                async for event in session.stream(sampling(2))
+                for token in event.new_token_ids
             ]
             assert list(session.token_ids) == [*PROMPT, 7, *tokens]
 
@@ -107,7 +109,7 @@ def test_an_answer_that_is_cancelled_is_not_remembered_whenever_that_is() -> Non
         async with made.llm as llm:
             for turns in range(60):
                 session = llm.session([turns, *PROMPT], pin=True)
-                task = asyncio.create_task(session.generate(asked(3)))
+                task = asyncio.create_task(session.generate(sampling(3)))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
@@ -130,13 +132,13 @@ def test_a_session_that_is_closed_in_the_middle_of_an_answer_pins_nothing() -> N
         async with made.llm as llm:
             session = llm.session(PROMPT, pin=True)
             async with session:
-                stream = session.stream(asked(5))
+                stream = session.stream(sampling(5))
                 await anext(stream)
             async for _ in stream:
                 pass
             assert len(session.token_ids) == 15
             assert not await llm.cache.pins()
-            await session.generate(asked(2))
+            await session.generate(sampling(2))
             assert len(await llm.cache.pins()) == 1
             await session.aclose()
 
@@ -174,13 +176,13 @@ def test_who_gives_up_waiting_for_an_idle_engine_holds_up_nobody() -> None:
 
     async def main() -> None:
         async with made.llm as llm:
-            before = llm.stream(PROMPT, asked(1500))
+            before = llm.stream(PROMPT, sampling(1500))
             await before.accepted()
             ran: list[int] = []
             waiting = asyncio.wrap_future(
                 llm._engine_thread.call_when_idle(lambda core: ran.append(1))
             )
-            held = asyncio.create_task(llm.generate(PROMPT[::-1], asked(2)))
+            held = asyncio.create_task(llm.generate(PROMPT[::-1], sampling(2)))
             await made.gate.arrive()
             await asyncio.sleep(0)
             waiting.cancel()
@@ -200,7 +202,7 @@ def test_draining_tells_when_somebody_else_has_ended_it() -> None:
 
     async def main() -> None:
         llm = made.llm
-        task = asyncio.create_task(llm.generate(PROMPT, asked(1500)))
+        task = asyncio.create_task(llm.generate(PROMPT, sampling(1500)))
         await made.gate.arrive()
         drained = asyncio.create_task(llm.drain())
         await asyncio.sleep(0)
@@ -235,7 +237,7 @@ def test_an_abort_tells_the_end_of_every_answer() -> None:
 
     async def main() -> None:
         async with made.llm as llm:
-            stream = llm.stream(PROMPT, asked(1500, n=3))
+            stream = llm.stream(PROMPT, sampling(1500, n=3))
             request_id = await stream.accepted()
             ends: list[tuple[int, bool]] = []
             async for event in stream:
@@ -255,7 +257,7 @@ def test_an_event_loop_that_is_closed_before_it_looks_holds_nothing() -> None:
     """The engine aborts a request whose event loop was closed with events undelivered."""
     made = AsyncBench()
     loop = asyncio.new_event_loop()
-    stream = made.llm.stream(PROMPT, asked(1500))
+    stream = made.llm.stream(PROMPT, sampling(1500))
     loop.run_until_complete(stream.accepted())
     core = made.bench.core
     limit_s = time.monotonic() + LIMIT_S
@@ -279,14 +281,17 @@ def test_a_stream_that_another_task_closes_lets_its_reader_go() -> None:
     async def main() -> None:
         async with made.llm as llm:
             session = llm.session(PROMPT)
-            for stream in (session.stream(asked(1500)), llm.stream(PROMPT[::-1], asked(1500))):
+            for stream in (
+                session.stream(sampling(1500)),
+                llm.stream(PROMPT[::-1], sampling(1500)),
+            ):
                 reader = asyncio.create_task(anext(stream, None))
                 await made.gate.arrive()
                 await stream.aclose()
                 assert await asyncio.wait_for(reader, LIMIT_S) is None
                 made.gate.allowed.release()
             session.append([1])
-            early = llm.stream(PROMPT, asked(1500))
+            early = llm.stream(PROMPT, sampling(1500))
             reader = asyncio.create_task(anext(early, None))
             await asyncio.sleep(0)
             await early.aclose()
@@ -316,7 +321,7 @@ def test_a_session_belongs_to_its_answer_until_that_is_pinned() -> None:
                 begun.clear()
                 go.clear()
                 before = session.token_ids
-                stream = session.stream(asked(1))
+                stream = session.stream(sampling(1))
                 reader = asyncio.create_task(anext(stream))
                 await begun.wait()
                 await stream.aclose()
@@ -342,7 +347,7 @@ def test_an_abort_tells_the_text_that_was_kept_back() -> None:
 
     async def main() -> None:
         async with made.llm as llm:
-            stream = llm.stream(PROMPT, asked(1500, n=2, stop="C@@"))
+            stream = llm.stream(PROMPT, sampling(1500, n=2, stop="C@@"))
             request_id, texts = await stream.accepted(), ["", ""]
             for _ in range(4):
                 await made.gate.arrive()
@@ -368,7 +373,7 @@ def test_two_tasks_that_wait_for_one_stream_make_one_request() -> None:
 
     async def main() -> None:
         async with made.llm as llm:
-            stream = llm.stream(PROMPT, asked(1500))
+            stream = llm.stream(PROMPT, sampling(1500))
             submit, submitted = stream._submit, list[bool]()
 
             async def slowly(is_whole: bool) -> Any:
@@ -380,7 +385,7 @@ def test_two_tasks_that_wait_for_one_stream_make_one_request() -> None:
             await asyncio.gather(stream.accepted(), anext(stream))
             assert len(submitted) == 1
             await stream.aclose()
-            left = llm.stream(PROMPT, asked(1500))
+            left = llm.stream(PROMPT, sampling(1500))
             left._submit = slowly
             first, second = asyncio.create_task(left.accepted()), asyncio.create_task(anext(left))
             await asyncio.sleep(0)
@@ -406,10 +411,10 @@ def test_a_session_that_is_interrupted_while_it_pins_is_as_before(
     with monkeypatch.context() as patch:
         patch.setattr(type(llm.cache), "pin", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            session.generate(asked(3))
+            session.generate(sampling(3))
 
     assert list(session.token_ids) == PROMPT
-    assert list(session.generate(asked(3)).token_ids) == expected(PROMPT, 3, ends=())
+    assert list(session.generate(sampling(3)).token_ids) == expected(PROMPT, 3, ends=())
 
 
 def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
@@ -418,15 +423,15 @@ def test_who_left_while_weights_are_reloaded_takes_no_place() -> None:
 
     async def main() -> None:
         async with made.llm as llm:
-            running = asyncio.create_task(llm.generate(PROMPT, asked(3)))
+            running = asyncio.create_task(llm.generate(PROMPT, sampling(3)))
             await made.gate.arrive()
             idle = asyncio.wrap_future(llm._engine_thread.call_when_idle(lambda core: None))
-            held = [asyncio.create_task(llm.generate([i, 5], asked(1))) for i in range(2)]
+            held = [asyncio.create_task(llm.generate([i, 5], sampling(1))) for i in range(2)]
             await asyncio.sleep(0.05)
             for task in held:
                 task.cancel()
             await asyncio.gather(*held, return_exceptions=True)
-            last = asyncio.create_task(llm.generate([9, 5], asked(1)))
+            last = asyncio.create_task(llm.generate([9, 5], sampling(1)))
             await asyncio.sleep(0.05)
             made.gate.open()
             await idle

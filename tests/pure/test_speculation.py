@@ -195,7 +195,7 @@ class Always:
 
     def __init__(self, count: int, right: int) -> None:
         self.count, self.right = count, right
-        self.told: list[int] = []
+        self.accepted_counts: list[int] = []
 
     def propose(self, running: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
         yield from [
@@ -212,7 +212,7 @@ class Always:
         )
 
     def verified(self, request: Request, num_accepted: int) -> None:
-        self.told.append(num_accepted)
+        self.accepted_counts.append(num_accepted)
 
 
 def test_what_was_accepted_is_told_as_it_was() -> None:
@@ -223,7 +223,7 @@ def test_what_was_accepted_is_told_as_it_was() -> None:
 
     bench.run()
 
-    assert drafter.told == [2, 2, 2, 2]
+    assert drafter.accepted_counts == [2, 2, 2, 2]
 
 
 def test_guesses_behind_the_end_do_not_count() -> None:
@@ -237,7 +237,7 @@ def test_guesses_behind_the_end_do_not_count() -> None:
     outputs = bench.run()
 
     assert outputs[request_id].token_ids[-1] == stop
-    assert drafter.told == [len(outputs[request_id].token_ids) - 1]
+    assert drafter.accepted_counts == [len(outputs[request_id].token_ids) - 1]
     bench.assert_nothing_leaked()
 
 
@@ -245,7 +245,7 @@ def test_guesses_behind_the_end_do_not_count() -> None:
 def test_texts_stops_and_log_probabilities_are_those_without_guesses(n: int) -> None:
     """Speculation changes no text, stop, token or log probability of an output."""
 
-    def asked(speculative: str) -> list[RequestOutput]:
+    def generate(speculative: str) -> list[RequestOutput]:
         bench = Bench(speculative=speculative, next_token=lambda context: (len(context) * 7) % 5)
         for params in (
             {"stop": ["HAHC"], "logprobs": 2},
@@ -261,7 +261,7 @@ def test_texts_stops_and_log_probabilities_are_those_without_guesses(n: int) -> 
         bench.assert_nothing_leaked()
         return [bench.outputs[request_id] for request_id in sorted(bench.outputs)]
 
-    for without, guessed in zip(asked("off"), asked("auto"), strict=True):
+    for without, guessed in zip(generate("off"), generate("auto"), strict=True):
         assert guessed.completions == without.completions
         assert guessed.prompt_logprobs == without.prompt_logprobs
 

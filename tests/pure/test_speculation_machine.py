@@ -58,7 +58,7 @@ class Guessing(RuleBasedStateMachine):
             fail_at=fails,
         )
         self.bench.device.vocab_size = VOCAB
-        self.asked: dict[int, tuple[list[int], dict[str, Any]]] = {}
+        self.requests: dict[int, tuple[list[int], dict[str, Any]]] = {}
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -74,7 +74,7 @@ class Guessing(RuleBasedStateMachine):
         if seed is not None:
             params |= {"temperature": 1.0, "seed": seed}
         prompt = [*stem, *tail]
-        self.asked[self.bench.add(prompt, **params)] = (prompt, params)
+        self.requests[self.bench.add(prompt, **params)] = (prompt, params)
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -108,7 +108,7 @@ class Guessing(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         outputs = self.bench.run()
-        for request_id, (prompt, params) in self.asked.items():
+        for request_id, (prompt, params) in self.requests.items():
             for index, completion in enumerate(outputs[request_id].completions):
                 seed = params.get("seed")
                 num_new = min(params["max_tokens"], 60 - len(prompt))
