@@ -85,7 +85,7 @@ class RequestContext:
             self.service.unknown_fields.report(names, self.request.url.path)
         return value
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """Read the body; its bytes count in the tenant's budget until the request ends.
 
         Raises:

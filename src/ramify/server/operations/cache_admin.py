@@ -177,7 +177,7 @@ async def explain(context: RequestContext) -> Response:
 
 
 def parse_any_request(
-    service: Service, body: bytes, is_anthropic: bool, tenant: str
+    service: Service, body: bytes | bytearray, is_anthropic: bool, tenant: str
 ) -> tuple[RenderedPrompt, str]:
     """The prompt and the salt of a request of any API, told apart by its fields.
 
