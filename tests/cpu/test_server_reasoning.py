@@ -364,6 +364,11 @@ def test_options_reach_the_template() -> None:
         ), options
 
 
+# As DeepSeek V3.2's, whose user turn ends with the answer's header.
+EARLY = THINKING_TEMPLATE.replace(
+    "{{- '<|end|>' -}}\n{%- endfor -%}",
+    "{{- '<|end|>' + ('<|assistant|><think>' if message.role == 'user' else '') -}}\n{%- endfor -%}",
+).replace("{{- '<|assistant|>' -}}", "")
 OPENING = THINKING_TEMPLATE.replace("{{- '<|assistant|>' -}}", "{{- '<|assistant|><think>' -}}")
 
 
@@ -372,6 +377,7 @@ OPENING = THINKING_TEMPLATE.replace("{{- '<|assistant|>' -}}", "{{- '<|assistant
     [
         (OPENING, "Who?", "Hm.</think>Ann.", "Hm.", "Ann."),
         (OPENING, "Who?", "Hm.", "Hm.", ""),
+        (EARLY, "Who is <think>?", "Hm.</think>Ann.", "Hm.", "Ann."),
         (THINKING_TEMPLATE, "What is <think>?", "Hm.", None, "Hm."),
     ],
 )

@@ -156,6 +156,10 @@ class PromptRenderer:
             else self._extend_known(prefix, text, tenant)
         )
         spans = list(_locate_parts(text, parts))
+        if add_generation_prompt and spans and not continue_final_message:
+            # A template may write the header of the answer's turn behind each message of the user.
+            _, start, end = spans[-1]
+            turn_opening = text[end:] if end > start else turn_opening
         offsets = {offset for _, start, end in spans for offset in (start, end)}
         # the number of whole tokens before each offset
         num_tokens = {
