@@ -421,3 +421,18 @@ def test_a_call_that_is_cut_off_keeps_its_beginning() -> None:
     assert response["status"] == "incomplete"
     assert response["output"][-1]["status"] == "incomplete"
     assert response["output"][-1]["arguments"] == '{"city": "R'
+
+
+def test_a_prefill_may_open_the_reasoning() -> None:
+    """An answer that continues an open thought begins as reasoning."""
+    prefill = {"role": "assistant", "content": "<think>Hm"}
+
+    async def main() -> Any:
+        bench = Thinker(". So.</think>Ann.")
+        async with bench.running():
+            body = {"messages": [QUESTION, prefill], "continue_final_message": True}
+            return (await bench.post("/v1/chat/completions", body | {"max_tokens": 99})).json
+
+    message = run(main())["choices"][0]["message"]
+
+    assert (message["reasoning_content"], message["content"]) == (". So.", "Ann.")
