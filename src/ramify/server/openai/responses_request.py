@@ -235,7 +235,7 @@ def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     if text_format.type == "json_object":
         return ResponseFormat("json_object")
-    schema = JsonSchema(text_format.name, text_format.schema or {})
+    schema = JsonSchema(text_format.name, text_format.schema or {}, strict=text_format.strict)
     return ResponseFormat("json_schema", schema)
 
 
