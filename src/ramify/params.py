@@ -23,6 +23,7 @@ __all__ = [
     "CacheReport",
     "Completion",
     "FinishReason",
+    "FreeText",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -30,6 +31,46 @@ __all__ = [
     "TokenLogprob",
     "Usage",
 ]
+
+
+# A part of the output that is looked for: texts, and ids of special tokens, in their order.
+Mark = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeText:
+    """The parts of an output that its format, called grammar here, leaves free: before a trigger, and between two.
+
+    Args:
+        triggers: the output follows the grammar from the token on in which one of these begins.
+            The grammar describes the text of that token and of all after it.
+        resumes: where the grammar may end, the output is free again until the next trigger; False:
+            it follows the grammar to the end of the answer.
+        begins_after: the output follows the grammar from the token on that comes after a trigger.
+        must_trigger: the answer must not end before a trigger.
+        ignored: begins and ends of parts in which triggers do not count, as of reasoning.
+        starts_ignored: the output begins inside of such a part.
+
+    Raises:
+        InvalidParamsError: there is no trigger, or one is empty.
+    """
+
+    triggers: tuple[Mark, ...]
+    resumes: bool = False
+    begins_after: bool = False
+    must_trigger: bool = False
+    ignored: tuple[tuple[Mark, ...], tuple[Mark, ...]] = ((), ())
+    starts_ignored: bool = False
+
+    def __post_init__(self) -> None:
+        begins, ends = self.ignored
+        marks = (*self.triggers, *begins, *ends)
+        if not self.triggers or not all(
+            mark and all(part != "" for part in mark) for mark in marks
+        ):
+            raise InvalidParamsError("triggers", marks, "at least one, none of them empty")
+        if (begins or self.starts_ignored) and not ends:
+            raise InvalidParamsError("ignored", self.ignored, "without begins, or with an end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +83,7 @@ class StructuredOutput:
         regex: matches the whole output (Rust's syntax: no look-around, no back references).
         grammar: a context-free grammar, in Lark's EBNF with a rule `start`, or GBNF with `root`.
         choice: the output is one of these texts.
+        free_text: the parts of the output that do not follow the format.
 
     Raises:
         InvalidParamsError: none or several are given, or one is malformed, too long or too deep.
@@ -52,6 +94,7 @@ class StructuredOutput:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
+    free_text: FreeText | None = None
 
     def __post_init__(self) -> None:
         if self.json_object not in (True, False):
@@ -79,10 +122,17 @@ class StructuredOutput:
                 num_bytes = len(text.encode())
             except UnicodeEncodeError as error:
                 raise InvalidParamsError(given[0], text[error.start], "Unicode text") from None
-            if num_bytes > MAX_FORMAT_BYTES:
+            limit = MAX_GRAMMAR_BYTES if given[0] == "grammar" else MAX_FORMAT_BYTES
+            if num_bytes > limit:
                 raise InvalidParamsError(
-                    given[0], f"{num_bytes} bytes", f"at most {MAX_FORMAT_BYTES} bytes: simplify it"
+                    given[0], f"{num_bytes} bytes", f"at most {limit} bytes: simplify it"
                 )
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of its texts, as a measure of what it takes to keep it."""
+        texts = (self.json_schema, self.regex, self.grammar, *(self.choice or ()))
+        return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _is_deep(schema: object) -> bool:
@@ -300,7 +350,8 @@ MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
 MAX_BIAS = 100.0  # the OpenAI API's limit
 MAX_PENALTY = 2.0  # the OpenAI API's limit
 REPETITION_PENALTIES = (0.01, 100.0)  # float32 may overflow outside; usual are 1 to 1.5
-MAX_FORMAT_BYTES = 65536  # of a schema, grammar, regex or list of choices, as UTF-8
+MAX_FORMAT_BYTES = 65536  # of a schema, regex or list of choices, as UTF-8
+MAX_GRAMMAR_BYTES = 262_144  # calls of 128 tools take about 100 kB
 MAX_FORMAT_DEPTH = 64  # of objects and lists in a JSON schema
 
 

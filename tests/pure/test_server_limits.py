@@ -17,7 +17,7 @@ from tests.pure.server_bench import Answer, ServerBench, chat, run
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-LARGE = {"type": "object", "description": "x" * 70000}
+LARGE = {"type": "object", "const": {"a": "x" * 70000}}
 LARGE_FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": LARGE}}
 
 BEYOND: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -26,11 +26,13 @@ class GrammarMatcher(Protocol):
             DeadEndError: no token may follow, but the grammar is not complete.
         """
 
-    def token_bitmasks(self, output_ids: Sequence[int], draft: Sequence[int]) -> list[TokenBitmask]:
+    def token_bitmasks(
+        self, output_ids: Sequence[int], draft: Sequence[int]
+    ) -> Sequence[TokenBitmask | None]:
         """Tokens allowed after the output, and after each draft token that is itself allowed.
 
         Returns:
-            1 to 1 + len(draft) masks.
+            1 to 1 + len(draft) masks; None allows every token.
         """
 
 
@@ -77,12 +79,23 @@ class LogitsTransform:
     stop_token_ids: NDArray[np.int64]
     num_rows_without_stop: int  # the first rows, in which stop tokens are forbidden (min_tokens)
     # One per row. If there are fewer than rows, the rows after them cannot be reached.
-    token_bitmasks: tuple[TokenBitmask, ...] | None
+    token_bitmasks: tuple[TokenBitmask | None, ...] | None
 
     @property
     def num_rows(self) -> int:
         """Number of rows that tokens can be drawn from."""
         return len(self.draft) + 1 if self.token_bitmasks is None else len(self.token_bitmasks)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether `apply` changes nothing, in any row."""
+        return (
+            self.token_counts is None
+            and not len(self.bias_ids)
+            and not self.num_rows_without_stop
+            and all(mask is None for mask in self.token_bitmasks or ())
+            and self.num_rows == len(self.draft) + 1
+        )
 
     def apply(self, logits: NDArray[np.float32], row: int) -> NDArray[np.float32]:
         """Transformed logits [vocab_size] of row `row`, a new array; -inf forbids a token."""
@@ -97,8 +110,9 @@ class LogitsTransform:
             penalties = params.presence_penalty * (seen.counts > 0)
             penalties += params.frequency_penalty * seen.counts
             logits[seen.ids] = scores - penalties.astype(np.float32)
-        if self.token_bitmasks is not None:
-            allowed = np.unpackbits(self.token_bitmasks[row], count=len(logits), bitorder="little")
+        mask = None if self.token_bitmasks is None else self.token_bitmasks[row]
+        if mask is not None:
+            allowed = np.unpackbits(mask, count=len(logits), bitorder="little")
             logits[allowed == 0] = -np.inf
         if row < self.num_rows_without_stop:
             stop_logits = logits[self.stop_token_ids]
@@ -168,7 +182,7 @@ class LogitsProcessor:
             return True
         if self._allowed is not None:
             mask = self._matcher.token_bitmasks(output_ids, ())[0]
-            if not np.bitwise_and(mask, self._allowed).any():
+            if mask is not None and not np.bitwise_and(mask, self._allowed).any():
                 raise DeadEndError(len(output_ids), "allowed_token_ids has none of those possible")
         return False
 
@@ -178,18 +192,21 @@ class LogitsProcessor:
             self._token_counts = self._token_counts.plus(
                 output_ids[self._token_counts.num_output :]
             )
-        masks: tuple[TokenBitmask, ...] | None = None
+        masks: tuple[TokenBitmask | None, ...] | None = None
         if self._matcher is not None:
             try:
                 masks = tuple(self._matcher.token_bitmasks(output_ids, draft))
             except DeadEndError:  # Ctrl-C cut `advance` off; only this request's step fails
                 masks = (np.zeros(self._num_bitmask_bytes, np.uint8),)
             if self._allowed is not None:
-                masks = tuple(np.bitwise_and(mask, self._allowed) for mask in masks)
+                limited = [
+                    self._allowed if mask is None else np.bitwise_and(mask, self._allowed)
+                    for mask in masks
+                ]
                 # Draw nothing after a draft token that leads to a dead end; if it is accepted,
                 # `advance` raises the error.
-                dead_ends = (row for row, mask in enumerate(masks) if row and not mask.any())
-                masks = masks[: next(dead_ends, len(masks))]
+                dead_ends = (row for row, mask in enumerate(limited) if row and not mask.any())
+                masks = tuple(limited[: next(dead_ends, len(limited))])
         elif self._allowed is not None:
             masks = (self._allowed,) * (len(draft) + 1)
         return LogitsTransform(

@@ -112,6 +112,12 @@ class Tokenizer:
         return {token: entry.content for token, entry in added.items() if entry.special}
 
     @property
+    def added_token_texts(self) -> dict[int, str]:
+        """Texts of the tokens that were added to the vocabulary, special or not."""
+        added = self._core.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items()}
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` has a template."""
         return self._chat_templates.default is not None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import SamplingParams
+from ramify.server.answer_constraint import CallChoice, OfferedTool, schema_format
 from ramify.server.anthropic.protocol import (
     Block,
     CacheControl,
@@ -33,7 +34,6 @@ from ramify.server.prompt_renderer import (
 from ramify.server.reasoning_options import THINKING_TYPES, ReasoningOptions
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
 # Some agents begin their system prompt with this line. It ends in a number that differs in every
 # request, so nothing after it would hit the cache.
@@ -49,9 +49,12 @@ def messages_to_generation(
         ApiError, RequestError: it cannot be served.
     """
     history_entry = render_messages(request, service, tenant)
-    structured = None
+    warnings: list[str] = []
+    answer_format = None
     if request.output_config is not None and request.output_config.format is not None:
-        structured = StructuredOutput(json_schema=request.output_config.format.schema)
+        schema = request.output_config.format.schema
+        where = "output_config.format.schema"
+        answer_format = schema_format(schema, where, warnings, strict=False)
     choice, tools = request.tool_choice or ToolChoice("auto"), _template_tools(request)
     forces_call = choice.type in ("any", "tool")
     if forces_call:
@@ -60,7 +63,16 @@ def messages_to_generation(
         names = [tool["function"]["name"] for tool in tools]
         if choice.type == "tool" and choice.name not in names:
             raise ApiError(400, f"{choice.name!r} is not among {names}", param="tool_choice.name")
-        structured = tool_call_schema(tools, choice.name if choice.type == "tool" else None)
+    single_call = bool(choice.disable_parallel_tool_use)
+    name = choice.name if choice.type == "tool" else None
+    structured = service.constraint(
+        OfferedTool.of(tools),
+        CallChoice(is_forced=forces_call, name=name, is_single=single_call),
+        history_entry.prompt,
+        tenant,
+        answer_format=answer_format,
+        warnings=warnings,
+    )
     params = SamplingParams(
         **sampling_filters(request.temperature, request.top_k, request.top_p),
         max_tokens=max(1, request.max_tokens),
@@ -74,8 +86,8 @@ def messages_to_generation(
         priority=request.priority,
         is_prewarm=request.max_tokens == 0,
         is_chat=True,
+        warnings=tuple(warnings),
     )
-    single_call = bool(choice.disable_parallel_tool_use)
     return with_output_parser(
         generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )

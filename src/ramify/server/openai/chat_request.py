@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.answer_constraint import CallChoice, OfferedTool
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.http.wire import encode_json
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
     compared_options,
@@ -43,7 +45,6 @@ from ramify.server.reasoning_options import (
 )
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
 # Content parts that are reasoning, not text of the message.
 REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
@@ -101,12 +102,20 @@ def chat_to_generation(
     if request.logprobs:
         others["logprobs"] = request.top_logprobs or 0
     forces_call = request.tool_choice not in (None, "auto", "none")
-    if forces_call:
-        if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        others["structured"] = tool_call_schema(
-            tools, chosen_tool(request.tool_choice, request.tools)
-        )
+    if forces_call and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    warnings = list(unserved_content(request.messages, names))
+    single_call = request.parallel_tool_calls is False
+    name = chosen_tool(request.tool_choice, request.tools)
+    choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
+    others["structured"] = service.constraint(
+        OfferedTool.of(tools),
+        choice,
+        prompt,
+        tenant,
+        answer_format=answer_format(request, warnings),
+        warnings=warnings,
+    )
     limit = request.max_completion_tokens or request.max_tokens
     history_entry = HistoryEntry(
         model=model,
@@ -125,9 +134,8 @@ def chat_to_generation(
         is_prewarm=request.is_prewarm,
         is_chat=True,
         is_remembered=request.store is not False,
-        warnings=tuple(unserved_content(request.messages, names)),
+        warnings=tuple(warnings),
     )
-    single_call = request.parallel_tool_calls is False
     return with_output_parser(
         generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )

@@ -10,6 +10,7 @@ from ramify.outputs import RequestOutput, TokenLogprob
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, GenerationRequest, total_usage
 from ramify.server.http.wire import convert_value
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.chat_response import (
     FINISH_REASONS,
     MIN_LOGPROB,
@@ -49,8 +50,10 @@ def completion_to_generations(
         limit = 1
     if limit == 0 and not request.echo:
         raise ApiError(400, "max_tokens is 0, which needs echo: true", param="max_tokens")
+    warnings: list[str] = []
     params = sampling_params(
         request,
+        structured=answer_format(request, warnings),
         max_tokens=max(1, limit),
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
@@ -88,6 +91,7 @@ def completion_to_generations(
                 salt=request.cache_salt or "",
                 priority=request.priority,
                 is_prewarm=request.is_prewarm,
+                warnings=tuple(warnings),
             )
         )
     return generation_requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ramify.params import SamplingParams, StructuredOutput
+from ramify.params import SamplingParams
 from ramify.server.errors import ApiError
 from ramify.server.generation import Generation, sampling_filters
 from ramify.server.openai.protocol import ChatRequest, PromptCacheOptions, Sampling
@@ -26,7 +26,7 @@ REPORTED_KINDS = (
 
 
 def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any) -> SamplingParams:
-    """The sampling parameters of a request; `others` win over its response format.
+    """The sampling parameters of a request, and `others`.
 
     Raises:
         ApiError, InvalidParamsError: a value is out of range, or two exclude each other.
@@ -51,38 +51,8 @@ def sampling_params(request: Sampling, *, max_tokens: int | None, **others: Any)
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=request.repetition_penalty or 1.0,
         logit_bias=bias,
-        **{"structured": structured_output(request), **others},
+        **others,
     )
-
-
-def structured_output(request: Sampling) -> StructuredOutput | None:
-    """The grammar that the answer must match; None if the request has none.
-
-    Raises:
-        ApiError: it has more than one.
-    """
-    grammars: list[StructuredOutput] = []
-    response_format = request.response_format
-    if response_format is not None and response_format.type == "json_schema":
-        if response_format.json_schema is None:
-            raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
-        grammars.append(StructuredOutput(json_schema=response_format.json_schema.schema))
-    elif response_format is not None and response_format.type == "json_object":
-        grammars.append(StructuredOutput(json_object=True))
-    if request.regex is not None:
-        grammars.append(StructuredOutput(regex=request.regex))
-    if request.grammar is not None:
-        grammars.append(StructuredOutput(grammar=request.grammar))
-    if request.choice is not None:
-        grammars.append(StructuredOutput(choice=tuple(request.choice)))
-    if len(grammars) > 1:
-        raise ApiError(
-            400,
-            f"{len(grammars)} forms of the answer were asked for; one of response_format, regex, "
-            "grammar and choice is possible",
-            param="response_format",
-        )
-    return grammars[0] if grammars else None
 
 
 def breakpoint_ttl_s(request: Sampling) -> float:

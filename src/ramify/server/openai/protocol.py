@@ -122,6 +122,24 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of `json_object`
+
+
+Schema = dict[str, Any] | str  # a JSON schema, or its text
+Regex = Annotated[str, Meta(max_length=16384)]
+Grammar = Annotated[str, Meta(max_length=65536)]
+Choices = Annotated[list[str], Meta(max_length=1024)]
+
+
+class StructuredOutputs(Struct):
+    """The format of an answer, in vLLM's words."""
+
+    json: Schema | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
 
 
 class StreamOptions(Struct):
@@ -152,9 +170,17 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
-    regex: Annotated[str, Meta(max_length=16384)] | None = None
-    grammar: Annotated[str, Meta(max_length=65536)] | None = None
-    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    regex: Regex | None = None
+    grammar: Grammar | None = None
+    choice: Choices | None = None
+    # The same in the words of vLLM (the next five), SGLang and llama.cpp.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    ebnf: Grammar | None = None
     response_format: ResponseFormat | None = None
     # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None
