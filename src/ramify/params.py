@@ -48,7 +48,7 @@ class FreeText:
             it follows the grammar to the end of the answer.
         begins_after: the output follows the grammar from the token on that comes after a trigger.
         must_trigger: the answer must not end before a trigger.
-        ignored: begin and end of a part in which triggers do not count, as of reasoning.
+        ignored: begins and ends of parts in which triggers do not count, as of reasoning.
         starts_ignored: the output begins inside of such a part.
 
     Raises:
@@ -59,17 +59,18 @@ class FreeText:
     resumes: bool = False
     begins_after: bool = False
     must_trigger: bool = False
-    ignored: tuple[Mark, Mark] | None = None
+    ignored: tuple[tuple[Mark, ...], tuple[Mark, ...]] = ((), ())
     starts_ignored: bool = False
 
     def __post_init__(self) -> None:
-        marks = (*self.triggers, *(self.ignored or ()))
+        begins, ends = self.ignored
+        marks = (*self.triggers, *begins, *ends)
         if not self.triggers or not all(
             mark and all(part != "" for part in mark) for mark in marks
         ):
             raise InvalidParamsError("triggers", marks, "at least one, none of them empty")
-        if self.starts_ignored and self.ignored is None:
-            raise InvalidParamsError("starts_ignored", True, "False, as nothing is ignored")
+        if (begins or self.starts_ignored) and not ends:
+            raise InvalidParamsError("ignored", self.ignored, "without begins, or with an end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from ramify.server.openai.responses_items import carried_reasoning
+from ramify.server.openai.opaque_text import encode_opaque
 from tests.pure.server_bench import ServerBench
 
 # Reads reasoning as Qwen3's template does: kept after the last question, dropped before it.
@@ -253,7 +253,7 @@ HISTORIES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         "/v1/responses",
         RESPONSES,
         [
-            {"type": "reasoning", "summary": [], "encrypted_content": carried_reasoning(THOUGHT)},
+            {"type": "reasoning", "summary": [], "encrypted_content": encode_opaque(THOUGHT)},
             *ITEMS_AFTER,
         ],
     ),

@@ -3,17 +3,21 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ramify.engine.text.tokenizer import Tokenizer
+from ramify.errors import PromptTooLongError
 from ramify.server.errors import ApiError
 from ramify.server.http.body_budget import BodyBudget, BodyReservation
 from ramify.server.prompt_jobs import AbandonedError, FairQueue, PromptWorkers, stop_if_abandoned
+from ramify.server.prompt_renderer import PromptPart, _locate_parts
 from ramify.server.tenants import ApiKeys, Caller, Quota, hash_key
-from tests.pure.server_bench import Answer, ServerBench, chat, run
+from tests.pure.server_bench import TINY, Answer, ServerBench, chat, run
 
 TENANTS = ("ann", "bob", "cat")
 MAX_RUNNING = 2
@@ -271,8 +275,12 @@ def test_a_large_body_that_is_refused_is_charged() -> None:
         async with ServerBench(keys=keys).running() as bench:
             answer = await bench.post("/v1/chat/completions", chat("x" * 320_000), "ann")
             assert answer.status == 400
-            assert bench.service.quotas._usage["ann"].allowance == pytest.approx(-10_000, abs=100)
             assert bench.server.bodies.num_bytes == 0
+            refused = await bench.post("/v1/chat/completions", chat("x"), "ann")
+            assert refused.status == 429
+            assert (
+                60 <= int(refused.headers["retry-after"]) <= 70
+            )  # 20,000 tokens at 10,000 a minute
 
     run(main())
 
@@ -309,3 +317,64 @@ def test_a_field_that_is_not_served_may_be_empty(value: str) -> None:
     empty, given = run(main())
     assert (empty.status, given.status) == (200, 400)
     assert given.json["error"]["param"] == "functions"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (["x" * 20_000] * 100, "100 prompts with at least"),
+        ([[5] * 2000] * 60, "60 prompts with at least 120000 tokens"),
+        ([[5] * 2049], "2049 tokens"),
+        ("x" * 26_625, "26625 bytes"),  # the longest token of the vocabulary has 13
+        (["x" * 20_000, "\ud7ff" * 8000], "20000 tokens"),
+    ],
+)
+def test_prompts_beyond_context_and_queue_are_refused_early(prompt: object, words: str) -> None:
+    """Before they are tokenised, or after the first that is too long; the error says the number."""
+
+    async def main() -> Answer:
+        async with ServerBench().running() as bench:
+            assert bench.service.tokenizer.max_token_bytes == 13
+            return await bench.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+
+    answer = run(main())
+    assert answer.status == 400
+    assert words in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["a" * 101, "<|end|>" * 30])
+def test_a_text_with_too_many_tokens_has_no_offsets(text: str) -> None:
+    """The error comes before lists of as many Python objects are made, for escaped text as well."""
+    tokenizer = Tokenizer.load(TINY)
+    escaped = tokenizer.escape_special_tokens(text)
+    num_tokens = len(tokenizer.encode_with_offsets(escaped)[0])
+
+    assert len(tokenizer.encode_with_offsets(escaped, num_tokens)[0]) == num_tokens
+    with pytest.raises(PromptTooLongError) as error:
+        tokenizer.encode_with_offsets(escaped, num_tokens - 1)
+    assert (error.value.num_tokens, error.value.limit) == (num_tokens, num_tokens - 1)
+
+
+class SearchedText(str):  # noqa: SLOT000 - it counts
+    """A text that counts the characters in which something was looked for."""
+
+    num_searched = 0
+
+    def find(self, *args: Any) -> int:
+        place = super().find(*args)
+        self.num_searched += (len(self) if place < 0 else place) - args[1]
+        return place
+
+
+def test_fields_that_the_template_left_out_are_not_searched_for_without_end() -> None:
+    """All are located while that takes no more than some passes over the text; then none."""
+    text = SearchedText("x" * 10_000_000 + "end")
+    parts = [PromptPart(f"messages[{at}]", ("missing", "absent")) for at in range(1000)]
+
+    spans = list(_locate_parts(text, [*parts, PromptPart("end", ("end",))]))
+
+    assert len(spans) == 1001
+    assert all(start == end for _, start, end in spans)
+    assert text.num_searched <= 650_000_000
+    short = list(_locate_parts("x" * 1000 + "end", [*parts, PromptPart("end", ("end",))]))
+    assert short[-1][1:] == (1000, 1003)

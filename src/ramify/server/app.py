@@ -209,13 +209,13 @@ def allowed_methods(request: Request) -> set[str]:
     return methods
 
 
-def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
-    """The request's id in a header, or in two: Anthropic's clients read another."""
-    name = request_id(request)
-    return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})
-
-
 def _is_anthropic(request: Request) -> bool:
     """Whether errors at a request's path have Anthropic's form."""
     is_messages = request.url.path.startswith(("/v1/messages", "/messages"))
     return is_messages or VERSION_HEADER in request.headers
+
+
+def _id_headers(request: Request, is_anthropic: bool) -> dict[str, str]:
+    """The request's id in a header, or in two: Anthropic's clients read another."""
+    name = request_id(request)
+    return {"x-request-id": name} | ({"request-id": name} if is_anthropic else {})

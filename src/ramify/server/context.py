@@ -85,7 +85,7 @@ class RequestContext:
             self.service.unknown_fields.report(names, self.request.url.path)
         return value
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """Read the body; its bytes count in the tenant's budget until the request ends.
 
         Raises:
@@ -192,7 +192,9 @@ class RequestContext:
             await generation.close()
 
 
-def _decode(body: bytes, kind: type[T], unserved: UnservedFields | None) -> tuple[T, list[str]]:
+def _decode(
+    body: bytes | bytearray, kind: type[T], unserved: UnservedFields | None
+) -> tuple[T, list[str]]:
     """The decoded body and the names of its unknown fields."""
     value = decode_body(body, kind)
     return value, [] if unserved is None else unserved.unknown(extra_fields(body, kind))

@@ -22,6 +22,7 @@ from ramify.server.anthropic.protocol import VERSION_HEADER, CountRequest, Messa
 from ramify.server.context import RequestContext
 from ramify.server.health import Readiness
 from ramify.server.http.wire import json_response
+from ramify.server.openai import conversations
 from ramify.server.openai import endpoints as openai
 from ramify.server.openai import responses_endpoints as responses
 from ramify.server.openai.protocol import (
@@ -31,7 +32,14 @@ from ramify.server.openai.protocol import (
     PoolingRequest,
     TokenizeRequest,
 )
-from ramify.server.openai.responses_protocol import ResponsesRequest
+from ramify.server.openai.responses_protocol import (
+    CompactRequest,
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdate,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from ramify.server.operations import cache_admin
 from ramify.server.operations.cache_admin import PinRequest
 
@@ -113,6 +121,7 @@ async def openapi(_: RequestContext) -> Response:
 _open = partial(Endpoint, is_open=True)
 _admin = partial(Endpoint, admin=True)
 _anthropic = partial(Endpoint, dialect="anthropic")
+_PAGE = (("limit", "integer"), ("order", "string"), ("after", "string"))
 _CLEAR = (("prefix", "string"), ("tenant", "string"), ("salt", "string"), ("older_than", "number"))
 
 # fmt: off
@@ -120,8 +129,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/chat/completions", "POST", openai.chat_completions, "Answer a conversation.", ChatRequest, streams=True),
     Endpoint("/v1/completions", "POST", openai.completions, "Continue texts.", CompletionRequest, streams=True),
     Endpoint("/v1/responses", "POST", responses.create_response, "Answer, and store the response.", ResponsesRequest, streams=True),
-    Endpoint("/v1/responses/{name}", "GET", responses.get_response, "A stored response."),
+    Endpoint("/v1/responses/input_tokens", "POST", responses.count_input_tokens, "Count a prompt's tokens.", InputTokensRequest),
+    Endpoint("/v1/responses/compact", "POST", responses.compact_response, "Summarise a conversation.", CompactRequest),
+    Endpoint("/v1/responses/{name}", "GET", responses.get_response, "A stored response, or its events.", streams=True, parameters=(("stream", "boolean"), ("starting_after", "integer"))),
     Endpoint("/v1/responses/{name}", "DELETE", responses.delete_response, "Delete a stored response."),
+    Endpoint("/v1/responses/{name}/cancel", "POST", responses.cancel_response, "400: nothing runs in the background."),
+    Endpoint("/v1/responses/{name}/input_items", "GET", responses.list_input_items, "The items before a response.", parameters=_PAGE),
+    Endpoint("/v1/conversations", "POST", conversations.create_conversation, "Begin a conversation.", ConversationRequest),
+    Endpoint("/v1/conversations/{name}", "GET", conversations.get_conversation, "A conversation."),
+    Endpoint("/v1/conversations/{name}", "POST", conversations.update_conversation, "Replace a conversation's metadata.", ConversationUpdate),
+    Endpoint("/v1/conversations/{name}", "DELETE", conversations.delete_conversation, "Delete a conversation and its items."),
+    Endpoint("/v1/conversations/{name}/items", "GET", conversations.list_items, "A conversation's items.", parameters=_PAGE),
+    Endpoint("/v1/conversations/{name}/items", "POST", conversations.create_items, "Append items.", ConversationItemsRequest),
+    Endpoint("/v1/conversations/{name}/items/{item}", "GET", conversations.get_item, "An item."),
+    Endpoint("/v1/conversations/{name}/items/{item}", "DELETE", conversations.delete_item, "Delete an item."),
     _anthropic("/v1/messages", "POST", anthropic.messages, "Answer, in Anthropic's form.", MessageRequest, streams=True),
     _anthropic("/v1/messages/count_tokens", "POST", anthropic.count_tokens, "Count a prompt's tokens.", CountRequest),
     Endpoint("/v1/models", "GET", model_list.list_models, "The models that are served.", dialect="by_header", parameters=model_list.PAGE_PARAMETERS),

@@ -27,6 +27,7 @@ from ramify.outputs import StepOutput
 from ramify.params import StructuredOutput
 from ramify.server.answer_constraint import AnswerConstraints, CallChoice, OfferedTool
 from ramify.server.cache_miss import CacheMiss, explain_miss
+from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.output_formats.output_format import named
@@ -85,6 +86,7 @@ class Service:
             tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
         )
         self.history = RequestHistory()
+        self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
         self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
@@ -95,7 +97,7 @@ class Service:
             template=tokenizer.chat_template or "",
             special_tokens=tokenizer.special_token_texts.values(),
         )
-        self.constraints = AnswerConstraints(engine, tokenizer)
+        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
@@ -119,7 +121,6 @@ class Service:
             return self.constraints.of_calls(
                 tools,
                 choice,
-                self.output_format,
                 prompt_end=prompt.turn_opening,
                 tenant=tenant,
                 answer_format=answer_format,
@@ -127,9 +128,7 @@ class Service:
             )
         if answer_format is None:
             return None
-        return self.constraints.of_format(
-            answer_format, self.output_format, prompt_end=prompt.turn_opening
-        )
+        return self.constraints.of_format(answer_format, prompt_end=prompt.turn_opening)
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response to a request: as it was sent, or the server's own.

@@ -32,7 +32,7 @@ class Refused:
     neutral: tuple[Any, ...] = ()
     hint: str = "leave it out"
 
-    def accepts(self, value: bytes) -> bool:
+    def accepts(self, value: memoryview) -> bool:
         """Whether a value, as JSON, changes nothing."""
         if len(value) > MAX_VALUE_BYTES:
             return False
@@ -52,7 +52,7 @@ class UnservedFields:
     ignored: frozenset[str] = field(default_factory=frozenset)
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
-    def unknown(self, fields: Mapping[str, bytes | msgspec.Raw]) -> list[str]:
+    def unknown(self, fields: Mapping[str, msgspec.Raw]) -> list[str]:
         """The names of the fields that are neither ignored nor refused.
 
         Args:
@@ -63,7 +63,7 @@ class UnservedFields:
         """
         for name in fields.keys() & self.refused.keys():
             refused = self.refused[name]
-            if not refused.accepts(bytes(fields[name])):
+            if not refused.accepts(memoryview(fields[name])):
                 raise ApiError(400, f"{name} is not served; {refused.hint}", param=name)
         return [name for name in fields if name not in self.ignored and name not in self.refused]
 

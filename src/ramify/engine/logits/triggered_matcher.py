@@ -88,7 +88,7 @@ class MarkFinder:
         """Length of the longest end of the text that a mark begins with."""
         if self._first_chars.isdisjoint(text):
             return 0
-        return max(_partial_len(text, mark) for mark in self._marks)
+        return max((_partial_len(text, mark) for mark in self._marks), default=0)
 
 
 def _partial_len(text: str, mark: str) -> int:
@@ -103,8 +103,8 @@ class TriggeredGrammar:
     start: LLMatcher
     texts: TokenTexts
     free_text: FreeText
-    finder: MarkFinder  # of the triggers, then the begin of what is ignored
-    ignored_end: MarkFinder | None
+    finder: MarkFinder  # of the triggers, then the begins of what is ignored
+    ignored_end: MarkFinder
     first_mask: TokenBitmask | None  # before any text; None: every token is allowed
 
     @classmethod
@@ -112,12 +112,10 @@ class TriggeredGrammar:
         cls, start: LLMatcher, start_mask: TokenBitmask, texts: TokenTexts, free_text: FreeText
     ) -> TriggeredGrammar:
         """A grammar whose matcher `start` allows `start_mask` first."""
-        marks = [texts.of_mark(mark) for mark in free_text.triggers]
-        ignored_end = None
-        if free_text.ignored is not None:
-            begin, end = map(texts.of_mark, free_text.ignored)
-            marks, ignored_end = [*marks, begin], MarkFinder([end])
-        grammar = cls(start, texts, free_text, MarkFinder(marks), ignored_end, None)
+        begins, ends = free_text.ignored
+        finder = MarkFinder([texts.of_mark(mark) for mark in (*free_text.triggers, *begins)])
+        ignored_end = MarkFinder([texts.of_mark(mark) for mark in ends])
+        grammar = cls(start, texts, free_text, finder, ignored_end, None)
         # Only a token that contains a text trigger and more could be wrong as the first.
         is_free = all(isinstance(mark[0], int) for mark in free_text.triggers)
         if is_free or free_text.begins_after:
@@ -234,15 +232,17 @@ class _State:
         self._has_mask = False
         if self._matcher is None:
             return self._consume_free(token)
-        return self._matcher.consume_token(token) and self._resume(token)
+        if not self._matcher.consume_token(token):
+            return False
+        self._resume(token)
+        return True
 
-    def _resume(self, token: int) -> bool:
+    def _resume(self, token: int) -> None:
         """Go back to free text where the grammar may end with this token, if it `resumes`."""
         matcher = self._matcher
         if self._grammar.free_text.resumes and matcher is not None and matcher.is_accepting():
             self._matcher = None
             self._set_tail(self._grammar.finder, self._grammar.texts.of(token), (token,))
-        return True
 
     def _consume_free(self, token: int) -> bool:
         grammar = self._grammar
@@ -250,14 +250,14 @@ class _State:
         tokens = (*self._tail_tokens, token)
         while True:
             finder = grammar.ignored_end if self._is_ignored else grammar.finder
-            assert finder is not None, "only what has an end is ignored"
             place = finder.find(text)
             if place is None:
                 self._set_tail(finder, text, tokens)
                 return True
             index, end = place
             if not self._is_ignored and index < len(grammar.free_text.triggers):
-                return self._begin(tokens)
+                self._begin(tokens)
+                return True
             self._is_ignored = not self._is_ignored
             text, tokens = text[end:], (token,)
 
@@ -271,10 +271,15 @@ class _State:
             num_chars += len(self._grammar.texts.of(tokens[-num_kept]))
         self._tail_tokens = tokens[len(tokens) - num_kept :]
 
-    def _begin(self, tokens: tuple[int, ...]) -> bool:
-        """Enter the grammar with the tokens in which a trigger lies."""
-        self._matcher = self._grammar.start.deep_copy()
+    def _begin(self, tokens: tuple[int, ...]) -> None:
+        """Enter the grammar with the tokens in which a trigger lies.
+
+        If the grammar cannot begin with them, the text goes on free: it had another meaning.
+        """
+        matcher = self._grammar.start.deep_copy()
         self._tail, self._tail_tokens = "", ()
         if self._grammar.free_text.begins_after:
-            return True
-        return self._matcher.consume_tokens(list(tokens)) and self._resume(tokens[-1])
+            self._matcher = matcher
+        elif matcher.consume_tokens(list(tokens)):
+            self._matcher = matcher
+            self._resume(tokens[-1])

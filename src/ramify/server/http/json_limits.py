@@ -43,7 +43,7 @@ class JsonShape:
         return None
 
 
-def check_json_limits(body: bytes) -> None:
+def check_json_limits(body: bytes | bytearray) -> None:
     """Raise ApiError 400 for a body with too many values, or nested too deep."""
     num_brackets = body.count(b"[") + body.count(b"{")
     is_small = (
@@ -56,7 +56,7 @@ def check_json_limits(body: bytes) -> None:
         raise ApiError(400, excess)
 
 
-def json_shape(body: bytes) -> JsonShape:
+def json_shape(body: bytes | bytearray) -> JsonShape:
     """Count brackets and commas outside of strings, and strings.
 
     Exact for JSON; for other bytes some numbers. Vectorised, in slices: numpy releases the

@@ -20,7 +20,7 @@ _FIELD_PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$")
 T = TypeVar("T")
 
 
-def decode_json(body: bytes, kind: type[T]) -> T:
+def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
     """Decode a JSON body, within `json_limits`; a top-level float without fraction is an integer.
 
     Raises:
@@ -41,24 +41,24 @@ def decode_json(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-def extra_fields(body: bytes, kind: type) -> dict[str, msgspec.Raw]:
+def extra_fields(body: bytes | bytearray, kind: type) -> dict[str, msgspec.Raw]:
     """The top-level fields of a valid body that a request type does not have, not decoded."""
     fields = _raw_fields(body.removeprefix(BYTE_ORDER_MARK))
     known = {info.encode_name for info in msgspec.structs.fields(kind)}
     return {name: value for name, value in fields.items() if name not in known}
 
 
-def _raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
+def _raw_fields(body: bytes | bytearray) -> dict[str, msgspec.Raw]:
     return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
 
 
-def _with_integers(body: bytes) -> bytes | None:
+def _with_integers(body: bytes | bytearray) -> bytes | None:
     """The body with top-level `2.0` written as `2`; None if it has none."""
     fields = _raw_fields(body)
     integers = {
         name: msgspec.Raw(match[1])
         for name, value in fields.items()
-        if len(bytes(value)) < 42 and (match := _INTEGRAL.fullmatch(bytes(value)))
+        if (match := _INTEGRAL.fullmatch(memoryview(value)))
     }
     return msgspec.json.encode(fields | integers) if integers else None
 

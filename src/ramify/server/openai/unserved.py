@@ -71,3 +71,13 @@ COMPLETION_FIELDS = UnservedFields(
     ignored=_IGNORED,
     refused=_REFUSED | {"messages": Refused(([],), hint="send them to /v1/chat/completions")},
 )
+RESPONSES_FIELDS = UnservedFields(
+    refused={
+        "max_completion_tokens": Refused(hint="send max_output_tokens"),
+        "max_tokens": Refused(hint="send max_output_tokens"),
+        "messages": Refused(([],), hint="send input"),
+        "n": Refused((1,), hint="send several requests"),
+        "response_format": Refused(hint="send text.format"),
+        "stop": Refused(("", []), hint="send the request to /v1/chat/completions"),
+    },
+)

@@ -26,7 +26,8 @@ from ramify.server.openai.protocol import (
     Name,
 )
 from ramify.server.openai.responses_protocol import ResponsesRequest
-from ramify.server.openai.responses_request import previous_response, response_to_generation
+from ramify.server.openai.responses_request import response_to_generation
+from ramify.server.openai.responses_store import earlier_turns
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
@@ -176,7 +177,7 @@ async def explain(context: RequestContext) -> Response:
 
 
 def parse_any_request(
-    service: Service, body: bytes, is_anthropic: bool, tenant: str
+    service: Service, body: bytes | bytearray, is_anthropic: bool, tenant: str
 ) -> tuple[RenderedPrompt, str]:
     """The prompt and the salt of a request of any API, told apart by its fields.
 
@@ -188,8 +189,9 @@ def parse_any_request(
         request = completion_to_generations(decode_body(body, CompletionRequest), service)[0]
     elif "input" in fields:
         response = decode_body(body, ResponsesRequest)
-        previous = previous_response(response, service, tenant)
-        _, request = response_to_generation(response, previous, service, tenant)
+        earlier = earlier_turns(response, service, tenant)
+        translated = response_to_generation(response, earlier, service, tenant)
+        request = translated.generation_request
     elif is_anthropic or "system" in fields:
         filled = {"model": service.model} | fields
         entry = render_messages(convert_value(filled, CountRequest), service, tenant, [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 
@@ -16,6 +16,7 @@ class Slot(Enum):
     PARAMETERS = auto()  # one after the other, see `ParameterSyntax`
     INDEX = auto()  # of the call, a number
     CALL_ID = auto()  # a JSON string or number
+    TEXT = auto()  # any, up to the text or mark that comes next
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,14 @@ class Delimiter:
     text: str
 
 
-Piece = str | Delimiter | Slot
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """Pieces that may be left out."""
+
+    pieces: tuple[str | Delimiter | Slot, ...]
+
+
+Piece = str | Delimiter | Slot | Maybe
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,8 @@ class ParameterSyntax:
 class CallSyntax:
     """How a family writes calls: `begin call (separator call)* end`.
 
-    `begin`, or `call` without one, begins with a delimiter that marks a call; without a delimiter,
-    only a forced call can be told from text.
+    `begin`, or `call` where that is empty, begins with the mark of a call, up to the first slot. Calls
+    without a mark cannot be told from text until they are complete.
     """
 
     call: tuple[Piece, ...]
@@ -51,8 +59,19 @@ class CallSyntax:
     end: tuple[Piece, ...] = ()
     resumes: bool = False  # text may follow
     parameters: ParameterSyntax | None = None
-    # The syntax is used only with this added token; "": with any tokenizer.
-    tokenizer_has: str = ""
+    before: tuple[Piece, ...] = ()  # what an answer with nothing but calls begins with
+    # The syntax is of models whose chat template contains this.
+    template_has: str = ""
+
+    @property
+    def mark(self) -> tuple[str | Delimiter, ...]:
+        """What marks the begin of a call; empty if nothing does."""
+        mark: list[str | Delimiter] = []
+        for piece in self.begin or self.call:
+            if not isinstance(piece, str | Delimiter):
+                break
+            mark.append(piece)
+        return tuple(mark) if any(isinstance(piece, Delimiter) for piece in mark) else ()
 
 
 def json_call(name_key: str = "name", arguments_key: str = "arguments") -> tuple[Piece, ...]:
@@ -79,48 +98,68 @@ def _json_list(begin: str, end: str = "") -> CallSyntax:
     )
 
 
-_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR = (
-    Delimiter("<｜tool▁call▁begin｜>"),
-    Delimiter("<｜tool▁sep｜>"),
-)
-_DEEPSEEK_END = Delimiter("<｜tool▁call▁end｜>")
+_ARROW = Delimiter("<｜tool▁sep｜>")
 
 
-def _deepseek(*call: Piece) -> CallSyntax:
+def _deepseek(*call: Piece, template_has: str = "") -> CallSyntax:
     return CallSyntax(
         begin=(Delimiter("<｜tool▁calls▁begin｜>"), _SPACE),
-        call=(_DEEPSEEK_CALL, *call, _DEEPSEEK_END),
+        call=(Delimiter("<｜tool▁call▁begin｜>"), *call, Delimiter("<｜tool▁call▁end｜>")),
         end=(_SPACE, Delimiter("<｜tool▁calls▁end｜>")),
+        template_has=template_has,
     )
 
 
-# Name of a row of `CALL_FORMATS` → how its calls are written, the first that the tokenizer allows.
+def _tagged(mark: str, end: str) -> CallSyntax:
+    """One call between two marks: `<function=f><parameter=key>value</parameter></function>`."""
+    return CallSyntax(
+        (
+            *(Delimiter(mark), _SPACE, "<function=", Slot.NAME, ">", _SPACE, Slot.PARAMETERS),
+            *("</function>", _SPACE, Delimiter(end)),
+        ),
+        resumes=True,
+        parameters=ParameterSyntax("<parameter=", (">",), "</parameter>"),
+    )
+
+
+HERMES = CallSyntax((_TOOL_CALL, _SPACE, *json_call(), _SPACE, _END_TOOL_CALL), resumes=True)
+
+# Name of a row of `CALL_FORMATS` → how its calls are written, the first that the template has. The
+# other rows write arguments as Python or other literals; their forced calls are bare JSON, which
+# every parser reads, and their optional calls are not constrained.
 CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
-    "hermes": (
-        CallSyntax((_TOOL_CALL, _SPACE, *json_call(), _SPACE, _END_TOOL_CALL), resumes=True),
+    "harmony": (
+        CallSyntax(
+            (
+                *(Delimiter("<|channel|>"), "commentary to=functions.", Slot.NAME),
+                *(Maybe((" ",)), Maybe((Delimiter("<|constrain|>"),)), Maybe(("json",))),
+                *(Delimiter("<|message|>"), Slot.ARGUMENTS, Delimiter("<|call|>")),
+            ),
+            separator=(Delimiter("<|start|>"), "assistant"),
+            before=(
+                Maybe(
+                    (
+                        *(Delimiter("<|channel|>"), "analysis", Delimiter("<|message|>")),
+                        *(Slot.TEXT, Delimiter("<|end|>"), Delimiter("<|start|>"), "assistant"),
+                    )
+                ),
+            ),
+        ),
     ),
     "mistral": (
         CallSyntax(
             (Delimiter("[TOOL_CALLS]"), Slot.NAME, Delimiter("[ARGS]"), Slot.ARGUMENTS),
-            tokenizer_has="[ARGS]",
+            template_has="[ARGS]",
         ),
         _json_list("[TOOL_CALLS]"),
     ),
-    "llama3_json": (
-        CallSyntax(
-            begin=(Delimiter("<|python_tag|>"),),
-            call=json_call(arguments_key="parameters"),
-            separator=(";", _SPACE),
-        ),
-    ),
-    "json": (CallSyntax(json_call()),),
     "deepseek_v3": (
         _deepseek(
-            *("function", _DEEPSEEK_SEPARATOR, Slot.NAME, "\n```json\n"),
-            *(Slot.ARGUMENTS, "\n```"),
+            *("function", _ARROW, Slot.NAME, "\n```json\n", Slot.ARGUMENTS, "\n```"),
+            template_has="```json",
         ),
+        _deepseek(Slot.NAME, _ARROW, Slot.ARGUMENTS),
     ),
-    "deepseek_v31": (_deepseek(Slot.NAME, _DEEPSEEK_SEPARATOR, Slot.ARGUMENTS),),
     "kimi_k2": (
         CallSyntax(
             begin=(Delimiter("<|tool_calls_section_begin|>"),),
@@ -129,12 +168,10 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
                 *(Delimiter("<|tool_call_argument_begin|>"), Slot.ARGUMENTS),
                 Delimiter("<|tool_call_end|>"),
             ),
+            separator=(),
             end=(Delimiter("<|tool_calls_section_end|>"),),
         ),
     ),
-    "phi4_mini": (_json_list("<|tool_call|>", "<|/tool_call|>"),),
-    "granite": (_json_list("<|tool_call|>"),),
-    "hunyuan": (_json_list("<tool_calls>", "</tool_calls>"),),
     "cohere": (
         CallSyntax(
             begin=(Delimiter("<|START_ACTION|>"), _SPACE, "[", _SPACE),
@@ -146,23 +183,38 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
             end=(_SPACE, "]", _SPACE, Delimiter("<|END_ACTION|>")),
         ),
     ),
-    "qwen3_coder": (
+    "glm": (
         CallSyntax(
-            (
-                *(_TOOL_CALL, _SPACE, "<function=", Slot.NAME, ">", _SPACE, Slot.PARAMETERS),
-                *("</function>", _SPACE, _END_TOOL_CALL),
-            ),
-            resumes=True,
-            parameters=ParameterSyntax("<parameter=", (">", _SPACE), "</parameter>"),
-        ),
-    ),
-    "glm45": (
-        CallSyntax(
-            (_TOOL_CALL, Slot.NAME, _SPACE, Slot.PARAMETERS, _END_TOOL_CALL),
+            (_TOOL_CALL, Slot.NAME, "\n", Slot.PARAMETERS, _END_TOOL_CALL),
             resumes=True,
             parameters=ParameterSyntax(
                 "<arg_key>", ("</arg_key>", _SPACE, "<arg_value>"), "</arg_value>"
             ),
         ),
     ),
+    "seed_oss": (_tagged("<seed:tool_call>", "</seed:tool_call>"),),
+    "qwen3_coder": (_tagged("<tool_call>", "</tool_call>"),),
+    "minimax_m2": (
+        CallSyntax(
+            begin=(Delimiter("<minimax:tool_call>"), _SPACE),
+            call=('<invoke name="', Slot.NAME, '">', _SPACE, Slot.PARAMETERS, "</invoke>"),
+            end=(_SPACE, Delimiter("</minimax:tool_call>")),
+            parameters=ParameterSyntax('<parameter name="', ('">',), "</parameter>"),
+        ),
+    ),
+    "hunyuan": (_json_list("<tool_calls>", "</tool_calls>"),),
+    "phi4": (_json_list("<|tool_call|>", "<|/tool_call|>"),),
+    "granite": (
+        replace(_json_list("<|tool_call|>"), template_has="<|tool_call|>"),
+        HERMES,
+    ),
+    "hermes": (HERMES,),
+    "llama3_json": (
+        CallSyntax(
+            begin=(Delimiter("<|python_tag|>"),),
+            call=json_call(arguments_key="parameters"),
+            separator=(";", _SPACE),
+        ),
+    ),
+    "json": (CallSyntax(json_call()),),
 }

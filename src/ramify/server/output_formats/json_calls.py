@@ -17,16 +17,19 @@ STRING = re.compile(r'"((?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+)"', re.DOTALL)
 PARTIAL_STRING = re.compile(
     r'(?:"(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?', re.DOTALL
 )
-PARTIAL_SCALAR = re.compile(r'"(?:[^"\\]|\\.)*+\\?|[-+.\w]*+', re.DOTALL)
-SCALAR = re.compile(r'"(?:[^"\\]|\\.)*+"|[-+.\w]++(?=[\s,}\]])', re.DOTALL)
+PARTIAL_ID = re.compile(r'"?[-.:\w]*+', re.ASCII)
+LIST_BEGIN = re.compile(r"\[\s*+(?=\{)")
+PARTIAL_LIST_BEGIN = re.compile(r"\[\s*+")
+# An id, a number or null; dropped, and so it must not contain what a model may mean to say.
+ID = re.compile(r'"[-.:\w]*+"|[-.\w]++(?=[\s,}])', re.ASCII)
 
 
 def json_calls(reader: Reader, writer: EventWriter, *, end: str = "") -> Steps[None]:
     """Read calls up to the mark `end`, which is left out if it is ""."""
     yield from reader.skip_blank()
     if (yield from reader.char()) == "[":
-        yield from reader.expect("[")
-        yield from reader.skip_blank()
+        # Not the bracket alone, with which a mark may begin.
+        yield from reader.match(LIST_BEGIN, PARTIAL_LIST_BEGIN)
         yield from _one_call(reader, writer)
         while (yield from _separator(reader, (",",))):
             yield from _one_call(reader, writer)
@@ -89,7 +92,7 @@ def _one_call(reader: Reader, writer: EventWriter) -> Steps[None]:
             else:
                 raise MismatchError
         elif key in IGNORED_KEYS:
-            yield from reader.match(SCALAR, PARTIAL_SCALAR)
+            yield from reader.match(ID, PARTIAL_ID)
         else:
             raise MismatchError
         yield from reader.skip_blank()

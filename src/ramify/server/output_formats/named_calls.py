@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 from ramify.server.output_formats.json_calls import json_calls, read_arguments, tail
-from ramify.server.output_formats.reader import Marks, Reader, Steps
+from ramify.server.output_formats.reader import Marks, MismatchError, Reader, Steps
 from ramify.server.output_formats.writer import EventWriter
 
 MISTRAL_NAME_END = Marks({"[ARGS]", "[CALL_ID]", "{"})
+MISTRAL_ID = re.compile(r"[-\w]*+(?=[^-\w])", re.ASCII)
+PARTIAL_MISTRAL_ID = re.compile(r"[-\w]*+", re.ASCII)
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 DEEPSEEK_END = "<｜tool▁call▁end｜>"
 DEEPSEEK_NAME_END = Marks({DEEPSEEK_SEPARATOR})
 DEEPSEEK_LINE_END = Marks({"\n", "{"})
+KIMI_ID = re.compile(r"(?:functions\.)?(.*):[0-9]++", re.DOTALL)
 KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 KIMI_NAME_END = Marks({KIMI_SEPARATOR})
 
@@ -25,7 +30,7 @@ def mistral_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
         (yield from reader.word(MISTRAL_NAME_END, writer.max_name_chars)).strip()
     )
     if (yield from reader.accept("[CALL_ID]")):
-        yield from reader.word(MISTRAL_NAME_END)
+        yield from reader.match(MISTRAL_ID, PARTIAL_MISTRAL_ID)
     yield from reader.accept("[ARGS]")
     yield from reader.skip_blank()
     yield from read_arguments(reader, writer, name)
@@ -50,9 +55,12 @@ def deepseek_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
 
 def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
     """Read `functions.name:index<begin of arguments>{…}`."""
-    id_ = (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
-    name, _, _ = id_.removeprefix("functions.").rpartition(":")
-    writer.check_name(name)
+    match = KIMI_ID.fullmatch(
+        (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
+    )
+    if match is None:
+        raise MismatchError
+    name = writer.check_name(match[1])
     yield from reader.expect(KIMI_SEPARATOR)
     yield from reader.skip_blank()
     yield from read_arguments(reader, writer, name)

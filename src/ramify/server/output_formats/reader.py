@@ -143,20 +143,19 @@ class Reader:
             yield from self.more()
 
     def next_is(self, *literals: str) -> Steps[str]:
-        """The literal that follows, not consumed; "" if none of them does.
+        """The first of the literals that follows, not consumed; "" if none does.
 
         Raises:
             EndOfAnswerError: the answer ends within what may become one of them.
         """
         while True:
-            is_undecided = False
             length = len(self._buffer) - self._position
             for literal in literals:
                 if self._buffer.startswith(literal, self._position):
                     return literal
-                if length < len(literal):
-                    is_undecided |= literal.startswith(self._buffer[self._position :])
-            if not is_undecided:
+                if length < len(literal) and literal.startswith(self._buffer[self._position :]):
+                    break
+            else:
                 return ""
             yield from self.more()
 
