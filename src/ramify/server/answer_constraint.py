@@ -13,7 +13,8 @@ from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import InvalidParamsError
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
-from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars, CallableTool
+from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
+from ramify.server.output_formats.lark_rules import AddedTokens, CallableTool
 from ramify.server.output_formats.output_format import OutputFormat
 from ramify.server.tool_schemas import (
     SchemaTooLargeError,
@@ -77,15 +78,18 @@ class AnswerConstraints:
     be enforced is known in time.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer: Tokenizer) -> None:
-        self._engine = engine
-        self._token_ids = {text: token for token, text in tokenizer.added_token_texts.items()}
+    def __init__(self, engine: AsyncLLM, tokenizer: Tokenizer, output_format: OutputFormat) -> None:
+        self._engine, self._reasoning = engine, output_format.reasoning.marks
+        self._grammars = AnswerGrammars(
+            output_format.calls.name,
+            AddedTokens(tokenizer.added_token_texts),
+            template=tokenizer.chat_template or "",
+        )
 
     def of_calls(
         self,
         offered: Sequence[OfferedTool],
         choice: CallChoice,
-        output_format: OutputFormat,
         *,
         prompt_end: str,
         tenant: str,
@@ -103,11 +107,10 @@ class AnswerConstraints:
             ApiError, InvalidParamsError: 400, a strict tool's schema cannot be enforced, or calls
                 are forced and cannot be.
         """
-        begin = AnswerBegin.after(prompt_end, output_format.reasoning.marks)
-        grammars = AnswerGrammars(output_format.calls.name, self._token_ids.get)
+        begin = AnswerBegin.after(prompt_end, self._reasoning)
         if choice.name is not None:
             offered = [tool for tool in offered if tool.name == choice.name]
-        write = partial(_write, grammars, begin, choice, answer_format)
+        write = partial(_write, self._grammars, begin, choice, answer_format)
         try:
             spec = self._enforceable(write, offered, tenant, warnings)
         except InvalidParamsError as error:
@@ -119,7 +122,7 @@ class AnswerConstraints:
         if spec is not None or answer_format is None or choice.is_forced:
             return spec
         warnings.append("tools: none can be called, because the answer has a format")
-        return grammars.format(answer_format, begin)
+        return self._grammars.format(answer_format, begin)
 
     def _enforceable(
         self,
@@ -143,13 +146,10 @@ class AnswerConstraints:
                 self._compile(spec, tenant)
         return spec
 
-    def of_format(
-        self, answer_format: StructuredOutput, output_format: OutputFormat, *, prompt_end: str
-    ) -> StructuredOutput:
+    def of_format(self, answer_format: StructuredOutput, *, prompt_end: str) -> StructuredOutput:
         """The constraint of an answer in a format, which may come after reasoning."""
-        grammars = AnswerGrammars(output_format.calls.name, self._token_ids.get)
-        begin = AnswerBegin.after(prompt_end, output_format.reasoning.marks)
-        return grammars.format(answer_format, begin)
+        begin = AnswerBegin.after(prompt_end, self._reasoning)
+        return self._grammars.format(answer_format, begin)
 
     def _compile(self, spec: StructuredOutput, tenant: str) -> None:
         self._engine.compile_grammar(SamplingParams(structured=spec), tenant)

@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 # `json.dumps(indent=…)` and its like write, 10 levels of 4 spaces deep, and all that a model can
 # pad a token with: some would write white space for ever.
 JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
-# llguidance's options of a JSON schema: `oneOf` is read as `anyOf`, whose branches may overlap.
-JSON_OPTIONS = {"whitespace_pattern": JSON_WHITESPACE, "coerce_one_of": True}
+# llguidance's options of a JSON schema: `oneOf` is read as `anyOf`, whose branches may overlap; any
+# character may be escaped, as models do that learnt from ASCII JSON.
+JSON_OPTIONS = {
+    "whitespace_pattern": JSON_WHITESPACE,
+    "coerce_one_of": True,
+    "json_allow_general_unicode_escapes": True,
+}
 COMPILE_S = 1.0  # a grammar that takes longer is refused; 1,000 properties take 0.7 s
 EXIT_S = 10.0  # at exit, the most to wait for threads that compile
 

@@ -43,6 +43,7 @@ class ParameterSyntax:
     begin: str
     after_name: tuple[Piece, ...]
     end: str
+    strips_newlines: bool = False  # around a text: one at each side is none of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class CallSyntax:
     resumes: bool = False  # text may follow
     parameters: ParameterSyntax | None = None
     before: tuple[Piece, ...] = ()  # what an answer with nothing but calls begins with
+    before_text: tuple[Piece, ...] = ()  # what comes before the text of an answer, after `before`
     # The syntax is of models whose chat template contains this.
     template_has: str = ""
 
@@ -110,7 +112,7 @@ def _deepseek(*call: Piece, template_has: str = "") -> CallSyntax:
     )
 
 
-def _tagged(mark: str, end: str) -> CallSyntax:
+def _tagged(mark: str, end: str, *, strips_newlines: bool) -> CallSyntax:
     """One call between two marks: `<function=f><parameter=key>value</parameter></function>`."""
     return CallSyntax(
         (
@@ -118,7 +120,9 @@ def _tagged(mark: str, end: str) -> CallSyntax:
             *("</function>", _SPACE, Delimiter(end)),
         ),
         resumes=True,
-        parameters=ParameterSyntax("<parameter=", (">",), "</parameter>"),
+        parameters=ParameterSyntax(
+            "<parameter=", (">",), "</parameter>", strips_newlines=strips_newlines
+        ),
     )
 
 
@@ -132,7 +136,7 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
         CallSyntax(
             (
                 *(Delimiter("<|channel|>"), "commentary to=functions.", Slot.NAME),
-                *(Maybe((" ",)), Maybe((Delimiter("<|constrain|>"),)), Maybe(("json",))),
+                *(Maybe((" ",)), Maybe((Delimiter("<|constrain|>"), "json"))),
                 *(Delimiter("<|message|>"), Slot.ARGUMENTS, Delimiter("<|call|>")),
             ),
             separator=(Delimiter("<|start|>"), "assistant"),
@@ -144,6 +148,7 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
                     )
                 ),
             ),
+            before_text=(Delimiter("<|channel|>"), "final", Delimiter("<|message|>")),
         ),
     ),
     "mistral": (
@@ -192,8 +197,8 @@ CALL_SYNTAXES: dict[str, tuple[CallSyntax, ...]] = {
             ),
         ),
     ),
-    "seed_oss": (_tagged("<seed:tool_call>", "</seed:tool_call>"),),
-    "qwen3_coder": (_tagged("<tool_call>", "</tool_call>"),),
+    "seed_oss": (_tagged("<seed:tool_call>", "</seed:tool_call>", strips_newlines=False),),
+    "qwen3_coder": (_tagged("<tool_call>", "</tool_call>", strips_newlines=True),),
     "minimax_m2": (
         CallSyntax(
             begin=(Delimiter("<minimax:tool_call>"), _SPACE),
