@@ -382,6 +382,20 @@ def test_unknown_fields_are_named() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("field", [b'"un\x84known":1', b'"unknown":"\x84"', b'"functions":"\x84"'])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_fields_that_are_not_utf8_are_no_server_error(path: str, field: bytes) -> None:
+    """Also fields that no request type has: 200 if they are ignored, or 400."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            talk = b'"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"x"}]'
+            answer = await bench.call("POST", path, b"{%s,%s}" % (talk, field))
+            assert answer.status in (200, 400)
+
+    run(main())
+
+
 def test_the_root_answers_probes() -> None:
     """GET and HEAD of `/`, without a key."""
 
