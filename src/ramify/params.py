@@ -198,6 +198,7 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: token id -> value in -100..100 that is added to its logit.
         allowed_token_ids: sample from these tokens only; None allows all.
+        banned_sequences: lists of token ids that the output does not contain.
         structured: a format that constrains the text; see `StructuredOutput`.
         seed: draws depend on (seed, position) only; None draws a fresh seed per request.
         n: number of answers; answer i draws as a separate request with seed + i would.
@@ -206,6 +207,7 @@ class SamplingParams:
             tokens. A complete structured output, and an end of sequence that is the only
             allowed token, still end the output.
         stop: strings that end the output; the matching string is not part of the output.
+        include_stop: the stop string is part of the output, and the text of a stop token that has one.
         stop_token_ids: token ids that end the output, beside the model's own.
         ignore_eos: continue after the model's own end-of-sequence tokens.
         keep_special_tokens: which special tokens the text of the output contains: none, all (True),
@@ -226,12 +228,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    banned_sequences: tuple[tuple[int, ...], ...] | list[list[int]] = ()
     structured: StructuredOutput | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = 128
     min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
+    include_stop: bool = False
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     keep_special_tokens: bool | tuple[str, ...] | list[str] = False
@@ -324,6 +328,18 @@ class SamplingParams:
                     "allowed_token_ids", ids, "None (all) or at least one token id >= 0"
                 )
             object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(map(int, ids)))))
+        banned = self.banned_sequences
+        if not _is_list(banned) or not all(
+            _is_list(ids) and ids and all(_is_int(token) and token >= 0 for token in ids)
+            for ids in banned
+        ):
+            raise InvalidParamsError("banned_sequences", banned, "lists of token ids >= 0")
+        num_banned = sum(map(len, banned))
+        if num_banned > MAX_BANNED_TOKENS:
+            limit = f"at most {MAX_BANNED_TOKENS} tokens in all"
+            raise InvalidParamsError("banned_sequences", f"{num_banned} tokens", limit)
+        plain_banned = dict.fromkeys(tuple(map(int, ids)) for ids in banned)
+        object.__setattr__(self, "banned_sequences", tuple(plain_banned))
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
             raise InvalidParamsError("structured", self.structured, "None or a StructuredOutput")
 
@@ -347,6 +363,7 @@ class SamplingParams:
 
 MAX_ANSWERS = 128  # the OpenAI API's limit
 MAX_LOGPROBS = 1024  # bounds the output of one token; the OpenAI API allows 20
+MAX_BANNED_TOKENS = 4096  # each is compared with the output in each step
 MAX_BIAS = 100.0  # the OpenAI API's limit
 MAX_PENALTY = 2.0  # the OpenAI API's limit
 REPETITION_PENALTIES = (0.01, 100.0)  # float32 may overflow outside; usual are 1 to 1.5

@@ -129,7 +129,8 @@ class FakeExecutor:
                     mask = shaping.token_bitmasks[len(chosen)]
                     if mask is not None:
                         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-                        token = int(allowed[token % len(allowed)])
+                        if token not in allowed:
+                            token = int(allowed[token % len(allowed)])
                 if draw.num_logprobs is not None:
                     known.append(self._logprob(int(slots[row]), token, draw.num_logprobs))
                 chosen.append(token)

@@ -127,10 +127,10 @@ class MessageResponseBuilder:
             reason, stop = "tool_use", None
         elif stop is not None:
             reason = "stop_sequence"
+        elif answer.finish_reason is FinishReason.ABORT:
+            reason = "pause_turn"  # the client may send the answer back and go on
         elif answer.finish_reason in TRUNCATED:
-            is_context_full = len(answer.token_ids) < self.request.max_tokens and (
-                answer.finish_reason is FinishReason.LENGTH
-            )
+            is_context_full = len(answer.token_ids) < self.request.max_tokens
             reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
         else:
             reason = "end_turn"

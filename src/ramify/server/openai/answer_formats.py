@@ -9,7 +9,7 @@ from typing import Any
 from ramify.params import StructuredOutput
 from ramify.server.answer_constraint import schema_format
 from ramify.server.errors import ApiError
-from ramify.server.http.wire import MAX_DEPTH, json_depth
+from ramify.server.http.json_limits import json_shape
 from ramify.server.openai.protocol import Sampling, StructuredOutputs
 
 Warnings = list[str]
@@ -108,8 +108,9 @@ def _schema(value: object, where: str) -> Callable[[Warnings], StructuredOutput]
 
 
 def _decoded(text: str, where: str) -> object:
-    if json_depth(text.encode("utf-8", "surrogatepass")) > MAX_DEPTH:
-        raise ApiError(400, f"it is nested more than {MAX_DEPTH} levels deep", param=where)
+    excess = json_shape(text.encode("utf-8", "surrogatepass")).excess()
+    if excess is not None:
+        raise ApiError(400, excess, param=where)
     try:
         return json.loads(text)
     except ValueError as error:

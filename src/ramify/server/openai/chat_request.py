@@ -19,7 +19,9 @@ from ramify.server.openai.options import (
     compared_options,
     limit_breakpoints,
     max_shared_tokens,
+    output_limit,
     sampling_params,
+    truncate_prompt,
 )
 from ramify.server.openai.protocol import (
     ChatMessage,
@@ -59,11 +61,10 @@ def chat_to_generation(
     *,
     known: Sequence[KnownPrefix] = (),
     names: Sequence[str] = (),
-    add_generation_prompt: bool = True,
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
 
-    See `PromptRenderer.chat` for `tenant`, `known` and `add_generation_prompt`.
+    See `PromptRenderer.chat` for `tenant` and `known`.
 
     Args:
         names: of the messages, for errors and segments; by default `messages[i]`.
@@ -89,14 +90,21 @@ def chat_to_generation(
             *message_parts(request.messages, names, breakpoint_ttl_s(request)),
         ],
         tools=tools or None,
-        continue_final_message=request.continue_final_message,
-        add_generation_prompt=add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        add_generation_prompt=request.add_generation_prompt is not False,
         known=known,
         tenant=tenant,
         template_options=_template_options(request, service),
     )
-    prompt = limit_breakpoints(prompt, request)
-    if request.top_logprobs is not None and not request.logprobs:
+    prompt = prompt.with_answers(
+        [
+            name
+            for name, message in zip(names[:-1], request.messages, strict=False)
+            if message.role == "assistant"
+        ]
+    )
+    prompt = limit_breakpoints(truncate_prompt(prompt, request, service), request)
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others: dict[str, Any] = {}
     if request.logprobs:
@@ -116,7 +124,10 @@ def chat_to_generation(
         answer_format=answer_format(request, warnings),
         warnings=warnings,
     )
-    limit = request.max_completion_tokens or request.max_tokens
+    if request.max_completion_tokens is None:
+        limit = output_limit("max_tokens", request.max_tokens)
+    else:
+        limit = output_limit("max_completion_tokens", request.max_completion_tokens)
     history_entry = HistoryEntry(
         model=model,
         options=compared_options(request) | {"thinking": fingerprint(reasoning_options(request))},
@@ -128,9 +139,14 @@ def chat_to_generation(
     )
     generation_request = GenerationRequest(
         history_entry,
-        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
+        sampling_params(
+            request,
+            service.tokenizer,
+            max_tokens=1 if request.is_prewarm else limit,
+            **others,
+        ),
         salt=request.cache_salt or "",
-        priority=request.priority,
+        priority=request.priority or 0,
         is_prewarm=request.is_prewarm,
         is_chat=True,
         is_remembered=request.store is not False,
@@ -142,10 +158,14 @@ def chat_to_generation(
 
 
 def reject_unsupported(request: ChatRequest) -> None:
-    """Raise ApiError for options that are not served and would change the answer."""
-    for name in ("functions", "function_call", "audio", "web_search_options"):
-        if getattr(request, name):
-            raise ApiError(400, f"{name} is not served; leave it out, or send tools", param=name)
+    """Raise ApiError for options that are not served or exclude each other."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "the final message is either continued or followed by a new one; leave out one of "
+            "continue_final_message and add_generation_prompt",
+            param="add_generation_prompt",
+        )
     if request.modalities not in (None, [], ["text"]):
         raise ApiError(400, "only text is served", param="modalities")
 
@@ -210,7 +230,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls"),
+                    "arguments": _arguments(call.function.arguments_json, f"{where}.tool_calls"),
                 },
             }
             for call in message.tool_calls

@@ -29,6 +29,7 @@ from ramify.server.openai.responses_store import (
     page_of_items,
     stored_response,
 )
+from ramify.server.openai.unserved import RESPONSES_FIELDS
 
 MAX_SUMMARY_SHARE = 8  # a summary has at most this part of the context
 MAX_SEQUENCE_DIGITS = 12  # of `starting_after`
@@ -36,7 +37,7 @@ MAX_SEQUENCE_DIGITS = 12  # of `starting_after`
 
 async def create_response(context: RequestContext) -> Response:
     """POST /v1/responses; stores the response unless the request says `store: false`."""
-    request = await context.body(ResponsesRequest)
+    request = await context.body(ResponsesRequest, RESPONSES_FIELDS)
     translated = await _translate(context, request)
     generation = await context.start(translated.generation_request, prefix="resp_")
     builder = ResponsesResponseBuilder(context.service, request, translated, generation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from ramify.server.openai.protocol import (
     MAX_MESSAGES,
@@ -17,6 +17,7 @@ from ramify.server.openai.protocol import (
     Name,
     PositiveInt,
     PromptCacheOptions,
+    Refused,
     Temperature,
     ToolName,
     UnitInterval,
@@ -248,7 +249,7 @@ class ResponsesRequest(PromptFields, kw_only=True):
     client_metadata: Any = None
     context_management: Any = None
     # These two are refused.
-    prompt: Any = None
+    prompt: Refused = UNSET
     background: bool | None = None
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest
 from ramify.server.openai.chat_request import chat_to_generation
-from ramify.server.openai.protocol import ChatMessage, ChatRequest, JsonSchema, ResponseFormat
+from ramify.server.openai.protocol import (
+    ChatMessage,
+    ChatRequest,
+    JsonSchema,
+    ResponseFormat,
+    is_given,
+)
 from ramify.server.openai.responses_input import ItemTranslator
 from ramify.server.openai.responses_protocol import (
     PromptFields,
@@ -73,7 +79,7 @@ def to_chat_request(
         ApiError: it has an option that is not served.
     """
     for name in ("background", "prompt"):
-        if getattr(request, name):
+        if is_given(getattr(request, name)):
             raise ApiError(400, f"{name} is not served; leave it out", param=name)
     translator = ItemTranslator()
     if request.instructions:

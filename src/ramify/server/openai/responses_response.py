@@ -128,8 +128,8 @@ class ResponsesResponseBuilder:
         body = self._body("incomplete" if is_incomplete else "completed", output)
         result = self.generation.output
         aborted = result is not None and result.completions[0].finish_reason is FinishReason.ABORT
-        if is_incomplete and not aborted:
-            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        if is_incomplete:
+            body["incomplete_details"] = {"reason": "abort" if aborted else "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
         return body | self.inner.diagnostics()
