@@ -60,6 +60,7 @@ class Reader:
         self._buffer, self._position, self._is_last = "", 0, False
         self._held: list[str] = []
         self._num_held, self._holds = 0, False
+        self.num_taken = 0  # characters consumed so far
 
     def append(self, text: str, *, is_last: bool) -> None:
         """Append text of the answer."""
@@ -102,6 +103,7 @@ class Reader:
         """Consume characters that have arrived; none if the number is negative."""
         text = self._buffer[self._position : self._position + max(0, num_chars)]
         self._position += len(text)
+        self.num_taken += len(text)
         if self._holds:
             self._held.append(text)
             self._num_held += len(text)
