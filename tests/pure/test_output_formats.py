@@ -152,6 +152,7 @@ TEMPLATES = [
         "<|start_of_role|><tool_call> Here is my thought process: Here is my response:",
     ),
     ("hunyuan", "hunyuan", "<tool_calls>[ <think> </think> <answer>"),
+    ("nemotron", "none", "<TOOLCALL>[{{ call }}]</TOOLCALL>"),
     ("lfm2", "none", "<|tool_call_start|>[func()]<|tool_call_end|>"),
     ("olmo3", "none", "<function_calls>{{ call }}</function_calls>"),
     (

@@ -206,7 +206,14 @@ CALL_FORMATS = (
         (CallForm("<tool_calls>", partial(json_calls, end="</tool_calls>")),),
         templates=(("<tool_calls>",),),
         inner=("</tool_calls>",),
-        aliases=("hunyuan_a13b",),
+        aliases=("hunyuan_a13b", "jamba"),
+    ),
+    CallFormat(
+        "nemotron",
+        (CallForm("<TOOLCALL>", partial(json_calls, end="</TOOLCALL>")),),
+        templates=(("<TOOLCALL>",),),
+        inner=("</TOOLCALL>",),
+        aliases=("nemotron_json",),
     ),
     CallFormat(
         "phi4",
