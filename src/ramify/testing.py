@@ -68,8 +68,7 @@ class FakeExecutor:
     Args:
         num_pages, page_size: of the cache above it.
         vocab_size: it answers with ids below.
-        next_token: a script in place of `fake_next_token`; it gets the context. Where a grammar
-            does not allow its token, another one is drawn.
+        next_token: a script in place of `fake_next_token`; it gets the context.
         fail_at: numbers of the steps, from 0, that leave garbage in their slots and raise `error`.
         error: what such a step raises.
     """
@@ -128,9 +127,10 @@ class FakeExecutor:
                     token = self.next_token(seen[owners[row]][: position + 1])
                 if shaping is not None and shaping.token_bitmasks is not None:
                     mask = shaping.token_bitmasks[len(chosen)]
-                    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-                    if self.next_token is None or token not in allowed:
-                        token = int(allowed[token % len(allowed)])
+                    if mask is not None:
+                        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                        if token not in allowed:
+                            token = int(allowed[token % len(allowed)])
                 if draw.num_logprobs is not None:
                     known.append(self._logprob(int(slots[row]), token, draw.num_logprobs))
                 chosen.append(token)
