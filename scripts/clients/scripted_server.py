@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from ramify.engine.core import EngineCore
 from ramify.engine.logits.grammar import GrammarCompiler
 from ramify.engine.text.detokenizer import Detokenizer
 from ramify.engine.text.tokenizer import Tokenizer
+from ramify.params import StructuredOutput
 from ramify.server.app import Server
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.service import Service
@@ -38,24 +40,27 @@ RESULT = "Result: "
 class ScriptedModel:
     """The next token of a prompt, from the answer that its text asks for.
 
-    With a schema, for the answer or in the prompt of a JSON answer: an instance of it. With tools and
-    no result yet: a call of the first tool. With a result: the result in a sentence. Else a sentence.
+    With tools and no result yet: a call of the first tool. With a schema, of the answer or in the
+    prompt of a JSON answer: an instance of it. With a result: the result in a sentence. Else a sentence.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.end_id = tokenizer.encode("<|end|>", add_special_tokens=False)[0]
+        self.answer_formats: dict[StructuredOutput | None, StructuredOutput | None] = {}
         self._answers: dict[bytes, list[int]] = {}
         self._lengths: set[int] = set()
 
     def register(self, request: GenerationRequest) -> None:
         """Remember the prompt of a request, and the schema that its answer must match."""
         prompt = request.prompt.ids
-        structured = request.params.structured
-        schema = None if structured is None else structured.json_schema
-        text = self._answer(
-            request.prompt.text, None if schema is None else json.loads(str(schema))
-        )
+        structured = self.answer_formats.get(request.params.structured)
+        schema: Mapping[str, Any] | None = None
+        if structured is not None and structured.json_schema is not None:
+            schema = json.loads(str(structured.json_schema))
+        elif structured is not None and structured.json_object:
+            schema = schema_in_prompt(request.prompt.text)
+        text = self._answer(request.prompt.text, schema)
         self._answers[prompt.tobytes()] = list(self.tokenizer.encode(text, False))
         self._lengths.add(len(prompt))
 
@@ -71,18 +76,18 @@ class ScriptedModel:
         return self.end_id
 
     def _answer(self, prompt: str, schema: Mapping[str, Any] | None) -> str:
-        if schema is not None:
-            return json.dumps(schema_instance(schema))
         turns = prompt.split("<|user|>")
-        if turns[-1].startswith(RESULT):
+        if turns[-1].startswith(RESULT) and schema is None:
             return f"The result is {turns[-1][len(RESULT) :].split('<|end|>')[0].strip()}."
         header = prompt.partition("<|user|>")[0].replace("<|end|>", "\n")
         tools = [json.loads(line) for line in TOOL_LINE.findall(header)]
-        if tools:
+        if tools and not turns[-1].startswith(RESULT):
             function = tools[0].get("function", tools[0])
             arguments = schema_instance(function.get("parameters") or {"type": "object"})
             call = {"name": function["name"], "arguments": arguments}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
+        if schema is not None:
+            return json.dumps(schema_instance(schema))
         return "It is sunny in Rome."
 
 
@@ -103,6 +108,17 @@ class ScriptedService(Service):
     """A service that shows each request to the scripted model before it starts."""
 
     script: ScriptedModel
+
+    def watch_formats(self) -> None:
+        """Tell the scripted model the format behind each constraint."""
+        of_answer = self.constraints.of_answer
+
+        def watched(*args: Any, **options: Any) -> StructuredOutput | None:
+            constraint = of_answer(*args, **options)
+            self.script.answer_formats[constraint] = options["answer_format"]
+            return constraint
+
+        self.constraints.of_answer = watched  # type: ignore[method-assign]
 
     async def start(self, request: GenerationRequest, caller: Caller, *, prefix: str) -> Generation:
         """See `Service.start`."""
@@ -128,11 +144,12 @@ def scripted_service() -> ScriptedService:
         executor,
         vocab_size=vocab_size,
         eos_token_ids=[script.end_id],
-        detokenizer_factory=lambda: Detokenizer(tokenizer),
+        detokenizer_factory=partial(Detokenizer, tokenizer),
         grammar_compiler=compiler.compile,
     )
     service = ScriptedService(AsyncLLM.from_core(core, tokenizer), tokenizer, model="ramify-tiny")
     service.script = script
+    service.watch_formats()
     return service
 
 
