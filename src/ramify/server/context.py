@@ -127,6 +127,10 @@ class RequestContext:
             result = await self.until_done_or_disconnect(job)
             charge = 0
             return result
+        except ApiError as error:
+            if error.status in (429, 503):  # nothing was done
+                charge = 0
+            raise
         finally:
             quotas.release(self.caller, 0, charge)
 
@@ -157,6 +161,8 @@ class RequestContext:
             for task in (waiting, disconnected):
                 task.cancel()
             await asyncio.gather(waiting, disconnected, return_exceptions=True)
+            # Their errors' tracebacks have this frame: a cycle would keep the body.
+            del waiting, disconnected, task
 
     def json(self, payload: Any) -> Response:
         """A JSON response with this request's headers, and `X-Cache` if it ran generations."""
