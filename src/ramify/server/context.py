@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -203,7 +204,12 @@ def _decode(
 ) -> tuple[T, list[str]]:
     """The decoded body and the names of its unknown fields."""
     value = decode_body(body, kind)
-    return value, [] if unserved is None else unserved.unknown(extra_fields(body, kind))
+    if unserved is None:
+        return value, []
+    try:
+        return value, unserved.unknown(extra_fields(body, kind))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the type does not have
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 async def _disconnected(request: Request) -> None:
