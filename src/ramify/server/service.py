@@ -95,7 +95,7 @@ class Service:
         self.output_format = named(
             tool_call_parser,
             reasoning_parser,
-            template=tokenizer.chat_template or "",
+            template="\n".join(tokenizer.chat_template_sources),
             special_tokens=tokenizer.special_token_texts.values(),
         )
         self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
