@@ -16,7 +16,7 @@ CARRIED_MARK = "ramify:"  # `encrypted_content` that holds reasoning of this ser
 # Types of an item and of its only content part, and the beginning of its id, by kind of answer part.
 ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}
 CONTENT_TYPES = {"text": "output_text", "reasoning": "reasoning_text"}
-ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+ID_PREFIXES = {"text": "msg_", "reasoning": "rs_"}
 
 
 NumberedEvent = Callable[..., dict[str, Any]]  # the next of a stream: `event("completed", …)`
@@ -116,7 +116,7 @@ class OutputItems:
         return "incomplete" if was_cut else "completed"
 
     def _id(self, part: AnswerPart) -> str:
-        if part.kind == "call" and part.id.startswith("call_"):
+        if part.kind == "call":
             return part.id.replace("call_", "fc_", 1)
         return f"{ID_PREFIXES[part.kind]}{self._id_stem}{part.index:08x}"
 
