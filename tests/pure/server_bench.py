@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tokenizers
 from starlette.applications import Starlette
 
 import ramify
@@ -75,12 +76,14 @@ TOOL_TEMPLATE = """
 
 def tokenizer_with(chat_template: str | None) -> Tokenizer:
     """The tokenizer of the built-in model, with another chat template if there is one."""
-    plain = Tokenizer.load(TINY)
     if chat_template is None:
-        return plain
-    core = tokenizers.Tokenizer.from_str(plain.to_json())
-    templates = {"default": chat_template}
-    return Tokenizer(core, special_tokens=plain.special_tokens, chat_templates=templates)
+        return Tokenizer.load(TINY)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(TINY / file, folder / file)
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        return Tokenizer.load(folder)
 
 
 class ServerBench:
@@ -99,6 +102,7 @@ class ServerBench:
         prefix_cache: bool = True,
         chat_template: str | None = None,
         aliases: Sequence[str] = (),
+        **server_options: Any,
     ) -> None:
         requested = EngineConfig.of(
             kv_cache_tokens=pool_tokens,
@@ -132,7 +136,7 @@ class ServerBench:
         )
         self.ended: list[Generation] = []
         self.service.listeners.append(self.ended.append)
-        self.server = Server(self.service, keys, local_admin=local_admin)
+        self.server = Server(self.service, keys, local_admin=local_admin, **server_options)
         self.app = self.server.app(self._lifespan)
 
     @asynccontextmanager
@@ -237,3 +241,25 @@ def chat(text: str, **others: Any) -> dict[str, Any]:
     """The body of a chat request for 4 tokens, with further fields."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
     return body | others
+
+
+def ask(path: str, body: object, *, next_text: str | None = None) -> Answer:
+    """The answer of a new server; with `next_text`, its model continues with that text."""
+    bench = ServerBench()
+    if next_text is not None:
+        tokenizer = bench.service.tokenizer
+        script = tokenizer.encode(next_text, add_special_tokens=False)
+        begins: list[int] = []
+
+        def next_token(context: Any) -> int:
+            begins[:] = begins or [len(context)]
+            done = len(context) - begins[0]
+            return script[done] if done < len(script) else tokenizer.eos_token_ids[0]
+
+        bench.device.next_token = next_token
+
+    async def main() -> Answer:
+        async with bench.running():
+            return await bench.post(path, body)
+
+    return run(main())

@@ -32,7 +32,10 @@ from ramify.server.openai.protocol import (
     ReasoningOption,
 )
 from ramify.server.openai.responses_protocol import ResponsesRequest
+from ramify.server.openai.responses_request import TranslatedRequest
 from ramify.server.openai.responses_response import ResponsesResponseBuilder
+from ramify.server.openai.responses_store import EarlierTurns
+from ramify.server.openai.responses_tools import ServedTools
 from ramify.server.output_formats.events import (
     ArgumentsDelta,
     CallEnd,
@@ -169,7 +172,9 @@ def message_builder(played: Any) -> MessageResponseBuilder:
 def response_builder(played: Any) -> ResponsesResponseBuilder:
     request = ResponsesRequest(input="Who?", store=False, include=["reasoning.encrypted_content"])
     chat = ChatRequest(messages=[ChatMessage("user", "Who?")])
-    return ResponsesResponseBuilder(SERVICE, request, chat, played)
+    items = [{"role": "user", "content": "Who?"}]
+    translated = TranslatedRequest(chat, played.request, items, EarlierTurns(), ServedTools())
+    return ResponsesResponseBuilder(SERVICE, request, translated, played)
 
 
 @given(scripts())

@@ -33,7 +33,7 @@ class RequestLifecycle:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         detokenizer_factory: DetokenizerFactory | None,
-        grammar_compiler: Callable[[StructuredOutput], GrammarMatcher] | None,
+        grammar_compiler: Callable[[StructuredOutput, str], GrammarMatcher] | None,
         clock: Callable[[], float],
     ) -> None:
         self.requests: dict[int, Request] = {}  # live ones by id, children too, oldest first
@@ -121,10 +121,7 @@ class RequestLifecycle:
         if not LogitsProcessor.is_needed(params):
             return None
         if params.structured is not None:
-            if self.grammar_compiler is None:
-                allowed = "None: the model has no tokenizer"
-                raise InvalidParamsError("structured", "given", allowed)
-            matcher = self.grammar_compiler(params.structured)
+            matcher = self.compile_grammar(params.structured, request.tenant)
         return LogitsProcessor(
             request.prompt_ids,
             params,
@@ -132,6 +129,17 @@ class RequestLifecycle:
             vocab_size=self.vocab_size,
             matcher=matcher,
         )
+
+    def compile_grammar(self, spec: StructuredOutput, tenant: str) -> GrammarMatcher:
+        """A matcher for one answer. For any thread.
+
+        Raises:
+            InvalidParamsError: the grammar is invalid, or the model has no tokenizer.
+        """
+        if self.grammar_compiler is None:
+            allowed = "None: the model has no tokenizer"
+            raise InvalidParamsError("structured", "given", allowed)
+        return self.grammar_compiler(spec, tenant)
 
     def register(self, parent: Request) -> None:
         """Make a group live."""

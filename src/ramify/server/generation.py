@@ -68,8 +68,7 @@ def with_output_parser(
     new_parser = partial(
         output_format.new_parser,
         [function["name"] for function in functions],
-        # A grammar constrains the answer from its first token on, so it is no reasoning.
-        prompt_end=request.prompt.turn_opening if params.structured is None else "",
+        prompt_end=request.prompt.turn_opening,
         single=single,
         forced=forced,
         schemas={function["name"]: function.get("parameters") or {} for function in functions},

@@ -24,8 +24,10 @@ from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.outputs import StepOutput
+from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
-from ramify.server.errors import ApiError
+from ramify.server.conversation_store import ConversationStore
+from ramify.server.errors import ApiError, ContextLengthError
 from ramify.server.generation import Generation, GenerationRequest
 from ramify.server.output_formats.output_format import named
 from ramify.server.prompt_renderer import PromptRenderer, RenderedPrompt
@@ -36,10 +38,15 @@ from ramify.server.request_history import (
     is_fully_reused,
 )
 from ramify.server.tenants import Caller, QuotaMeter
+from ramify.server.unserved_fields import UnknownFieldLog
 
 logger = logging.getLogger(__name__)
 
+ANY_NAME = "*"  # among the model names: requests may send any name
+MAX_NAME_CHARS = 256
 MAX_BYTES_PER_TOKEN = 16
+# Longer prompts are refused before their tokens become Python objects.
+MAX_RENDERED_CONTEXTS = 4
 MAX_QUEUED_POOLS = 4  # pools of queued prompt tokens: more would wait for minutes
 
 
@@ -48,7 +55,8 @@ class Service:
 
     Args:
         tokenizer: of the engine's model.
-        model: the model name in responses; clients may also send any of `aliases`.
+        model: the model's name, in responses to requests that name none.
+        aliases: further names that requests may send; with `ANY_NAME` among them, any name.
         tool_call_parser, reasoning_parser: names of output formats; by default the template's.
     """
 
@@ -63,13 +71,25 @@ class Service:
         reasoning_parser: str | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.model, self.names = model, (model, *aliases)
+        self.model = model
+        self.names = tuple(dict.fromkeys((model, *(n for n in aliases if n != ANY_NAME))))
+        self.serves_any_name = ANY_NAME in aliases
         self.max_model_len = engine.config.max_model_len
         self.page_size = engine.config.page_size
         self.prefix_cache = engine.config.requested.cache.prefix_cache
-        self.prompt_renderer = PromptRenderer(tokenizer)
+        self.max_prompt_bytes = self.max_model_len * min(
+            MAX_BYTES_PER_TOKEN, tokenizer.max_token_bytes
+        )
+        self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
+        self.prompt_renderer = PromptRenderer(
+            tokenizer,
+            max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
+            max_model_len=self.max_model_len,
+        )
         self.history = RequestHistory()
+        self.conversations = ConversationStore()
         self.quotas = QuotaMeter()
+        self.unknown_fields = UnknownFieldLog()
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
         self.output_format = named(
@@ -78,19 +98,20 @@ class Service:
             template="\n".join(tokenizer.chat_template_sources),
             special_tokens=tokenizer.special_token_texts.values(),
         )
+        self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
 
     def check_model(self, name: str | None) -> str:
-        """The model name of a request; the server's own if it has none.
+        """The model name for the response to a request: as it was sent, or the server's own.
 
         Raises:
             ApiError: 404, this server has no model of that name.
         """
         if name is None:
             return self.model
-        if name not in self.names:
+        if name not in self.names and not (self.serves_any_name and len(name) <= MAX_NAME_CHARS):
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; this server has {', '.join(self.names)}",
@@ -103,16 +124,15 @@ class Service:
         """Refuse a text that no context holds, before it is rendered and tokenised.
 
         Raises:
-            ApiError: 400, more than `MAX_BYTES_PER_TOKEN` bytes for each token of the context.
+            ContextLengthError: 400, more bytes for each token of the context than any token has.
         """
-        limit = MAX_BYTES_PER_TOKEN * self.max_model_len
+        limit = self.max_prompt_bytes
         if num_bytes > limit:
-            raise ApiError(
-                400,
-                f"{num_bytes} bytes of text; more than {limit} cannot fit into this model's "
-                f"context of {self.max_model_len} tokens",
+            raise ContextLengthError(
+                -(-num_bytes * self.max_model_len // self.max_prompt_bytes),
+                self.max_model_len,
                 param=param,
-                code="context_length_exceeded",
+                note=f" (an estimate, as low as can be: it is {num_bytes} bytes of text)",
             )
 
     async def explain(
@@ -143,7 +163,7 @@ class Service:
         if explanation is None:
             return CacheMiss("disabled", 0)
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        return explain_miss(explanation, prompt, decode)
+        return explain_miss(explanation, prompt, decode, self.page_size)
 
     def compare_with_earlier(self, generation: Generation, id_: str) -> PromptComparison | None:
         """Compare with the caller's request of response `id_`; None if unknown or expired."""
@@ -173,7 +193,7 @@ class Service:
 
             def prepare(core: EngineCore) -> Explanation | None:
                 # One call for all three: each call into the engine waits for the running step.
-                core.scheduler.max_waiting_tokens = MAX_QUEUED_POOLS * core.config.kv_cache_tokens
+                core.scheduler.max_waiting_tokens = self.max_queued_tokens
                 explanation = self._explanation(core, request.prompt, caller, request.salt)
                 num_cached = 0 if explanation is None else explanation.hit_tokens
                 self._enforce_cache_share(core, request, caller, num_cached)

@@ -36,10 +36,17 @@ class IncrementalEncoder:
     Args:
         max_tokens: remembered in all, and half as many of one tenant; the least recently used
             texts of the tenant with most are dropped.
+        max_text_tokens: PromptTooLongError for a text with more; None: no limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int = MAX_TOKENS) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        max_text_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer, self.max_text_tokens = tokenizer, max_text_tokens
         self.num_encoded = 0  # characters that were tokenised
         # By length in characters and digest of the text.
         self._remembered: TenantLru[tuple[int, bytes], Encoding] = TenantLru(
@@ -90,7 +97,7 @@ class IncrementalEncoder:
 
     def _encode_whole(self, text: str) -> Encoding:
         self.num_encoded += len(text)
-        ids, ends = self.tokenizer.encode_with_offsets(text)
+        ids, ends = self.tokenizer.encode_with_offsets(text, self.max_text_tokens)
         return Encoding(ids, ends)
 
     def _remember(self, tenant: str, text: str, encoding: Encoding) -> None:

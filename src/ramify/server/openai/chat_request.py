@@ -8,16 +8,20 @@ from typing import Any
 
 import msgspec
 
+from ramify.server.answer_constraint import CallChoice, OfferedTool
 from ramify.server.content_placeholders import content_placeholder, placeholder_warnings
 from ramify.server.errors import ApiError
 from ramify.server.generation import GenerationRequest, with_output_parser
 from ramify.server.http.wire import encode_json
+from ramify.server.openai.answer_formats import answer_format
 from ramify.server.openai.options import (
     breakpoint_ttl_s,
     compared_options,
     limit_breakpoints,
     max_shared_tokens,
+    output_limit,
     sampling_params,
+    truncate_prompt,
 )
 from ramify.server.openai.protocol import (
     ChatMessage,
@@ -43,7 +47,6 @@ from ramify.server.reasoning_options import (
 )
 from ramify.server.request_history import HistoryEntry, fingerprint
 from ramify.server.service import Service
-from ramify.server.tool_calls import tool_call_schema
 
 # Content parts that are reasoning, not text of the message.
 REASONING_PARTS = frozenset({"thinking", "redacted_thinking"})
@@ -58,11 +61,10 @@ def chat_to_generation(
     *,
     known: Sequence[KnownPrefix] = (),
     names: Sequence[str] = (),
-    add_generation_prompt: bool = True,
 ) -> GenerationRequest:
     """Translate a chat completion request for the engine.
 
-    See `PromptRenderer.chat` for `tenant`, `known` and `add_generation_prompt`.
+    See `PromptRenderer.chat` for `tenant` and `known`.
 
     Args:
         names: of the messages, for errors and segments; by default `messages[i]`.
@@ -88,26 +90,44 @@ def chat_to_generation(
             *message_parts(request.messages, names, breakpoint_ttl_s(request)),
         ],
         tools=tools or None,
-        continue_final_message=request.continue_final_message,
-        add_generation_prompt=add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        add_generation_prompt=request.add_generation_prompt is not False,
         known=known,
         tenant=tenant,
         template_options=_template_options(request, service),
     )
-    prompt = limit_breakpoints(prompt, request)
-    if request.top_logprobs is not None and not request.logprobs:
+    prompt = prompt.with_answers(
+        [
+            name
+            for name, message in zip(names[:-1], request.messages, strict=False)
+            if message.role == "assistant"
+        ]
+    )
+    prompt = limit_breakpoints(truncate_prompt(prompt, request, service), request)
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others: dict[str, Any] = {}
     if request.logprobs:
         others["logprobs"] = request.top_logprobs or 0
     forces_call = request.tool_choice not in (None, "auto", "none")
-    if forces_call:
-        if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        others["structured"] = tool_call_schema(
-            tools, chosen_tool(request.tool_choice, request.tools)
-        )
-    limit = request.max_completion_tokens or request.max_tokens
+    if forces_call and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    warnings = list(unserved_content(request.messages, names))
+    single_call = request.parallel_tool_calls is False
+    name = chosen_tool(request.tool_choice, request.tools)
+    choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
+    others["structured"] = service.constraints.of_answer(
+        OfferedTool.of(tools),
+        choice,
+        prompt_end=prompt.turn_opening,
+        tenant=tenant,
+        answer_format=answer_format(request, warnings),
+        warnings=warnings,
+    )
+    if request.max_completion_tokens is None:
+        limit = output_limit("max_tokens", request.max_tokens)
+    else:
+        limit = output_limit("max_completion_tokens", request.max_completion_tokens)
     history_entry = HistoryEntry(
         model=model,
         options=compared_options(request) | {"thinking": fingerprint(reasoning_options(request))},
@@ -119,25 +139,33 @@ def chat_to_generation(
     )
     generation_request = GenerationRequest(
         history_entry,
-        sampling_params(request, max_tokens=1 if request.is_prewarm else limit, **others),
+        sampling_params(
+            request,
+            service.tokenizer,
+            max_tokens=1 if request.is_prewarm else limit,
+            **others,
+        ),
         salt=request.cache_salt or "",
-        priority=request.priority,
+        priority=request.priority or 0,
         is_prewarm=request.is_prewarm,
         is_chat=True,
         is_remembered=request.store is not False,
-        warnings=tuple(unserved_content(request.messages, names)),
+        warnings=tuple(warnings),
     )
-    single_call = request.parallel_tool_calls is False
     return with_output_parser(
         generation_request, service.output_format, tools, forced=forces_call, single=single_call
     )
 
 
 def reject_unsupported(request: ChatRequest) -> None:
-    """Raise ApiError for options that are not served and would change the answer."""
-    for name in ("functions", "function_call", "audio", "web_search_options"):
-        if getattr(request, name):
-            raise ApiError(400, f"{name} is not served; leave it out, or send tools", param=name)
+    """Raise ApiError for options that are not served or exclude each other."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "the final message is either continued or followed by a new one; leave out one of "
+            "continue_final_message and add_generation_prompt",
+            param="add_generation_prompt",
+        )
     if request.modalities not in (None, [], ["text"]):
         raise ApiError(400, "only text is served", param="modalities")
 
@@ -202,7 +230,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{where}.tool_calls"),
+                    "arguments": _arguments(call.function.arguments_json, f"{where}.tool_calls"),
                 },
             }
             for call in message.tool_calls

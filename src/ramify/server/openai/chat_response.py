@@ -8,7 +8,7 @@ from typing import Any
 from ramify.outputs import FinishReason, TokenLogprob
 from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEvent
 from ramify.server.generation import CacheUsage, Generation
-from ramify.server.openai.options import diagnostics
+from ramify.server.openai.options import diagnostics, token_name
 from ramify.server.openai.protocol import ChatRequest, NamedTool, StreamOptions
 from ramify.server.service import Service
 
@@ -16,7 +16,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "length",  # truncated because the server shut down
+    FinishReason.ABORT: "abort",  # the server shut down, or an operator ended the request
     FinishReason.ERROR: "error",
 }
 
@@ -122,7 +122,7 @@ class ChatResponseBuilder:
 
     def _logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.service.tokenizer.token_text(token)
+            text = token_name(token, self.request, self.service.tokenizer)
             return {"token": text, "logprob": max(value, MIN_LOGPROB), "bytes": list(text.encode())}
 
         top = [entry(token, value) for token, value in logprob.top.items()]

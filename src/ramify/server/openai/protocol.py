@@ -1,16 +1,19 @@
-"""Request types of OpenAI's endpoints. Unknown fields are ignored, unknown values are refused."""
+"""Request types of OpenAI's endpoints; see `unserved` for the fields that they do not have."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Raw, Struct, UnsetType, field
+
+from ramify.server.http.wire import encode_json
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 UnitInterval = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
+OutputLimit = Annotated[int, Meta(ge=-1)]  # -1: none; 0 is refused where it has no meaning
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Meta(max_length=16)]
@@ -23,6 +26,14 @@ Metadata = Annotated[  # kept with the response, so its size is bounded
     Meta(max_length=16),
 ]
 MAX_MESSAGES = 10_000
+Refused = Raw | UnsetType  # a field that is not served: not decoded, only looked at
+
+
+def is_given(value: Refused | bool | None) -> bool:
+    """Whether a field that is refused has a value: not null, false or empty."""
+    if not isinstance(value, Raw):
+        return value is True
+    return bytes(value).strip() not in (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
 class PromptCacheBreakpoint(Struct):
@@ -55,7 +66,14 @@ class FunctionCall(Struct):
     """The function and the arguments of a tool call."""
 
     name: Name
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
+
+    @property
+    def arguments_json(self) -> str:
+        """The arguments as JSON text; some clients send the object itself."""
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return encode_json(self.arguments or {}).decode()
 
 
 class ToolCall(Struct):
@@ -77,6 +95,9 @@ class ChatMessage(Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of `reasoning_content`
     refusal: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionDefinition(Struct):
@@ -122,6 +143,24 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of `json_object`
+
+
+Schema = dict[str, Any] | str  # a JSON schema, or its text
+Regex = Annotated[str, Meta(max_length=16384)]
+Grammar = Annotated[str, Meta(max_length=65536)]
+Choices = Annotated[list[str], Meta(max_length=1024)]
+
+
+class StructuredOutputs(Struct):
+    """The format of an answer, in vLLM's words."""
+
+    json: Schema | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
 
 
 class StreamOptions(Struct):
@@ -145,24 +184,41 @@ class Sampling(Struct, kw_only=True):
     seed: Seed | None = None
     stop: StopText | Stops | None = None
     stop_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=128)] | None = None
-    max_tokens: PositiveInt | None = None
+    max_tokens: OutputLimit | None = None
     min_tokens: NonNegativeInt | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
-    regex: Annotated[str, Meta(max_length=16384)] | None = None
-    grammar: Annotated[str, Meta(max_length=65536)] | None = None
-    choice: Annotated[list[str], Meta(max_length=1024)] | None = None
+    regex: Regex | None = None
+    grammar: Grammar | None = None
+    choice: Choices | None = None
+    # The same in the words of vLLM (the next five), SGLang and llama.cpp.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    ebnf: Grammar | None = None
     response_format: ResponseFormat | None = None
     # For routing between servers; it does not separate cached prefixes, as `cache_salt` does.
     prompt_cache_key: Name | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     user: str | None = None
+    # vLLM's
+    allowed_token_ids: Annotated[list[NonNegativeInt], Meta(max_length=4096)] | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: to what fits
 
     @property
     def is_prewarm(self) -> bool:
@@ -190,9 +246,9 @@ class ThinkingOption(Struct):
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: PositiveInt | None = None
-    logprobs: bool | None = None
+    messages: Messages
+    max_completion_tokens: OutputLimit | None = None
+    logprobs: bool | Literal[0, 1] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -208,12 +264,9 @@ class ChatRequest(Sampling, kw_only=True):
     service_tier: Name | None = None
     store: bool | None = None  # False: no later request can compare with this one
     modalities: list[str] | None = None
-    # These four are refused: ignoring them would change the answer.
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool | None = None
+    echo: bool | None = None  # the answer begins with the text that it continues
     chat_template_kwargs: (
         Annotated[dict[str, bool | int | str | None], Meta(max_length=16)] | None
     ) = None
@@ -223,23 +276,26 @@ class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: NonNegativeInt | None = None  # 0 with `echo`: the prompt and its logprobs only
-    echo: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # max_tokens 0 with `echo`: the prompt and its logprobs only
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | Literal[False] | None = None
     suffix: str | None = None
     best_of: PositiveInt | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(Struct):
-    """POST /tokenize: either `prompt` or `messages`."""
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """POST /tokenize: `prompt`, or the fields of a chat request, whose prompt is tokenised."""
 
+    messages: Messages | None = None  # type: ignore[assignment]
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: list[Tool] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None  # of a `prompt`; templates write their own
+    return_token_strs: bool | None = None
+
+
+class PoolingRequest(Struct, kw_only=True):
+    """POST to an endpoint of embedding, scoring or reranking models; see `pooling`."""
+
     model: Name | None = None
 
 

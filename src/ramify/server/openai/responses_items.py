@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ramify.outputs import FinishReason
 from ramify.server.answer import Answer, AnswerPart, PartBegin, PartDelta, PartEnd, PartEvent
+from ramify.server.openai.opaque_text import encode_opaque
+from ramify.server.openai.responses_calls import ITEM_TYPES as CALL_TYPES
+from ramify.server.openai.responses_calls import CallItem, NumberedEvent, call_item
+from ramify.server.openai.responses_store import item_id
+from ramify.server.openai.responses_tools import CallForm
 
-CARRIED_MARK = "ramify:"  # `encrypted_content` that holds reasoning of this server begins with it
-
-# Types of an item and of its only content part, and the beginning of its id, by kind of answer part.
+# Types of an item and of its only content part, by kind of answer part.
 ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}
 CONTENT_TYPES = {"text": "output_text", "reasoning": "reasoning_text"}
-ID_PREFIXES = {"text": "msg_", "reasoning": "rs_"}
-
-
-NumberedEvent = Callable[..., dict[str, Any]]  # the next of a stream: `event("completed", …)`
-
-
-def carried_reasoning(text: str) -> str:
-    """Reasoning as `encrypted_content`: opaque to clients, and only encoded."""
-    return CARRIED_MARK + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
-
-
-def read_carried_reasoning(carried: str) -> str:
-    """The reasoning of an `encrypted_content`; "" if another server wrote it."""
-    if not carried.startswith(CARRIED_MARK):
-        return ""
-    try:
-        return base64.b64decode(carried[len(CARRIED_MARK) :], validate=True).decode()
-    except (binascii.Error, ValueError):
-        return ""
 
 
 class OutputItems:
     """The output items of an answer: one for each of its parts, in order.
 
     Args:
+        response_id: which the ids of the items are made of.
+        forms: how calls are returned, by the name of their function.
         logprobs: entries of the whole answer's tokens; its first message has them.
         carries_reasoning: reasoning items have `encrypted_content`, for clients that send only that
             back with the next request.
@@ -49,13 +32,16 @@ class OutputItems:
     def __init__(
         self,
         answer: Answer,
+        response_id: str,
+        forms: Mapping[str, CallForm],
         logprobs: Callable[[], list[dict[str, Any]]],
         *,
         carries_reasoning: bool,
     ) -> None:
         self._answer, self._logprobs = answer, logprobs
         self._carries_reasoning = carries_reasoning
-        self._id_stem = secrets.token_hex(12)
+        self._response_id, self._forms = response_id, forms
+        self._calls: dict[int, CallItem] = {}  # by index of the part
 
     def as_json(self) -> list[dict[str, Any]]:
         """All items, after the end of the answer; an empty answer is an empty message."""
@@ -67,7 +53,7 @@ class OutputItems:
             case PartBegin(part):
                 return self._begin_events(part, event)
             case PartDelta(part, text):
-                return [self._delta_event(part, text, event)]
+                return self._delta_events(part, text, event)
             case PartEnd(part):
                 return self._end_events(part, event)
 
@@ -76,35 +62,32 @@ class OutputItems:
         return [*self._begin_events(_EMPTY, event), *self._end_events(_EMPTY, event)]
 
     def _begin_events(self, part: AnswerPart, event: NumberedEvent) -> list[dict[str, Any]]:
+        if part.kind == "call":
+            return self._call(part).begin(event)
         item = self._item(part, "in_progress")
         added = event("output_item.added", output_index=part.index, item=item)
-        if part.kind == "call":
-            return [added]
         content = self._content(part, is_ended=False)
         return [added, event("content_part.added", **self._content_place(part), part=content)]
 
-    def _delta_event(self, part: AnswerPart, text: str, event: NumberedEvent) -> dict[str, Any]:
+    def _delta_events(
+        self, part: AnswerPart, text: str, event: NumberedEvent
+    ) -> list[dict[str, Any]]:
         if part.kind == "call":
-            return event("function_call_arguments.delta", **self._item_place(part), delta=text)
+            return self._call(part).delta(text, event)
         fields: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
         kind = f"{CONTENT_TYPES[part.kind]}.delta"
-        return event(kind, **self._content_place(part), delta=text, **fields)
+        return [event(kind, **self._content_place(part), delta=text, **fields)]
 
     def _end_events(self, part: AnswerPart, event: NumberedEvent) -> list[dict[str, Any]]:
-        item, text = self._item(part, self._status(part)), part.text
-        item_done = {"output_index": part.index, "item": item}
         if part.kind == "call":
-            fields = self._item_place(part) | {"name": part.name, "arguments": text}
-            return [
-                event("function_call_arguments.done", **fields),
-                event("output_item.done", **item_done),
-            ]
+            return self._call(part).end(self._status(part), event)
+        item, text = self._item(part, self._status(part)), part.text
         place = self._content_place(part)
-        fields = {"text": text} | ({"logprobs": []} if part.kind == "text" else {})
+        fields: dict[str, Any] = {"text": text} | ({"logprobs": []} if part.kind == "text" else {})
         return [
             event(f"{CONTENT_TYPES[part.kind]}.done", **place, **fields),
             event("content_part.done", **place, part=item["content"][0]),
-            event("output_item.done", **item_done),
+            event("output_item.done", output_index=part.index, item=item),
         ]
 
     def _status(self, part: AnswerPart) -> str:
@@ -115,35 +98,33 @@ class OutputItems:
             was_cut = not part.is_complete
         return "incomplete" if was_cut else "completed"
 
-    def _id(self, part: AnswerPart) -> str:
-        if part.kind == "call":
-            return part.id.replace("call_", "fc_", 1)
-        return f"{ID_PREFIXES[part.kind]}{self._id_stem}{part.index:08x}"
+    def _call(self, part: AnswerPart) -> CallItem:
+        """The item of a call, which its events share."""
+        if part.index not in self._calls:
+            form = self._forms.get(part.name) or CallForm("function", part.name)
+            name = self._id(part, CALL_TYPES[form.kind])
+            self._calls[part.index] = call_item(part, form, name)
+        return self._calls[part.index]
 
-    def _item_place(self, part: AnswerPart) -> dict[str, Any]:
-        return {"item_id": self._id(part), "output_index": part.index}
+    def _id(self, part: AnswerPart, item_type: str) -> str:
+        return item_id(item_type, self._response_id, part.index, is_output=True)
 
     def _content_place(self, part: AnswerPart) -> dict[str, Any]:
-        return self._item_place(part) | {"content_index": 0}
+        name = self._id(part, ITEM_TYPES[part.kind])
+        return {"item_id": name, "output_index": part.index, "content_index": 0}
 
     def _item(self, part: AnswerPart, status: str) -> dict[str, Any]:
         is_ended = status != "in_progress"
         if part.kind == "call":
-            return {
-                "id": self._id(part),
-                "type": "function_call",
-                "call_id": part.id,
-                "name": part.name,
-                "arguments": part.text if is_ended else "",
-                "status": status,
-            }
+            return self._call(part).as_json(status)
         content = [self._content(part, is_ended=True)] if is_ended else []
-        item: dict[str, Any] = {"id": self._id(part), "type": ITEM_TYPES[part.kind]}
+        kind = ITEM_TYPES[part.kind]
+        item: dict[str, Any] = {"id": self._id(part, kind), "type": kind}
         if part.kind == "text":
             return item | {"role": "assistant", "status": status, "content": content}
         item |= {"summary": [], "content": content, "status": status}
         if self._carries_reasoning:
-            item["encrypted_content"] = carried_reasoning(part.text) if is_ended else None
+            item["encrypted_content"] = encode_opaque(part.text) if is_ended else None
         return item
 
     def _content(self, part: AnswerPart, *, is_ended: bool) -> dict[str, Any]:

@@ -11,20 +11,17 @@ from typing import Any
 import msgspec
 
 from ramify.errors import RamifyError
-from ramify.outputs import FinishReason
+from ramify.outputs import FinishReason, RequestOutput
 from ramify.server.answer import TRUNCATED, Answer
 from ramify.server.errors import as_api_error
 from ramify.server.generation import Generation
+from ramify.server.http.wire import encode_json
 from ramify.server.openai.chat_response import ChatResponseBuilder
-from ramify.server.openai.protocol import (
-    ChatMessage,
-    ChatRequest,
-    FunctionCall,
-    ToolCall,
-)
+from ramify.server.openai.conversations import append_to_conversation
 from ramify.server.openai.responses_items import OutputItems
-from ramify.server.openai.responses_protocol import ResponsesRequest
-from ramify.server.openai.responses_request import INSTRUCTIONS, StoredResponse
+from ramify.server.openai.responses_protocol import Reasoning, ResponsesRequest
+from ramify.server.openai.responses_request import TranslatedRequest
+from ramify.server.openai.responses_store import StoredResponse, joined_lists, numbered_items
 from ramify.server.prompt_renderer import KnownPrefix
 from ramify.server.service import Service
 
@@ -36,15 +33,17 @@ class ResponsesResponseBuilder:
         self,
         service: Service,
         request: ResponsesRequest,
-        chat: ChatRequest,
+        translated: TranslatedRequest,
         generation: Generation,
     ) -> None:
-        self.service, self.request, self.chat = service, request, chat
+        self.service, self.request, self.translated = service, request, translated
         self.generation = generation
-        self.inner = ChatResponseBuilder(service, chat, generation)
+        self.inner = ChatResponseBuilder(service, translated.chat, generation)
         includes = request.include or ()
         self._items = OutputItems(
             self.inner.choices[0],
+            generation.id,
+            translated.tools.forms,
             self._logprobs,
             carries_reasoning="reasoning.encrypted_content" in includes,
         )
@@ -61,6 +60,8 @@ class ResponsesResponseBuilder:
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         request = self.request
         options = request.prompt_cache_options
+        reasoning = request.reasoning or Reasoning()
+        conversation = self.translated.earlier.conversation
         return {
             "id": self.generation.id,
             "object": "response",
@@ -75,16 +76,19 @@ class ResponsesResponseBuilder:
             "output": output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": self.chat.reasoning_effort, "summary": None},
+            "conversation": None if conversation is None else {"id": conversation.id},
+            "max_tool_calls": request.max_tool_calls,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "safety_identifier": request.safety_identifier,
             "store": request.store is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "text": {"format": {"type": "text"}}
             if request.text is None
             else msgspec.to_builtins(request.text),
-            "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
-            "tools": msgspec.to_builtins(request.tools or []),
-            "truncation": "disabled",
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "truncation": request.truncation or "disabled",
             "metadata": request.metadata or {},
             "prompt_cache_key": request.prompt_cache_key,
             "prompt_cache_options": None
@@ -124,8 +128,8 @@ class ResponsesResponseBuilder:
         body = self._body("incomplete" if is_incomplete else "completed", output)
         result = self.generation.output
         aborted = result is not None and result.completions[0].finish_reason is FinishReason.ABORT
-        if is_incomplete and not aborted:
-            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        if is_incomplete:
+            body["incomplete_details"] = {"reason": "abort" if aborted else "max_output_tokens"}
         body["completed_at"] = int(time.time())
         body["usage"] = self._usage()
         return body | self.inner.diagnostics()
@@ -136,50 +140,57 @@ class ResponsesResponseBuilder:
             self._choice.add(event)
         self.generation.raise_error()
         end = self._end()
-        self._store(end)
+        self._store(end, array("I"))
         return end
 
-    def _store(self, body: Mapping[str, Any]) -> None:
-        """Store the ended response, for a next request to continue, unless `store` is false."""
-        output = self.generation.output
-        if output is None or self.request.store is False:
+    def _store(self, body: Mapping[str, Any], delta_lens: array[int]) -> None:
+        """Store the ended response, for a next request to continue, unless `store` is false.
+
+        A conversation gets the request's items and the answer in any case.
+        """
+        output, earlier = self.generation.output, self.translated.earlier
+        conversation, is_stored = earlier.conversation, self.request.store is not False
+        if output is None or not (is_stored or conversation):
             return
-        choice, ids = self._choice, list(output.completions[0].token_ids)
-        calls = [
-            ToolCall(FunctionCall(call.name, call.text), call.id)
-            for call in choice.calls
-            if call.is_complete
-        ]
-        answer = ChatMessage(
-            "assistant",
-            choice.text,
-            tool_calls=calls or None,
-            reasoning_content=choice.reasoning or None,
-        )
-        messages = list(self.chat.messages)
-        if self.request.instructions:
-            messages[0] = msgspec.structs.replace(messages[0], name=INSTRUCTIONS)
-        if isinstance(output.completions[0].stop_reason, int):
-            ids = ids[:-1]  # the template writes the stop token
+        tenant, name = self.generation.caller.tenant, self.generation.id
+        known = self._known(output)
+        taken = () if conversation is None else conversation.items
+        items = numbered_items(self.translated.items, name, taken=taken)
+        if conversation is not None:
+            append_to_conversation(
+                self.service, tenant, conversation.id, [*items, *body["output"]], known
+            )
+        if not is_stored:
+            return
+        packed_input = joined_lists([*earlier.packed_items(), encode_json(items)])
+        stored = StoredResponse(packed_input, encode_json(body), known, delta_lens)
         entry = self.generation.request.history_entry
-        prompt = entry.prompt
-        shown, decode = output.completions[0].text, self.service.tokenizer.decode
+        self.service.history.put(tenant, name, replace(entry, response=stored))
+
+    def _known(self, output: RequestOutput) -> tuple[KnownPrefix, ...]:
+        """The prompt with the answer, then without, as texts with their token ids."""
+        completion = output.completions[0]
+        ids = list(completion.token_ids)
+        if isinstance(completion.stop_reason, int):
+            ids = ids[:-1]  # the template writes the stop token
+        prompt, shown = self.generation.request.prompt, completion.text
+        decode = self.service.tokenizer.decode
         text = decode(ids, skip_special_tokens=False)
         known = [KnownPrefix(prompt.text, prompt.ids)]
         # They differ if a stop string was cut off.
         if shown in (text, decode(ids)):
             known.insert(0, KnownPrefix(prompt.text + text, prompt.ids + array("i", ids)))
-        stored = StoredResponse.of((*messages, answer), known, body)
-        tenant = self.generation.caller.tenant
-        self.service.history.put(tenant, self.generation.id, replace(entry, response=stored))
+        return tuple(known)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the data of server-sent events, numbered by `sequence_number`."""
-        number = 0
+        number, delta_lens = 0, array("I")
 
         def event(kind: str, **fields: Any) -> dict[str, Any]:
             nonlocal number
             number += 1
+            if kind.endswith(".delta"):
+                delta_lens.append(len(fields["delta"]))
             return {"type": f"response.{kind}", "sequence_number": number - 1} | fields
 
         body = self._body("in_progress", [])
@@ -200,5 +211,5 @@ class ResponsesResponseBuilder:
             for payload in self._items.empty_events(event):
                 yield payload
         end = self._end()
-        self._store(end)
+        self._store(end, delta_lens)
         yield event(end["status"], response=end)

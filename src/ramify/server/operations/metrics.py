@@ -163,7 +163,7 @@ class Metrics:
         Gauge(f"ramify_{name}", help_text, registry=self.registry).set_function(value)
 
     def count_response(self, route: str, status: int) -> None:
-        """Count a response by route and status, when it begins."""
+        """Count a response by route and status, when it has ended; 499: its client has gone."""
         self._responses.labels(route, str(status)).inc()
 
     def observe_tokens(self, generation: Generation, event: StepOutput) -> None:
