@@ -18,7 +18,7 @@ from ramify.server.output_formats.events import (
     ReasoningDelta,
     TextDelta,
 )
-from ramify.server.output_formats.table import CALL_FORMATS, REASONING_FORMATS
+from ramify.server.output_formats.table import CALL_FORMATS, REASONING_FORMATS, CallFormat
 
 TOOLS = ("add", "look_up")
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
@@ -254,10 +254,13 @@ def test_an_answer_continues_its_prompt(
     assert parsed(form, text, cuts, prompt_end=prompt_end) == expected
 
 
-@pytest.mark.parametrize("form", [HERMES, HARMONY, MISTRAL])
-def test_a_forced_call_is_bare_json(form: OutputFormat) -> None:
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda calls: calls.name)
+def test_a_forced_call_is_bare_json(calls: CallFormat) -> None:
     """A forced call is parsed as bare JSON too, whatever the model's own format."""
+    form = named(calls.name, "none")
+
     assert parsed(form, CALL, [3], forced=True) == [ADD]
+    assert parsed(form, f"[{CALL}, {OTHER}]", [3, 40], forced=True) == [ADD, LOOK_UP]
 
 
 @pytest.mark.parametrize(
