@@ -26,7 +26,7 @@ def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
     Raises:
         ApiError: 400, it is not JSON, or does not fit the type.
     """
-    body = body.removeprefix(BYTE_ORDER_MARK)
+    body = without_mark(body)
     try:
         try:
             return msgspec.json.decode(body, type=kind)
@@ -41,9 +41,14 @@ def decode_json(body: bytes | bytearray, kind: type[T]) -> T:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
+def without_mark(body: bytes | bytearray) -> bytes | bytearray:
+    """The body without a byte order mark; only a body that has one is copied."""
+    return body.removeprefix(BYTE_ORDER_MARK) if body.startswith(BYTE_ORDER_MARK) else body
+
+
 def extra_fields(body: bytes | bytearray, kind: type) -> dict[str, msgspec.Raw]:
     """The top-level fields of a valid body that a request type does not have, not decoded."""
-    fields = _raw_fields(body.removeprefix(BYTE_ORDER_MARK))
+    fields = _raw_fields(without_mark(body))
     known = {info.encode_name for info in msgspec.structs.fields(kind)}
     return {name: value for name, value in fields.items() if name not in known}
 
