@@ -10,7 +10,7 @@ from typing import Any
 
 from ramify.engine.async_llm import AsyncLLM
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import InvalidParamsError
+from ramify.errors import CompileBusyError, InvalidParamsError
 from ramify.params import SamplingParams, StructuredOutput
 from ramify.server.errors import ApiError
 from ramify.server.output_formats.call_grammar import AnswerBegin, AnswerGrammars
@@ -106,6 +106,7 @@ class AnswerConstraints:
         Raises:
             ApiError, InvalidParamsError: 400, a strict tool's schema cannot be enforced, or calls
                 are forced and cannot be.
+            CompileBusyError: calls are forced and cannot be compiled now.
         """
         begin = AnswerBegin.after(prompt_end, self._reasoning)
         if not offered:
@@ -115,6 +116,11 @@ class AnswerConstraints:
         write = partial(_write, self._grammars, begin, choice, answer_format)
         try:
             spec = self._enforceable(write, offered, tenant, warnings)
+        except CompileBusyError as error:
+            if choice.is_forced:
+                raise
+            spec = None
+            warnings.append(f"tools: arguments are not constrained: {error}")
         except InvalidParamsError as error:
             if choice.is_forced:
                 raise
