@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -65,7 +65,7 @@ def test_a_call_streams_in_the_form_of_its_tool(
     client: openai.OpenAI, choice: dict[str, Any], kind: str
 ) -> None:
     """The client's stream helper collects what the whole response has, and the tools are told."""
-    fields = options("Do it.", tools=TOOLS, tool_choice=choice, max_output_tokens=200)
+    fields = options("Do it.", tools=TOOLS, tool_choice=choice, max_output_tokens=800)
     raw = client.responses.with_raw_response.create(**fields)
     whole = raw.parse()
     with client.responses.stream(**fields) as stream:
@@ -147,7 +147,7 @@ def test_a_conversation_is_compacted(client: openai.OpenAI) -> None:
     first = client.responses.create(**options("Who lives in Rome?"))
     compacted = client.responses.compact(model="talker", previous_response_id=first.id)
     kinds = [item.type for item in compacted.output]
-    window: Any = [item.model_dump(exclude_none=True) for item in compacted.output]
+    window: Any = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
     answer = client.responses.create(
         **options("", input=[*window, {"role": "user", "content": "And in Paris?"}])
     )
@@ -160,14 +160,14 @@ def test_a_conversation_is_compacted(client: openai.OpenAI) -> None:
 class Place(BaseModel):
     """Where somebody lives."""
 
-    city: str
+    city: Literal["Rome", "Paris"]
 
 
 def test_a_model_of_pydantic_is_parsed(client: openai.OpenAI) -> None:
     """`responses.parse` with `text_format`."""
-    answer = client.responses.parse(**options("Where?", max_output_tokens=400), text_format=Place)
+    answer = client.responses.parse(**options("Where?", max_output_tokens=800), text_format=Place)
 
-    assert answer.status == "incomplete" or isinstance(answer.output_parsed, Place)
+    assert isinstance(answer.output_parsed, Place)
 
 
 def test_nothing_can_be_cancelled(client: openai.OpenAI) -> None:

@@ -152,6 +152,7 @@ TEMPLATES = [
         "<|start_of_role|><tool_call> Here is my thought process: Here is my response:",
     ),
     ("hunyuan", "hunyuan", "<tool_calls>[ <think> </think> <answer>"),
+    ("nemotron", "none", "<TOOLCALL>[{{ call }}]</TOOLCALL>"),
     ("lfm2", "none", "<|tool_call_start|>[func()]<|tool_call_end|>"),
     ("olmo3", "none", "<function_calls>{{ call }}</function_calls>"),
     (
@@ -196,6 +197,7 @@ def test_special_tokens_are_kept_if_they_are_marks() -> None:
     assert parsed(HERMES, "a </tool_call>b", []) == [("text", "a </tool_call>b")]
 
 
+THOUGHT = ("call", "add", '{"a": "<think>"}', "complete")
 BEGUN = "<|im_start|>assistant\n"
 
 
@@ -220,6 +222,14 @@ BEGUN = "<|im_start|>assistant\n"
         (HERMES, BEGUN + f"<tool_call>{CALL[:35]}", CALL[35:] + "</tool_call>", [ADD]),
         (HERMES, BEGUN + '<tool_call>{"name": "rm', '"}</tool_call>', [("text", '"}</tool_call>')]),
         (HERMES, BEGUN + f"<tool_call>{CALL}</tool_call>", "a", [("text", "a")]),
+        (HERMES, BEGUN + f"<think>I <tool_call>{CALL[:9]}", "a", [("reasoning", "a")]),
+        (
+            HERMES,
+            BEGUN + '<tool_call>{"name": "add", "arguments": {"a": "<think>',
+            '"}}',
+            [THOUGHT],
+        ),
+        (MISTRAL, f"[TOOL_CALLS]add[ARGS]{ARGUMENTS} So", " be it.", [ADD, ("text", "be it.")]),
         (HARMONY, "<|start|>assistant", "<|channel|>final<|message|>a", [("text", "a")]),
         (HARMONY, "<|start|>assistant<|channel|>analysis", "<|message|>a", [("reasoning", "a")]),
         (HARMONY, "<|start|>assistant<|channel|>final<|message|>a", "b", [("text", "b")]),

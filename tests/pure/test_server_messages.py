@@ -1,5 +1,6 @@
 """Anthropic's Messages API as Claude Code uses it."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,6 +181,20 @@ def test_more_output_than_there_is_room_for_is_cut() -> None:
         usage = answer["usage"]
         # The last token's K/V needs no place in the pool.
         assert usage["input_tokens"] + usage["output_tokens"] - limit in (0, 1)
+
+
+@pytest.mark.parametrize("num_words", [300, 600, 3000])
+def test_a_prompt_that_is_too_long_names_the_context(num_words: int) -> None:
+    """Also one that is refused before it is rendered whole; clients read the limit from the text."""
+
+    async def main() -> None:
+        async with ServerBench(max_model_len=256).running() as bench:
+            message = {"role": "user", "content": "word " * num_words}
+            answer = await bench.post("/v1/messages", body(message))
+            assert answer.status == 400
+            assert re.search(r"too long: \d+ tokens > 255 maximum", answer.body.decode())
+
+    run(main())
 
 
 @pytest.mark.parametrize("name", [MCP_NAME, "a:b/c", "f"])
@@ -378,6 +393,20 @@ def test_unknown_fields_are_named() -> None:
                 assert "x-ramify-warning" not in answer.headers
                 answer = await bench.post(path, request | {"presence_penalty": 1})
                 assert "presence_penalty" in answer.headers["x-ramify-warning"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("field", [b'"un\x84known":1', b'"unknown":"\x84"', b'"functions":"\x84"'])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_fields_that_are_not_utf8_are_no_server_error(path: str, field: bytes) -> None:
+    """Also fields that no request type has: 200 if they are ignored, or 400."""
+
+    async def main() -> None:
+        async with ServerBench().running() as bench:
+            talk = b'"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"x"}]'
+            answer = await bench.call("POST", path, b"{%s,%s}" % (talk, field))
+            assert answer.status in (200, 400)
 
     run(main())
 

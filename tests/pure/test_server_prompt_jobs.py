@@ -1,7 +1,9 @@
 """Prompt jobs: fair between tenants, bounded, dropped when nobody waits, none lost."""
 
 import asyncio
+import gc
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -378,3 +380,25 @@ def test_fields_that_the_template_left_out_are_not_searched_for_without_end() ->
     assert text.num_searched <= 650_000_000
     short = list(_locate_parts("x" * 1000 + "end", [*parts, PromptPart("end", ("end",))]))
     assert short[-1][1:] == (1000, 1003)
+
+
+@pytest.mark.parametrize("filler", [b"[]," * 3_000_000, b'"' + b"x" * 9_000_000])
+def test_bodies_of_refused_requests_are_freed_at_once(filler: bytes) -> None:
+    """No cycle of an error and its traceback keeps them until the garbage collector runs."""
+    body = b'{"messages":[{"role":"user","content":["' + filler + b"[]]}]}"
+
+    async def main() -> int:
+        async with ServerBench().running() as bench:
+            assert (await bench.call("POST", "/v1/chat/completions", body)).status == 400
+            gc.collect()
+            gc.disable()
+            tracemalloc.start()
+            try:
+                for _ in range(4):
+                    await bench.call("POST", "/v1/chat/completions", body)
+                return tracemalloc.get_traced_memory()[0]
+            finally:
+                tracemalloc.stop()
+                gc.enable()
+
+    assert run(main()) < 2 * len(body)  # not one for each

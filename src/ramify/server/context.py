@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -127,6 +128,10 @@ class RequestContext:
             result = await self.until_done_or_disconnect(job)
             charge = 0
             return result
+        except ApiError as error:
+            if error.status in (429, 503):  # nothing was done
+                charge = 0
+            raise
         finally:
             quotas.release(self.caller, 0, charge)
 
@@ -157,6 +162,8 @@ class RequestContext:
             for task in (waiting, disconnected):
                 task.cancel()
             await asyncio.gather(waiting, disconnected, return_exceptions=True)
+            # Their errors' tracebacks have this frame: a cycle would keep the body.
+            del waiting, disconnected, task
 
     def json(self, payload: Any) -> Response:
         """A JSON response with this request's headers, and `X-Cache` if it ran generations."""
@@ -197,7 +204,12 @@ def _decode(
 ) -> tuple[T, list[str]]:
     """The decoded body and the names of its unknown fields."""
     value = decode_body(body, kind)
-    return value, [] if unserved is None else unserved.unknown(extra_fields(body, kind))
+    if unserved is None:
+        return value, []
+    try:
+        return value, unserved.unknown(extra_fields(body, kind))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the type does not have
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 async def _disconnected(request: Request) -> None:

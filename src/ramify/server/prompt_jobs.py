@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -195,6 +196,8 @@ class PromptWorkers:
             if self._queue.remove(tenant, job):
                 self._fill()
             raise
+        finally:
+            del job, work  # its error's traceback has this frame: a cycle would keep the body
 
     def shutdown(self) -> None:
         """Take no more jobs."""
@@ -215,13 +218,14 @@ class PromptWorkers:
             result = job.work()
         except BaseException as raised:  # noqa: BLE001 - for the caller
             error = raised
+            if isinstance(raised, RamifyError):  # a refusal needs no traceback
+                # Its frames would hold the body, in a cycle.
+                raised.__traceback__ = raised.__context__ = raised.__cause__ = None
         finally:
             _is_abandoned.reset(token)
         took_s = time.perf_counter() - begin_s
-        try:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(self._end, tenant, job, took_s, result, error)
-        except RuntimeError:  # the loop is closed: nobody waits
-            return
 
     def _end(
         self, tenant: str, job: _Job, took_s: float, result: Any, error: BaseException | None

@@ -82,7 +82,9 @@ class Service:
         )
         self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
         self.prompt_renderer = PromptRenderer(
-            tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
+            tokenizer,
+            max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
+            max_model_len=self.max_model_len,
         )
         self.history = RequestHistory()
         self.conversations = ConversationStore()
@@ -93,7 +95,7 @@ class Service:
         self.output_format = named(
             tool_call_parser,
             reasoning_parser,
-            template=tokenizer.chat_template or "",
+            template="\n".join(tokenizer.chat_template_sources),
             special_tokens=tokenizer.special_token_texts.values(),
         )
         self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
