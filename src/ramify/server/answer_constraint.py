@@ -22,7 +22,8 @@ from ramify.server.tool_schemas import (
     enforceable_schema,
 )
 
-MAX_SCHEMA_CHARS = 200_000  # of the schemas of all tools in a grammar; further arguments are free
+MAX_SCHEMA_CHARS = 200_000  # of the rules of all tools in a grammar; further arguments are free
+RULE_CHARS = 300  # of the rules of a tool, its schema not included
 MAX_TOOLS_TRIED = 128  # one by one, to find those whose schemas cannot be compiled
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -164,7 +165,7 @@ class AnswerConstraints:
         for tool in offered:
             try:
                 schema = enforceable_schema(tool.schema, tool.where, found, strict=tool.strict)
-                num_chars += len(json.dumps(schema, ensure_ascii=False))
+                num_chars += RULE_CHARS + len(json.dumps(schema, ensure_ascii=False))
             except SchemaTooLargeError:
                 schema, num_chars = ANY_OBJECT, MAX_SCHEMA_CHARS + 1
             if num_chars > MAX_SCHEMA_CHARS:
