@@ -174,6 +174,37 @@ def test_the_anthropic_client_reads_reasoning_and_calls() -> None:
         assert (text.type, text.text) == ("text", "I look it up.")
         assert (call.type, call.name, call.input) == ("tool_use", "find", {"city": "Rome"})
         assert answer.stop_reason == "tool_use"
+        assert answer.usage.output_tokens_details.thinking_tokens > 0.8 * len(letters(THOUGHT))
+
+
+def test_thinking_that_is_not_shown_comes_back_in_its_signature() -> None:
+    """`display: omitted` streams no thinking; the signature sent back restores it in the prompt."""
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    body = MESSAGES | {"thinking": thinking}
+
+    async def main() -> tuple[Any, Any, str]:
+        bench = Thinker()
+        async with bench.clients() as (_, client):
+            whole = await client.messages.create(**body)
+            async with client.messages.stream(**body) as stream:
+                streamed = await stream.get_final_message()
+            call = streamed.content[-1]
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "Ann."}
+            history = [
+                QUESTION,
+                {"role": "assistant", "content": [block.to_dict() for block in streamed.content]},
+                {"role": "user", "content": [result]},
+            ]
+            await client.messages.create(**body | {"messages": history})
+            return whole, streamed, bench.prompt
+
+    whole, streamed, prompt = run(main())
+
+    for answer in (whole, streamed):
+        shown = answer.content[0]
+        assert (shown.type, shown.thinking) == ("thinking", "")
+        assert "I could" not in answer.to_json()
+    assert f"<think>{THOUGHT}</think>I look it up." in prompt
 
 
 def test_the_responses_client_reads_reasoning_and_calls() -> None:
