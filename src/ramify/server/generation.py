@@ -62,7 +62,8 @@ def with_output_parser(
     """
     functions = [tool["function"] for tool in tools]
     params, end = request.params, output_format.calls.end
-    params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
+    if params.keep_special_tokens is not True:  # the client wants all of them
+        params = replace(params, keep_special_tokens=output_format.kept_special_tokens)
     if single and tools and not forced and end:
         params = replace(params, stop=(*params.stop, end))
     new_parser = partial(

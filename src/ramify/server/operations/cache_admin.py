@@ -28,9 +28,11 @@ from ramify.server.openai.protocol import (
 from ramify.server.openai.responses_protocol import ResponsesRequest
 from ramify.server.openai.responses_request import response_to_generation
 from ramify.server.openai.responses_store import earlier_turns
+from ramify.server.openai.unserved import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from ramify.server.operations.metrics import CONTENT_TYPE
 from ramify.server.prompt_renderer import RenderedPrompt
 from ramify.server.service import Service
+from ramify.server.unserved_fields import decode_request
 
 MAX_NODES = 2000
 READ_S = 2.0  # a scrape does not wait for a long step
@@ -186,9 +188,10 @@ def parse_any_request(
     """
     fields = decode_body(body, dict[str, Any])
     if "prompt" in fields:
-        request = completion_to_generations(decode_body(body, CompletionRequest), service)[0]
+        completion, _ = decode_request(body, CompletionRequest, COMPLETION_FIELDS)
+        request = completion_to_generations(completion, service)[0]
     elif "input" in fields:
-        response = decode_body(body, ResponsesRequest)
+        response, _ = decode_request(body, ResponsesRequest, RESPONSES_FIELDS)
         earlier = earlier_turns(response, service, tenant)
         translated = response_to_generation(response, earlier, service, tenant)
         request = translated.generation_request
@@ -198,7 +201,8 @@ def parse_any_request(
         salt = fields.get("cache_salt")
         return entry.prompt, salt if isinstance(salt, str) else ""
     else:
-        request = chat_to_generation(decode_body(body, ChatRequest), service, tenant)
+        chat, _ = decode_request(body, ChatRequest, CHAT_FIELDS)
+        request = chat_to_generation(chat, service, tenant)
     return request.prompt, request.salt
 
 
