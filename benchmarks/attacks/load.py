@@ -20,6 +20,7 @@ from attacks.server import OPERATOR, AttackedServer, Target, chat
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 MIB = 1 << 20
 PROBE_S, LIVEZ_S = 0.05, 0.02  # between two requests of the other tenant, and two of /livez
+LEAVE_S = 0.08  # between two disconnects of an attacker
 WORDS = "lamp violin attic Rome Paris river stone bread Mara Otto green seven".split()
 Statuses = Counter[str]
 
@@ -93,7 +94,11 @@ def pin_the_pool(target: Target, number: int) -> object:
 
 
 def leave_streams(target: Target, number: int) -> object:
-    """A stream that is left after its first bytes, or a body that is not sent to its end."""
+    """A stream that is left after its first bytes, or a body that is not sent to its end.
+
+    At most 100 in a second: floods of connections are for a proxy to stop.
+    """
+    time.sleep(LEAVE_S)
     body = chat(text_of(number, 50), max_tokens=500, stream=True, ignore_eos=True)
     if number % 2:
         target.hang_up(CHAT, body, read_bytes=300)

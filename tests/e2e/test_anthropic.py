@@ -215,7 +215,7 @@ def test_errors_are_the_clients_exceptions(server: Running, start: Start) -> Non
     assert body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(**request_body("x", extra_body={"temperature": 2.0}))
-    with pytest.raises(anthropic.BadRequestError, match="2048"):
+    with pytest.raises(anthropic.BadRequestError, match="2047 maximum"):
         client.messages.create(**request_body("word " * 5000))
     with pytest.raises(anthropic.BadRequestError, match=r"content\[0\]"):
         client.messages.create(

@@ -1,5 +1,6 @@
 """Anthropic's Messages API as Claude Code uses it."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,6 +181,20 @@ def test_more_output_than_there_is_room_for_is_cut() -> None:
         usage = answer["usage"]
         # The last token's K/V needs no place in the pool.
         assert usage["input_tokens"] + usage["output_tokens"] - limit in (0, 1)
+
+
+@pytest.mark.parametrize("num_words", [300, 600, 3000])
+def test_a_prompt_that_is_too_long_names_the_context(num_words: int) -> None:
+    """Also one that is refused before it is rendered whole; clients read the limit from the text."""
+
+    async def main() -> None:
+        async with ServerBench(max_model_len=256).running() as bench:
+            message = {"role": "user", "content": "word " * num_words}
+            answer = await bench.post("/v1/messages", body(message))
+            assert answer.status == 400
+            assert re.search(r"too long: \d+ tokens > 255 maximum", answer.body.decode())
+
+    run(main())
 
 
 @pytest.mark.parametrize("name", [MCP_NAME, "a:b/c", "f"])

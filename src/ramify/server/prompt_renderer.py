@@ -12,7 +12,7 @@ from typing import Any
 
 from ramify.engine.text.incremental_encoder import Encoding, IncrementalEncoder
 from ramify.engine.text.tokenizer import Tokenizer
-from ramify.errors import ChatTemplateError
+from ramify.errors import ChatTemplateError, PromptTooLongError
 from ramify.server.prompt_jobs import stop_if_abandoned
 
 TemplateMessage = Mapping[str, Any]
@@ -140,10 +140,17 @@ class PromptRenderer:
 
     Args:
         max_tokens: PromptTooLongError for a text with more; None: no limit.
+        max_model_len: the limit that the error names; by default `max_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.tokenizer, self._max_model_len = tokenizer, max_model_len
         self._encoder = IncrementalEncoder(tokenizer, max_text_tokens=max_tokens)
         # What the template does; None: not tried yet.
         self._template_drops_reasoning: bool | None = None
@@ -197,7 +204,7 @@ class PromptRenderer:
         )
         stop_if_abandoned()
         encoding = (
-            self._encoder.encode(text, tenant)
+            self._encode(text, tenant)
             if prefix is None
             else self._extend_known(prefix, text, tenant)
         )
@@ -226,13 +233,20 @@ class PromptRenderer:
             turn_opening=turn_opening,
         )
 
+    def _encode(self, text: str, tenant: str) -> Encoding:
+        try:
+            return self._encoder.encode(text, tenant)
+        except PromptTooLongError as error:
+            limit = error.limit if self._max_model_len is None else self._max_model_len
+            raise PromptTooLongError(error.num_tokens, limit) from None
+
     def _extend_known(self, known: KnownPrefix, text: str, tenant: str) -> Encoding:
         """The known ids, then those of the text after them."""
         shift = len(known.text)
-        suffix = self._encoder.encode(text[shift:], tenant)
+        suffix = self._encode(text[shift:], tenant)
         # Where the known tokens end in their text is not recorded. Use the offsets of the
         # tokenizer's own tokens, as many as there are known ids.
-        offsets = self._encoder.encode(known.text, tenant).end_offsets
+        offsets = self._encode(known.text, tenant).end_offsets
         num_missing = max(0, len(known.ids) - len(offsets))
         offsets = offsets[: len(known.ids)] + array("i", [shift]) * num_missing
         return Encoding(

@@ -82,7 +82,9 @@ class Service:
         )
         self.max_queued_tokens = MAX_QUEUED_POOLS * engine.config.kv_cache_tokens
         self.prompt_renderer = PromptRenderer(
-            tokenizer, max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len
+            tokenizer,
+            max_tokens=MAX_RENDERED_CONTEXTS * self.max_model_len,
+            max_model_len=self.max_model_len,
         )
         self.history = RequestHistory()
         self.conversations = ConversationStore()

@@ -18,6 +18,7 @@ from ramify.server.anthropic.blocks import (
 )
 from ramify.server.anthropic.protocol import Block, InputMessage
 from ramify.server.errors import ApiError
+from ramify.server.openai.opaque_text import decode_opaque
 from ramify.server.prompt_renderer import PromptPart, text_variants
 
 
@@ -97,7 +98,7 @@ def _turn(role: str, content: str | list[Block] | None, path: str, unserved: Uns
         if block.type == "thinking":
             # Most templates drop it, and a short text may occur elsewhere.
             variants: tuple[str, ...] = ()
-            thoughts.append(block.thinking or "")
+            thoughts.append(block.thinking or decode_opaque(block.signature or "") or "")
         elif block.type == "tool_use":
             name, arguments = required(block.name, f"{where}.name"), block.input or {}
             variants = (json.dumps(arguments, ensure_ascii=False), name)

@@ -18,6 +18,7 @@ from ramify.server.answer import (
 )
 from ramify.server.anthropic.protocol import MessageRequest
 from ramify.server.generation import Generation
+from ramify.server.openai.opaque_text import encode_opaque
 from ramify.server.partial_json import partial_object
 from ramify.server.prompt_renderer import BREAKPOINT_TTL_S
 from ramify.server.service import Service
@@ -67,6 +68,8 @@ class MessageResponseBuilder:
         self.service, self.request, self.generation = service, request, generation
         self.is_prewarm = generation.request.is_prewarm
         self._answer = Answer(generation.request.new_parser())
+        thinking = request.thinking
+        self._omits_thinking = thinking is not None and thinking.display == "omitted"
 
     def usage(self) -> dict[str, Any]:
         """`usage`: the prompt has `input + cache_read_input + cache_creation_input` tokens.
@@ -94,6 +97,9 @@ class MessageResponseBuilder:
                 "ephemeral_1h_input_tokens": num_written["1h"],
             },
             "output_tokens": 0 if self.is_prewarm else self._answer.num_tokens,
+            "output_tokens_details": {
+                "thinking_tokens": 0 if self.is_prewarm else self._answer.num_reasoning_tokens
+            },
             "service_tier": "standard",
         }
         if generation.cache is not None:
@@ -148,7 +154,7 @@ class MessageResponseBuilder:
         async for _ in self._changes():
             pass
         parts = () if self.is_prewarm else self._answer.parts or (EMPTY_TEXT,)
-        return self._message([_whole_block(part) for part in parts], **self._stop_fields())
+        return self._message([self._whole_block(part) for part in parts], **self._stop_fields())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the data of server-sent events."""
@@ -159,7 +165,7 @@ class MessageResponseBuilder:
                 yield _event("message_start", message=self._message([]))
                 yield _event("ping")
             for change in changes:
-                for event in _change_events(change):
+                for event in self._change_events(change):
                     yield event
         if not self.is_prewarm and not self._answer.parts:
             yield _begin_event(EMPTY_TEXT)
@@ -167,39 +173,45 @@ class MessageResponseBuilder:
         yield _event("message_delta", delta=self._stop_fields(), usage=self.usage())
         yield _event("message_stop")
 
+    def _change_events(self, change: PartEvent) -> list[dict[str, Any]]:
+        """The events of a change of the answer. Reasoning ends with its signature."""
+        index = change.part.index
+        match change:
+            case PartBegin(part):
+                return [_begin_event(part)]
+            case PartDelta(part, _) if part.kind == "reasoning" and self._omits_thinking:
+                return []
+            case PartDelta(part, text):
+                delta_type, name = DELTAS[part.kind]
+                delta = {"type": delta_type, name: text}
+                return [_event("content_block_delta", index=index, delta=delta)]
+            case PartEnd(part):
+                stop = _event("content_block_stop", index=index)
+                if part.kind != "reasoning":
+                    return [stop]
+                delta = {"type": "signature_delta", "signature": self._signature(part.text)}
+                return [_event("content_block_delta", index=index, delta=delta), stop]
+
+    def _whole_block(self, part: AnswerPart) -> dict[str, Any]:
+        """A block of the `content` of a whole message."""
+        text = part.text
+        if part.kind == "reasoning" and self._omits_thinking:
+            return _block(part, text="", arguments={}, signature=self._signature(text))
+        arguments = partial_object(text) if part.kind == "call" else {}
+        return _block(part, text=text, arguments=arguments, signature=SIGNATURE)
+
+    def _signature(self, thinking: str) -> str:
+        """The signature of a thinking block; the thinking itself if the block does not show it."""
+        return encode_opaque(thinking) if self._omits_thinking else SIGNATURE
+
 
 def _event(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": name} | fields
 
 
-def _change_events(change: PartEvent) -> list[dict[str, Any]]:
-    """The events of a change of the answer. Reasoning ends with its signature."""
-    index = change.part.index
-    match change:
-        case PartBegin(part):
-            return [_begin_event(part)]
-        case PartDelta(part, text):
-            delta_type, name = DELTAS[part.kind]
-            delta = {"type": delta_type, name: text}
-            return [_event("content_block_delta", index=index, delta=delta)]
-        case PartEnd(part):
-            stop = _event("content_block_stop", index=index)
-            if part.kind != "reasoning":
-                return [stop]
-            delta = {"type": "signature_delta", "signature": SIGNATURE}
-            return [_event("content_block_delta", index=index, delta=delta), stop]
-
-
 def _begin_event(part: AnswerPart) -> dict[str, Any]:
     block = _block(part, text="", arguments={}, signature="")
     return _event("content_block_start", index=part.index, content_block=block)
-
-
-def _whole_block(part: AnswerPart) -> dict[str, Any]:
-    """A block of the `content` of a whole message."""
-    text = part.text
-    arguments = partial_object(text) if part.kind == "call" else {}
-    return _block(part, text=text, arguments=arguments, signature=SIGNATURE)
 
 
 def _block(

@@ -44,6 +44,7 @@ class Block(Struct):
     type: str
     text: str | None = None
     thinking: str | None = None
+    signature: str | None = None  # of thinking; holds it if the client asked for none
     id: Name | None = None
     name: Name | None = None
     input: dict[str, Any] | None = None
@@ -100,10 +101,11 @@ class DiagnosticsParam(Struct):
 
 
 class Thinking(Struct):
-    """Whether the model thinks first. Not passed on: here the chat template decides."""
+    """Whether the model thinks first, as the chat template is told, and what is shown of it."""
 
     type: Name
     budget_tokens: int | None = None
+    display: Name | None = None  # "omitted": thinking blocks have no text, only a signature
 
 
 class OutputFormat(Struct):

@@ -110,8 +110,6 @@ class ServedTools:
         if name in self.forms:
             self.warnings.append(f"{where} is skipped: there is a tool {name!r} before it")
             return
-        if len(self.functions) >= MAX_TOOLS:
-            raise ApiError(400, f"more than {MAX_TOOLS} tools; send fewer", param=where)
         self.forms[name] = form
         self.functions.append(
             Tool(
@@ -154,14 +152,23 @@ def served_tools(groups: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> S
     Raises:
         ApiError: 400, a tool is malformed.
     """
-    served = ServedTools()
+    served, num_tools = ServedTools(), 0
     for field_name, tools in groups:
+        num_tools += sum(1 + _num_members(tool) for tool in tools)
+        if num_tools > MAX_TOOLS:
+            raise ApiError(400, f"{num_tools} tools; at most {MAX_TOOLS}", param=field_name)
         for index, tool in enumerate(tools):
             _add_tool(served, tool, f"{field_name}[{index}]")
     if served.skipped:
         names = ", ".join(dict.fromkeys(served.skipped))
         served.warnings.append(f"tools that this server does not run are skipped: {names}")
     return served
+
+
+def _num_members(tool: Mapping[str, Any]) -> int:
+    """The tools of a namespace."""
+    members = tool.get("tools")
+    return len(members) if isinstance(members, list) else 0
 
 
 def _add_tool(served: ServedTools, tool: Mapping[str, Any], where: str) -> None:
