@@ -364,6 +364,11 @@ def test_options_reach_the_template() -> None:
         ), options
 
 
+# As DeepSeek V3.2's, whose user turn ends with the answer's header.
+EARLY = THINKING_TEMPLATE.replace(
+    "{{- '<|end|>' -}}\n{%- endfor -%}",
+    "{{- '<|end|>' + ('<|assistant|><think>' if message.role == 'user' else '') -}}\n{%- endfor -%}",
+).replace("{{- '<|assistant|>' -}}", "")
 OPENING = THINKING_TEMPLATE.replace("{{- '<|assistant|>' -}}", "{{- '<|assistant|><think>' -}}")
 
 
@@ -372,6 +377,7 @@ OPENING = THINKING_TEMPLATE.replace("{{- '<|assistant|>' -}}", "{{- '<|assistant
     [
         (OPENING, "Who?", "Hm.</think>Ann.", "Hm.", "Ann."),
         (OPENING, "Who?", "Hm.", "Hm.", ""),
+        (EARLY, "Who is <think>?", "Hm.</think>Ann.", "Hm.", "Ann."),
         (THINKING_TEMPLATE, "What is <think>?", "Hm.", None, "Hm."),
     ],
 )
@@ -415,3 +421,18 @@ def test_a_call_that_is_cut_off_keeps_its_beginning() -> None:
     assert response["status"] == "incomplete"
     assert response["output"][-1]["status"] == "incomplete"
     assert response["output"][-1]["arguments"] == '{"city": "R'
+
+
+def test_a_prefill_may_open_the_reasoning() -> None:
+    """An answer that continues an open thought begins as reasoning."""
+    prefill = {"role": "assistant", "content": "<think>Hm"}
+
+    async def main() -> Any:
+        bench = Thinker(". So.</think>Ann.")
+        async with bench.running():
+            body = {"messages": [QUESTION, prefill], "continue_final_message": True}
+            return (await bench.post("/v1/chat/completions", body | {"max_tokens": 99})).json
+
+    message = run(main())["choices"][0]["message"]
+
+    assert (message["reasoning_content"], message["content"]) == (". So.", "Ann.")

@@ -303,6 +303,7 @@ FAMILIES = (
     Family("granite", named("granite", "granite"), granite),
     Family("phi4", named("phi4", "think"), _phi4),
     Family("hunyuan", named("hunyuan", "think"), partial(listed, "<tool_calls>", "</tool_calls>")),
+    Family("nemotron", named("nemotron", "think"), partial(listed, "<TOOLCALL>", "</TOOLCALL>")),
     Family("functools", named("phi4", "think"), partial(listed, "functools", "")),
     Family("llama3", named("llama3_json", "none"), llama, is_thinking=False, is_bare=True),
     Family("json", named("json", "none"), llama, is_thinking=False, is_bare=True),

@@ -27,6 +27,8 @@ HOSTILE = {
     "surrogates": (HERMES, BEGUN + '{"a":"', "\\ud800"),
     "arguments in a string": (HERMES, BEGUN + '"{', '\\"\\\\'),
     "list brackets": (MISTRAL, "", "["),
+    "calls": (HERMES, "", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+    "calls without an end": (named("qwen3_coder"), "", "<function="),
     "names": (MISTRAL, "[TOOL_CALLS]", "add"),
     "fences": (JSON, "", "```json\n{"),
     "headers": (named("openai"), "<|channel|>", "commentary "),
@@ -43,12 +45,12 @@ HOSTILE = {
 }  # fmt: skip
 
 
-def seconds(form: OutputFormat, text: str) -> float:
-    """Seconds of processor time to parse a text that arrives character by character."""
+def seconds(form: OutputFormat, text: str, piece_len: int = 1) -> float:
+    """Seconds of processor time to parse a text that arrives in pieces."""
     parser = form.new_parser(["add"], prompt_end="")
     start = time.process_time()
-    for character in text:
-        parser.feed(character)
+    for position in range(0, len(text), piece_len):
+        parser.feed(text[position : position + piece_len])
     parser.feed("", is_last=True)
     return time.process_time() - start
 
@@ -61,7 +63,7 @@ def plain_seconds() -> float:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_cost_is_linear(name: str) -> None:
-    """A text that arrives character by character costs a bounded multiple of plain text."""
+    """A text that arrives in many pieces or in one costs a bounded multiple of plain text."""
     form, begin, repeated = HOSTILE[name]
     num_repeats = NUM_CHARS // len(repeated)
     plain = plain_seconds()
@@ -69,6 +71,7 @@ def test_cost_is_linear(name: str) -> None:
     hostile = seconds(form, begin + repeated * num_repeats)
 
     assert hostile < 15 * plain, f"{hostile:.2f} s, plain text {plain:.2f} s"
+    assert seconds(form, begin + repeated * num_repeats, piece_len=NUM_CHARS) < 15 * plain
 
 
 def test_a_million_brackets_are_parsed() -> None:

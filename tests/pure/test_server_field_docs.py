@@ -31,10 +31,11 @@ def section(title: str) -> str:
 
 
 def documented(title: str) -> list[tuple[str, str]]:
-    """Each field of an API's table with what becomes of it."""
+    """Each field with what becomes of it, from the first table of an API's section."""
+    table = section(title).strip().split("\n\n")[0]
     return [
         (name, treatment)
-        for names, treatment in ROW.findall(section(title))
+        for names, treatment in ROW.findall(table)
         for name in re.findall(r"`(\w+)`", names)
     ]
 
@@ -63,11 +64,8 @@ def test_what_becomes_of_a_field_is_right(title: str) -> None:
 
 
 def test_every_format_of_tool_calls_has_a_row() -> None:
-    """With the names that other servers have for it."""
-    rows = dict(
-        re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section("Formats of tool calls"), re.MULTILINE)
-    )
+    """The first column of the table has the names of all formats, and no others."""
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section("Formats of tool calls"), re.MULTILINE)
 
-    assert {name: tuple(re.findall(r"`([^`]+)`", aliases)) for name, aliases in rows.items()} == {
-        row.name: row.aliases for row in CALL_FORMATS
-    }
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == sorted(row.name for row in CALL_FORMATS)

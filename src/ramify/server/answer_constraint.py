@@ -86,7 +86,7 @@ class AnswerConstraints:
             template=tokenizer.chat_template or "",
         )
 
-    def of_calls(
+    def of_answer(
         self,
         offered: Sequence[OfferedTool],
         choice: CallChoice,
@@ -96,11 +96,11 @@ class AnswerConstraints:
         answer_format: StructuredOutput | None,
         warnings: list[str],
     ) -> StructuredOutput | None:
-        """The constraint of an answer that may call tools; None if it is free.
+        """The constraint of an answer; None if it is free.
 
         Args:
             prompt_end: the end of the prompt, which may have begun the reasoning.
-            answer_format: what an answer without calls must match.
+            answer_format: what an answer without calls must match, after reasoning.
             warnings: what is not enforced is appended.
 
         Raises:
@@ -108,6 +108,8 @@ class AnswerConstraints:
                 are forced and cannot be.
         """
         begin = AnswerBegin.after(prompt_end, self._reasoning)
+        if not offered:
+            return None if answer_format is None else self._grammars.format(answer_format, begin)
         if choice.name is not None:
             offered = [tool for tool in offered if tool.name == choice.name]
         write = partial(_write, self._grammars, begin, choice, answer_format)
@@ -145,11 +147,6 @@ class AnswerConstraints:
             if spec is not None:
                 self._compile(spec, tenant)
         return spec
-
-    def of_format(self, answer_format: StructuredOutput, *, prompt_end: str) -> StructuredOutput:
-        """The constraint of an answer in a format, which may come after reasoning."""
-        begin = AnswerBegin.after(prompt_end, self._reasoning)
-        return self._grammars.format(answer_format, begin)
 
     def _compile(self, spec: StructuredOutput, tenant: str) -> None:
         self._engine.compile_grammar(SamplingParams(structured=spec), tenant)

@@ -78,6 +78,11 @@ class Server:
             "memory of ended requests, for diagnostics and stored responses",
             lambda: service.history.num_bytes,
         )
+        self.metrics.watch(
+            "conversation_bytes",
+            "memory of /v1/conversations",
+            lambda: service.conversations.num_bytes,
+        )
         self.health = Readiness(service.engine.health)
         self.ping_s = PING_S
         self.bodies = BodyBudget()

@@ -108,7 +108,7 @@ class ContextLengthError(ApiError):
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{num_tokens + 1} tokens ({num_tokens} in the prompt, at least 1 for the answer); "
+            f"{num_tokens + 1} tokens ({num_tokens} tokens of prompt, at least 1 of answer); "
             f"shorten the prompt by {num_tokens + 1 - limit}{note}",
             param=param,
             code="context_length_exceeded",

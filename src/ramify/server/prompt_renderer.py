@@ -16,6 +16,7 @@ from ramify.errors import ChatTemplateError, PromptTooLongError
 from ramify.server.prompt_jobs import stop_if_abandoned
 
 TemplateMessage = Mapping[str, Any]
+RenderMessages = Callable[[Sequence[TemplateMessage]], str]
 PLACEHOLDER = "\u2042"  # an asterism, for texts whose place in a rendered prompt is looked up
 PREFILL_END = "\ue0f1\ue0f2"  # two characters for private use: no template writes them
 # Characters to look through for the fields of a request, as `MAX_SEARCHES` whole texts or so many.
@@ -59,8 +60,8 @@ class RenderedPrompt:
     breakpoints: tuple[CacheBreakpoint, ...] = ()
     num_stable_tokens: int = 0  # length of the prefix that the next turn's prompt shares
     num_answered_tokens: int = 0  # up to the end of the last answer before this turn; 0: none
-    # The end of `text` from the answer's turn on: its header, and what the template or a prefill
-    # has begun of the answer.
+    # The end of `text` after the messages: the header of the answer's turn, and what the template
+    # or a prefill has begun of the answer.
     turn_opening: str = ""
 
     def with_breakpoint(self, ttl_s: float) -> RenderedPrompt:
@@ -190,15 +191,14 @@ class PromptRenderer:
             self.tokenizer.apply_chat_template, tools=tools, **options
         )
         if continue_final_message:
-            text = _render_prefill(render, messages)
+            render_prompt: RenderMessages = partial(_render_prefill, render)
         else:
-            text = render(messages, add_generation_prompt=add_generation_prompt)
+            render_prompt = partial(render, add_generation_prompt=add_generation_prompt)
+        text = render_prompt(messages)
         stop_if_abandoned()
         num_stable_chars = self._num_stable_chars(text, messages, tools, options)
-        turn_opening = ""
-        if continue_final_message or add_generation_prompt:
-            earlier = messages[:-1] if continue_final_message else messages
-            turn_opening = _turn_opening(render, text, earlier)
+        num_earlier = len(messages) - 1 if continue_final_message else len(messages)
+        turn_opening = _turn_opening(render_prompt, messages, num_earlier, text)
         prefix = next(
             (prefix for prefix in known if prefix.text and text.startswith(prefix.text)), None
         )
@@ -347,13 +347,27 @@ def _render_prefill(render: Callable[..., str], messages: Sequence[TemplateMessa
     return beginning + prefill if is_stripped else text
 
 
-def _turn_opening(render: Callable[..., str], text: str, earlier: Sequence[TemplateMessage]) -> str:
-    """The end of a prompt's text from the answer's turn on: what `earlier` messages do not write."""
+def _turn_opening(
+    render: RenderMessages, messages: Sequence[TemplateMessage], num_earlier: int, text: str
+) -> str:
+    """The end of a prompt's text after the messages before the answer's turn.
+
+    Found by a mark in the last of them: some templates write the header of the answer's turn, and
+    the begin of its reasoning, with the message of the user.
+
+    Args:
+        num_earlier: messages before the answer's turn; one more is the beginning of the answer.
+    """
+    if not num_earlier:
+        return text
+    before = messages[num_earlier - 1]
+    marked = {**before, "content": str(before.get("content") or "") + PREFILL_END}
     try:
-        before = render(earlier, add_generation_prompt=False)
-    except ChatTemplateError:  # this template takes no conversation that ends here
+        text = render([*messages[: num_earlier - 1], marked, *messages[num_earlier:]])
+    except ChatTemplateError:  # this template reads the content, and does not only write it
         return ""
-    return text[common_prefix(text, before) :]
+    _, end_mark, opening = text.rpartition(PREFILL_END)
+    return opening if end_mark else ""
 
 
 def _locate_parts(text: str, parts: Sequence[PromptPart]) -> Iterator[tuple[PromptPart, int, int]]:

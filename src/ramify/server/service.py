@@ -24,8 +24,7 @@ from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.tokenizer import Tokenizer
 from ramify.errors import PinError
 from ramify.outputs import StepOutput
-from ramify.params import StructuredOutput
-from ramify.server.answer_constraint import AnswerConstraints, CallChoice, OfferedTool
+from ramify.server.answer_constraint import AnswerConstraints
 from ramify.server.cache_miss import CacheMiss, explain_miss
 from ramify.server.conversation_store import ConversationStore
 from ramify.server.errors import ApiError, ContextLengthError
@@ -96,41 +95,13 @@ class Service:
         self.output_format = named(
             tool_call_parser,
             reasoning_parser,
-            template=tokenizer.chat_template or "",
+            template="\n".join(tokenizer.chat_template_sources),
             special_tokens=tokenizer.special_token_texts.values(),
         )
         self.constraints = AnswerConstraints(engine, tokenizer, self.output_format)
         self.fingerprint = f"ramify-{__version__}"
         self.listeners: list[Callable[[Generation], None]] = []  # called when a request has ended
         self.event_listeners: list[Callable[[Generation, StepOutput], None]] = []
-
-    def constraint(
-        self,
-        tools: Sequence[OfferedTool],
-        choice: CallChoice,
-        prompt: RenderedPrompt,
-        tenant: str,
-        *,
-        answer_format: StructuredOutput | None,
-        warnings: list[str],
-    ) -> StructuredOutput | None:
-        """What an answer must follow, see `AnswerConstraints`; None if it is free.
-
-        Raises:
-            ApiError, InvalidParamsError: 400, it cannot be enforced and must be.
-        """
-        if tools:
-            return self.constraints.of_calls(
-                tools,
-                choice,
-                prompt_end=prompt.turn_opening,
-                tenant=tenant,
-                answer_format=answer_format,
-                warnings=warnings,
-            )
-        if answer_format is None:
-            return None
-        return self.constraints.of_format(answer_format, prompt_end=prompt.turn_opening)
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response to a request: as it was sent, or the server's own.

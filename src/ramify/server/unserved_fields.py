@@ -25,7 +25,7 @@ class Refused:
     """A field that would change the answer and is not served.
 
     Args:
-        neutral: values that change nothing, beside null.
+        neutral: values that change nothing, beside null, false and what is empty.
         hint: the way out.
     """
 
@@ -37,7 +37,8 @@ class Refused:
         if len(value) > MAX_VALUE_BYTES:
             return False
         decoded = msgspec.json.decode(value)
-        return decoded is None or decoded in self.neutral
+        is_empty = decoded is None or decoded is False or decoded in ("", [], {})
+        return is_empty or decoded in self.neutral
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,11 @@ class ChatTemplates:
         """Source of the default template; None if there is none."""
         return self._sources.get(DEFAULT)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Sources of the templates that are rendered: without tools, and with tools."""
+        return tuple(self._sources[name] for name in (DEFAULT, TOOL_USE) if name in self._sources)
+
     def variable_names(self) -> frozenset[str]:
         """All names that the templates mention, their own included; parses the templates."""
         names: set[str] = set()

@@ -132,6 +132,11 @@ class Tokenizer:
         """All names of variables that the chat templates mention."""
         return self._chat_templates.variable_names()
 
+    @property
+    def chat_template_sources(self) -> tuple[str, ...]:
+        """Jinja sources of the templates that are rendered: without tools, and with tools."""
+        return self._chat_templates.sources
+
     def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
         """Token ids [T] int32; `add_special_tokens` adds what the model expects around a text (BOS)."""
         _require_unicode(text)

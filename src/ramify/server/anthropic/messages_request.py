@@ -51,11 +51,11 @@ def messages_to_generation(
     forces_call = choice.type in ("any", "tool")
     name = tools.chosen(choice) if forces_call else None
     single_call = bool(choice.disable_parallel_tool_use)
-    structured = service.constraint(
+    structured = service.constraints.of_answer(
         OfferedTool.of(tools.definitions),
         CallChoice(is_forced=forces_call, name=name, is_single=single_call),
-        history_entry.prompt,
-        tenant,
+        prompt_end=history_entry.prompt.turn_opening,
+        tenant=tenant,
         answer_format=answer_format,
         warnings=warnings,
     )

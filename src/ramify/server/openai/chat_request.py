@@ -116,11 +116,11 @@ def chat_to_generation(
     single_call = request.parallel_tool_calls is False
     name = chosen_tool(request.tool_choice, request.tools)
     choice = CallChoice(is_forced=forces_call, name=name, is_single=single_call)
-    others["structured"] = service.constraint(
+    others["structured"] = service.constraints.of_answer(
         OfferedTool.of(tools),
         choice,
-        prompt,
-        tenant,
+        prompt_end=prompt.turn_opening,
+        tenant=tenant,
         answer_format=answer_format(request, warnings),
         warnings=warnings,
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ramify.server.generation import Generation
 from ramify.server.openai.opaque_text import encode_opaque
 from ramify.server.openai.responses_protocol import CompactRequest, ResponsesRequest
-from ramify.server.openai.responses_request import TranslatedRequest
+from ramify.server.openai.responses_request import TranslatedRequest, response_to_generation
 from ramify.server.openai.responses_response import ResponsesResponseBuilder
-from ramify.server.openai.responses_store import Item, item_id, numbered_items
+from ramify.server.openai.responses_store import EarlierTurns, Item, item_id, numbered_items
 from ramify.server.service import Service
 
 TASK = (
@@ -41,8 +42,24 @@ def compaction_request(fields: CompactRequest, max_output_tokens: int) -> Respon
     )
 
 
+def translate_compaction(
+    request: ResponsesRequest, earlier: EarlierTurns, service: Service, tenant: str
+) -> tuple[TranslatedRequest, list[Item]]:
+    """Translate a `compaction_request` for the engine; returns the user's messages as well.
+
+    Raises:
+        ApiError, RequestError: it cannot be served.
+    """
+    translated = response_to_generation(request, earlier, service, tenant)
+    history = [*earlier.items(), *translated.items[:-1]]
+    return translated, [item for item in history if _is_user_message(item)]
+
+
 async def compacted_response(
-    service: Service, translated: TranslatedRequest, generation: Generation
+    service: Service,
+    translated: TranslatedRequest,
+    user_messages: Sequence[Item],
+    generation: Generation,
 ) -> dict[str, Any]:
     """Wait for the summary; returns the `response.compaction`.
 
@@ -56,8 +73,7 @@ async def compacted_response(
         if item["type"] == "message"
         for part in item["content"]
     )
-    history = [*translated.earlier.items(), *translated.items[:-1]]
-    messages = numbered_items([item for item in history if _is_user_message(item)], generation.id)
+    messages = numbered_items(user_messages, generation.id)
     compaction: Item = {
         "id": item_id("compaction", generation.id, len(messages)),
         "type": "compaction",

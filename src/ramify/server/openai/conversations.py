@@ -34,10 +34,11 @@ from ramify.server.service import Service
 async def create_conversation(context: RequestContext) -> Response:
     """POST /v1/conversations."""
     request = await context.body(ConversationRequest)
+    await _check_items(context, request.items or [])
     conversation = Conversation(
         f"conv_{secrets.token_hex(16)}", int(time.time()), request.metadata or {}
     )
-    items = _checked_items(context, request.items or [], conversation)
+    items = _numbered(request.items or [], conversation)
     _put(context, conversation.with_items(_packed(items)))
     return context.json(_as_json(conversation))
 
@@ -71,8 +72,9 @@ async def list_items(context: RequestContext) -> Response:
 async def create_items(context: RequestContext) -> Response:
     """POST /v1/conversations/{name}/items; returns the new items."""
     request = await context.body(ConversationItemsRequest)
+    await _check_items(context, request.items)
     conversation = _named(context)
-    items = _checked_items(context, request.items, conversation)
+    items = _numbered(request.items, conversation)
     _put(context, conversation.with_items(_packed(items)))
     return context.json(
         {
@@ -126,20 +128,22 @@ def _item_name(context: RequestContext, conversation: Conversation) -> str:
     return name
 
 
-def _checked_items(
-    context: RequestContext, items: Sequence[Item], conversation: Conversation
-) -> list[Item]:
-    """The items as they are stored, if a request could use them.
+async def _check_items(context: RequestContext, items: Sequence[Item]) -> None:
+    """Raise ApiError if an item is malformed; warn of items that prompts leave out."""
 
-    Raises:
-        ApiError: 400, an item is malformed.
-    """
-    translator = ItemTranslator()
-    for index, item in enumerate(items):
-        translator.append(item, f"items[{index}]")
-    for message in translator.warnings:
+    def warnings() -> list[str]:
+        translator = ItemTranslator()
+        for index, item in enumerate(items):
+            translator.append(item, f"items[{index}]")
+        return translator.warnings
+
+    for message in await context.in_prompt_thread(warnings):
         context.warn(message)
-    return numbered_items(items, conversation.id, conversation.num_added, conversation.items)
+
+
+def _numbered(items: Sequence[Item], conversation: Conversation) -> list[Item]:
+    """The items as the conversation will have them."""
+    return numbered_items(items, conversation.id, conversation.num_added, taken=conversation.items)
 
 
 def _packed(items: Sequence[Item]) -> list[tuple[str, bytes]]:

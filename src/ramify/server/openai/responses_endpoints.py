@@ -10,7 +10,11 @@ from starlette.responses import Response
 from ramify.server.context import RequestContext
 from ramify.server.errors import ApiError
 from ramify.server.http.wire import sse_event, sse_response
-from ramify.server.openai.compaction import compacted_response, compaction_request
+from ramify.server.openai.compaction import (
+    compacted_response,
+    compaction_request,
+    translate_compaction,
+)
 from ramify.server.openai.responses_protocol import (
     CompactRequest,
     InputTokensRequest,
@@ -91,8 +95,9 @@ async def cancel_response(context: RequestContext) -> Response:
 
 async def list_input_items(context: RequestContext) -> Response:
     """GET /v1/responses/{name}/input_items: of the whole conversation before the answer."""
-    items = {item["id"]: item for item in _named(context).input_items()}
-    return context.json(page_of_items(items, context.request.query_params))
+    items = await context.in_prompt_thread(_named(context).input_items)
+    by_id = {item["id"]: item for item in items}
+    return context.json(page_of_items(by_id, context.request.query_params))
 
 
 async def count_input_tokens(context: RequestContext) -> Response:
@@ -109,11 +114,15 @@ async def count_input_tokens(context: RequestContext) -> Response:
 async def compact_response(context: RequestContext) -> Response:
     """POST /v1/responses/compact: the user's messages, and a summary that the model writes."""
     fields = await context.body(CompactRequest)
-    max_tokens = max(1, context.service.max_model_len // MAX_SUMMARY_SHARE)
-    translated = await _translate(context, compaction_request(fields, max_tokens))
+    service, tenant = context.service, context.caller.tenant
+    request = compaction_request(fields, max(1, service.max_model_len // MAX_SUMMARY_SHARE))
+    earlier = earlier_turns(request, service, tenant)
+    translated, user_messages = await context.in_prompt_thread(
+        translate_compaction, request, earlier, service, tenant
+    )
     generation = await context.start(translated.generation_request, prefix="resp_")
     payload = await context.until_done_or_disconnect(
-        compacted_response(context.service, translated, generation)
+        compacted_response(service, translated, user_messages, generation)
     )
     return context.json(payload)
 

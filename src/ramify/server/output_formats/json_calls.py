@@ -18,6 +18,7 @@ PARTIAL_STRING = re.compile(
     r'(?:"(?:[^"\\]|\\(?:u[0-9a-fA-F]{4}|[^u]))*+(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?', re.DOTALL
 )
 PARTIAL_ID = re.compile(r'"?[-.:\w]*+', re.ASCII)
+CUT_MEMBER = re.compile(r'[-.:\w\s,"]*+', re.ASCII)
 LIST_BEGIN = re.compile(r"\[\s*+(?=\{)")
 PARTIAL_LIST_BEGIN = re.compile(r"\[\s*+")
 # An id, a number or null; dropped, and so it must not contain what a model may mean to say.
@@ -70,6 +71,17 @@ def tail(reader: Reader, writer: EventWriter, *marks: str) -> Steps[None]:
 
 def _one_call(reader: Reader, writer: EventWriter) -> Steps[None]:
     """Read an object with name and arguments, in either order."""
+    num_calls = writer.num_calls
+    try:
+        yield from _members(reader, writer)
+    except EndOfAnswerError:
+        # The name of a key, or an id, that the end of the answer cut off after the arguments.
+        if writer.num_calls > num_calls and CUT_MEMBER.fullmatch(reader.take_all_held()):
+            reader.drop()
+        raise
+
+
+def _members(reader: Reader, writer: EventWriter) -> Steps[None]:
     yield from reader.expect("{")
     name, captured, is_written, literal = "", list[str](), False, ","
     while literal == ",":
@@ -109,10 +121,15 @@ def read_string(reader: Reader) -> Steps[str]:
     return unescape((yield from reader.match(STRING, PARTIAL_STRING)).group(1))
 
 
-def read_arguments(reader: Reader, writer: EventWriter, name: str) -> Steps[None]:
+def read_arguments(
+    reader: Reader, writer: EventWriter, name: str, call_id: str = ""
+) -> Steps[None]:
     """Read a whole call's arguments and begin the call with their first character.
 
     They are an object, null (no arguments), or an object as JSON in a string.
+
+    Args:
+        call_id: the id that the model gave to the call; "": the writer makes one.
 
     Raises:
         MismatchError: they are something else, and no call has begun.
@@ -120,9 +137,9 @@ def read_arguments(reader: Reader, writer: EventWriter, name: str) -> Steps[None
     literal = yield from reader.next_is("{", "null", '""', '"')
     if literal in ("null", '""'):
         yield from reader.expect(literal)
-        writer.whole_call(name, "{}")
+        writer.whole_call(name, "{}", call_id)
     elif literal == "{":
-        writer.start_call(name)
+        writer.start_call(name, call_id)
         yield from scan(reader, ObjectScanner(), writer.arguments)
         writer.end_call()
     elif literal:
@@ -130,7 +147,7 @@ def read_arguments(reader: Reader, writer: EventWriter, name: str) -> Steps[None
         yield from reader.skip_blank()
         if not (yield from reader.next_is("{")):
             raise MismatchError
-        writer.start_call(name)
+        writer.start_call(name, call_id)
         yield from scan(reader, StringScanner(), lambda text: writer.arguments(unescape(text)))
         writer.end_call()
     else:

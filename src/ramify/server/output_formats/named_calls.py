@@ -54,7 +54,7 @@ def deepseek_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
 
 
 def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
-    """Read `functions.name:index<begin of arguments>{…}`."""
+    """Read `functions.name:index<begin of arguments>{…}`; the template writes the same id."""
     match = KIMI_ID.fullmatch(
         (yield from reader.word(KIMI_NAME_END, writer.max_name_chars)).strip()
     )
@@ -63,5 +63,5 @@ def kimi_calls(reader: Reader, writer: EventWriter) -> Steps[None]:
     name = writer.check_name(match[1])
     yield from reader.expect(KIMI_SEPARATOR)
     yield from reader.skip_blank()
-    yield from read_arguments(reader, writer, name)
+    yield from read_arguments(reader, writer, name, match[0])
     yield from tail(reader, writer, "<|tool_call_end|>")

@@ -92,7 +92,7 @@ class OutputFormat:
         )
         answer = self.calls.answer or self.reasoning.answer or delimited_answer
         reader = Reader()
-        writer = EventWriter(reader, tools, hidden=hidden, single=single)
+        writer = EventWriter(reader, tools, hidden=hidden, single=single, new_id=self.calls.new_id)
         steps = answer(reader, writer, delimiters=delimiters, prompt_end=prompt_end)
         return AnswerParser(reader, writer, steps)
 

@@ -62,15 +62,21 @@ class Delimiters:
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether the prompt has begun reasoning that the answer continues."""
-        begin = max(map(prompt_end.rfind, self.reasoning.begin), default=-1)
-        return begin > max(map(prompt_end.rfind, self.reasoning.end), default=-1)
+        begin = _last(prompt_end, self.reasoning.begin)
+        return begin > _last(prompt_end, self.reasoning.end)
 
     def begun_call(self, prompt_end: str) -> str:
         """The end of the prompt from the mark of a call that has not ended; "" if there is none."""
-        start = max(map(prompt_end.rfind, self.call_marks), default=-1)
-        if start < 0 or (self.call_end and self.call_end in prompt_end[start:]):
+        start = _last(prompt_end, self.call_marks)
+        is_begun = start >= 0 and not self.opens_reasoning(prompt_end[:start])
+        if not is_begun or (self.call_end and self.call_end in prompt_end[start:]):
             return ""
         return prompt_end[start:]
+
+
+def _last(text: str, marks: Collection[str]) -> int:
+    """Where the last of the marks begins; -1 if none stands in the text."""
+    return max(map(text.rfind, marks), default=-1)
 
 
 class AnswerSyntax(Protocol):
@@ -205,20 +211,19 @@ def attempt(
     Args:
         num_hidden: characters at the beginning that are of the prompt, not of the answer.
     """
-    num_calls = writer.num_calls
+    start = reader.num_taken
 
-    def give_up(held: str) -> None:
-        if writer.num_calls == num_calls:
-            reader.take(num_hidden - len(held))
-            held = held[num_hidden:]
-        writer.plain(held)
+    def give_up() -> None:
+        held = reader.release()
+        num_before = reader.num_taken - len(held) - start
+        writer.plain(held[max(0, num_hidden - num_before) :])
 
     reader.hold()
     try:
         yield from syntax(reader, writer)
         reader.release()
     except MismatchError:
-        give_up(reader.release())
+        give_up()
     except EndOfAnswerError:
         if writer.is_open:
             reader.release()
@@ -227,5 +232,7 @@ def attempt(
             reader.release()
         else:
             reader.rest()
-            give_up(reader.release())
+            give_up()
         raise
+    # The rest of what is of the prompt.
+    reader.take(num_hidden - (reader.num_taken - start))

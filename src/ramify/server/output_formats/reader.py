@@ -12,6 +12,8 @@ Steps = Generator[None, None, Result]
 
 MAX_HELD_CHARS = 1 << 20  # of a call whose name is not known yet; a longer text is no call
 MAX_WORD_CHARS = 1024  # of a name, a key, an id or a header
+MAX_MARK_CHARS = 64
+MAX_CHUNK_CHARS = 4096
 BLANK = re.compile(r"\s*")
 
 
@@ -58,6 +60,7 @@ class Reader:
         self._buffer, self._position, self._is_last = "", 0, False
         self._held: list[str] = []
         self._num_held, self._holds = 0, False
+        self.num_taken = 0  # characters consumed so far
 
     def append(self, text: str, *, is_last: bool) -> None:
         """Append text of the answer."""
@@ -84,6 +87,12 @@ class Reader:
         self._held, self._num_held, self._holds = [], 0, False
         return held
 
+    def take_all_held(self) -> str:
+        """Consume what is left of the answer; returns all that is held."""
+        self.rest()
+        self._held = ["".join(self._held)]
+        return self._held[0]
+
     def rest(self) -> str:
         """Consume and return what is left of the answer."""
         return self.take(len(self._buffer) - self._position)
@@ -94,6 +103,7 @@ class Reader:
         """Consume characters that have arrived; none if the number is negative."""
         text = self._buffer[self._position : self._position + max(0, num_chars)]
         self._position += len(text)
+        self.num_taken += len(text)
         if self._holds:
             self._held.append(text)
             self._num_held += len(text)
@@ -110,19 +120,19 @@ class Reader:
         yield
 
     def chunk(self) -> Steps[str]:
-        """The text that has arrived, at least a character, not consumed.
+        """Text that has arrived, from one character to `MAX_CHUNK_CHARS`, not consumed.
 
         Raises:
             MismatchError: more than `MAX_HELD_CHARS` are held.
         """
         while self._position == len(self._buffer):
             yield from self.more()
-        if not self._holds:
-            return self._buffer[self._position :]
-        end = self._position + MAX_HELD_CHARS - self._num_held
-        if end <= self._position:
-            raise MismatchError
-        return self._buffer[self._position : end]
+        num_chars = MAX_CHUNK_CHARS
+        if self._holds:
+            num_chars = min(num_chars, MAX_HELD_CHARS - self._num_held)
+            if not num_chars:
+                raise MismatchError
+        return self._buffer[self._position : self._position + num_chars]
 
     def char(self) -> Steps[str]:
         """The next character, not consumed."""
@@ -182,11 +192,12 @@ class Reader:
             MismatchError: it is longer; nothing is consumed.
         """
         while True:
-            end, mark = marks.find(self._buffer, self._position)
-            if end - self._position > max_chars:
+            window = self._buffer[self._position : self._position + max_chars + MAX_MARK_CHARS]
+            end, mark = marks.find(window, 0)
+            if end > max_chars:
                 raise MismatchError
             if mark:
-                return self.take(end - self._position)
+                return self.take(end)
             yield from self.more()
 
     def match(self, pattern: re.Pattern[str], partial: re.Pattern[str]) -> Steps[re.Match[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from ramify.server.output_formats.literal_calls import gemma_calls, pythonic_cal
 from ramify.server.output_formats.named_calls import deepseek_calls, kimi_calls, mistral_calls
 from ramify.server.output_formats.parser import AnswerSyntax, CallForm, ReasoningMarks
 from ramify.server.output_formats.tagged_calls import CallTags, KeyEnd, tagged_calls
+from ramify.server.output_formats.writer import new_call_id, new_short_call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class CallFormat:
     end: str = ""
     aliases: tuple[str, ...] = ()  # names of other servers
     answer: AnswerSyntax | None = None  # if calls are not just marked parts of the text
+    new_id: Callable[[], str] = new_call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ QWEN_TAGS = CallTags(
     strips_newlines=True,
 )
 SEED_TAGS = replace(QWEN_TAGS, end="</seed:tool_call>", strips_newlines=False)
-UNMARKED_QWEN_TAGS = replace(QWEN_TAGS, call="", end="")
+UNMARKED_QWEN_TAGS = replace(QWEN_TAGS, call="")
 GLM_TAGS = CallTags(
     name_end="\n",
     parameter="<arg_key>",
@@ -104,6 +107,7 @@ CALL_FORMATS = (
         (CallForm("[TOOL_CALLS]", mistral_calls), BARE),
         templates=(("[TOOL_CALLS]",),),
         hidden=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        new_id=new_short_call_id,
     ),
     CallFormat(
         "deepseek_v32",
@@ -202,7 +206,14 @@ CALL_FORMATS = (
         (CallForm("<tool_calls>", partial(json_calls, end="</tool_calls>")),),
         templates=(("<tool_calls>",),),
         inner=("</tool_calls>",),
-        aliases=("hunyuan_a13b",),
+        aliases=("hunyuan_a13b", "jamba"),
+    ),
+    CallFormat(
+        "nemotron",
+        (CallForm("<TOOLCALL>", partial(json_calls, end="</TOOLCALL>")),),
+        templates=(("<TOOLCALL>",),),
+        inner=("</TOOLCALL>",),
+        aliases=("nemotron_json",),
     ),
     CallFormat(
         "phi4",

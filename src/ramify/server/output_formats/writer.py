@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ramify.server.output_formats.events import (
@@ -19,6 +19,16 @@ from ramify.server.output_formats.reader import MismatchError, Reader
 Content = type[TextDelta] | type[ReasoningDelta]
 
 
+def new_call_id() -> str:
+    """A random id of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def new_short_call_id() -> str:
+    """A random id of nine letters and digits, as Mistral's templates ask for."""
+    return secrets.token_hex(5)[:9]
+
+
 class EventWriter:
     """Collects the events of an answer.
 
@@ -30,6 +40,7 @@ class EventWriter:
         tools: name → JSON schema of the arguments, {} if it is not known.
         hidden: marks that are dropped from text and reasoning wherever they stand.
         single: further calls than the first are dropped.
+        new_id: makes the id of a call.
     """
 
     def __init__(
@@ -39,11 +50,12 @@ class EventWriter:
         *,
         hidden: Collection[str] = (),
         single: bool = False,
+        new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self.tools = tools
         # Of a name with what formats write around it, such as white space and an index.
         self.max_name_chars = max(map(len, tools), default=0) + 64
-        self._reader, self._hidden, self._single = reader, hidden, single
+        self._reader, self._hidden, self._single, self._new_id = reader, hidden, single, new_id
         self._events: list[OutputEvent] = []
         self._content: Content = TextDelta
         self._blanks: list[str] = []  # after the last text; kept if more text follows
@@ -119,16 +131,16 @@ class EventWriter:
             raise MismatchError
         return name
 
-    def start_call(self, name: str) -> None:
+    def start_call(self, name: str, call_id: str = "") -> None:
         """A call of a known tool begins; the text held so far belongs to it."""
         self._reader.release()
         self.delimiter()
         self._is_open = True
-        self._call_event(CallStart(self._num_calls, name, f"call_{secrets.token_hex(12)}"))
+        self._call_event(CallStart(self._num_calls, name, call_id or self._new_id()))
 
-    def whole_call(self, name: str, arguments: str) -> None:
+    def whole_call(self, name: str, arguments: str, call_id: str = "") -> None:
         """Write a call whose arguments are known as a whole."""
-        self.start_call(name)
+        self.start_call(name, call_id)
         self.arguments(arguments)
         self.end_call()
 
