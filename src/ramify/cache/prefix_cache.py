@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ramify.cache.call_guard import UNNAMED, CallGuard, guarded
 from ramify.cache.draft_lookup import draft_tokens
 from ramify.cache.events import Evicted, Snapshot, Subscription
-from ramify.cache.explain import Explanation, explain_key
+from ramify.cache.explain import explain_key
 from ramify.cache.ghosts import ASKED
 from ramify.cache.hash_index import INDICES
 from ramify.cache.invariants import check_cache
@@ -29,6 +29,7 @@ from ramify.cache.statistics import collect_stats
 from ramify.cache.tree import RadixTree
 from ramify.cache.types import CacheStats, Match, Node, validate_int
 from ramify.errors import ConfigError
+from ramify.outputs import Explanation
 
 # Times `num_pages`: below 2 the policy learns too little, beyond 4 no gain was measured.
 GHOST_POOLS = 4
@@ -140,12 +141,23 @@ class PrefixCache:
 
     @guarded
     def explain(
-        self, key: CacheKey, *, may_tell: Callable[[bytes], bool] | None = None
+        self,
+        key: CacheKey,
+        *,
+        may_tell: Callable[[bytes], bool] | None = None,
+        pending: bool = False,
     ) -> Explanation:
-        """Why a lookup of `key` hits no more tokens; see `explain_key`. Changes nothing."""
+        """Why a lookup of `key` hits no more tokens; see `explain_key`. Changes nothing.
+
+        Args:
+            may_tell: whether another namespace may be named; None: each may.
+            pending: explain what `attach` would hit, announced pages included.
+        """
         store, end = self._store, self._lease_ops.matchable_bytes(key)
         refusal = self._pin_table.last_refusal(key)
-        return explain_key(self._tree, store.ghosts, key, end, store.clock(), refusal, may_tell)
+        return explain_key(
+            self._tree, store.ghosts, key, end, store.clock(), refusal, may_tell, pending=pending
+        )
 
     @guarded
     def continuation(self, lease: Lease, tail: Iterable[int], limit: int) -> array[int]:

@@ -16,6 +16,7 @@ from ramify.attention.planner import RadixAttentionPlanner
 from ramify.cache.call_guard import guarded
 from ramify.cache.prefix_cache import PrefixCache
 from ramify.config import ResolvedConfig
+from ramify.engine.cache_options import CacheOptions, enforce_cache_share
 from ramify.engine.call_turns import CallTurns
 from ramify.engine.context import EngineContext, EngineStats
 from ramify.engine.failure_recovery import FailureRecovery
@@ -165,6 +166,10 @@ class EngineCore:
         tenant: str = "",
         salt: str = "",
         max_shared: int | None = None,
+        explain: bool = False,
+        retention: Sequence[tuple[int, float | None]] = (),
+        cache_share: float | None = None,
+        pin_share: float | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
@@ -176,14 +181,19 @@ class EngineCore:
             salt: only requests with an equal salt share prefixes, except public ones.
             max_shared: publish only this many leading tokens to the cache. None: all, those of the
                 answer included.
+            explain, retention, cache_share, pin_share: see `AsyncLLM.stream`; the first two are
+                answered in `StepOutput.prefix`.
 
         Raises:
-            OverloadedError: `max_waiting` requests or `scheduler.max_waiting_tokens` tokens wait.
+            OverloadedError: `max_waiting` requests or `max_waiting_tokens` tokens wait.
             RequestError: the request can never be served. Nothing is queued.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "SamplingParams")
         validate_request_options(priority, tenant, salt, max_shared)
+        cache_options = CacheOptions.of(
+            explain=explain, retention=retention, cache_share=cache_share, pin_share=pin_share
+        )
         ids = validate_token_ids(token_ids, self.vocab_size)
         max_len = resolve_max_len(len(ids), params, self.config)
         validate_token_options(params, self.vocab_size)
@@ -200,11 +210,19 @@ class EngineCore:
             priority=priority,
             tenant=tenant,
             max_shared=max_shared,
+            cache_options=cache_options,
         )
         request.verify_cold = self._chance(self.hit_verifier.share)
         try:
             self.lifecycle.register(request)
             self.scheduler.add(request)
+            if cache_share is not None and self.planner.share:
+                num_uncached = request.rank - request.virtual_arrival
+                num_cached = len(ids) - num_uncached if request.sequence.reuse else 0
+                key = request.sequence.key(len(ids))
+                enforce_cache_share(
+                    self.cache, key, tenant, share=cache_share, num_cached=num_cached
+                )
         except BaseException:  # Ctrl-C: leave no half-queued request behind
             self.scheduler.waiting.undo_add(request)
             self.lifecycle.unregister(request)

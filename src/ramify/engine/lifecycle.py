@@ -9,13 +9,15 @@ from dataclasses import replace
 from itertools import count
 
 from ramify.cache import Salt
+from ramify.engine.cache_options import CacheOptions, pin_prefixes
 from ramify.engine.context import EngineContext
 from ramify.engine.hit_verifier import HitVerifier
 from ramify.engine.logits.logits_processors import GrammarMatcher, LogitsProcessor
 from ramify.engine.output_processor import flush_held_text, take_stable_text
+from ramify.engine.prefix_namespaces import owner_of_namespace
 from ramify.engine.request import IncrementalDetokenizer, Request
 from ramify.errors import InvalidParamsError, StepFailedError
-from ramify.outputs import FinishReason, RequestOutput, StepOutput
+from ramify.outputs import FinishReason, PrefixReport, RequestOutput, StepOutput
 from ramify.params import SamplingParams, StructuredOutput
 
 
@@ -80,6 +82,7 @@ class RequestLifecycle:
         priority: int,
         tenant: str,
         max_shared: int | None,
+        cache_options: CacheOptions | None = None,
     ) -> Request:
         """A parent with its n - 1 children, complete but neither registered nor queued.
 
@@ -91,7 +94,9 @@ class RequestLifecycle:
             RequestError: the grammar of the structured output is invalid.
         """
         parent = self.create(ids, params, scope, max_len)
-        parent.prompt = prompt
+        parent.prompt, parent.cache_options = prompt, cache_options
+        if cache_options is not None and cache_options.explain:
+            parent.sequence.may_tell = lambda namespace: owner_of_namespace(namespace)[0] == tenant
         for index in range(1, params.n):
             child = self.create(ids, replace(params, prompt_logprobs=None), scope, max_len)
             child.seed = parent.seed + index
@@ -171,6 +176,7 @@ class RequestLifecycle:
         output = self.make_output(parent) if parent.has_ended and not parent.has_output else None
         start, request.num_tokens_emitted = request.num_tokens_emitted, len(request.output_ids)
         request.end_emitted = request.is_finished
+        is_first = request is parent and start == 0 < request.num_tokens_emitted
         if parent.id not in self.hit_verifier.running:
             self._outputs.append(
                 StepOutput(
@@ -181,13 +187,20 @@ class RequestLifecycle:
                     take_stable_text(request),
                     tuple(request.logprobs[start:]) if with_logprobs else (),
                     request.finish_reason,
-                    parent.cache_report(cache_on=self._context.planner.share)
-                    if request is parent and start == 0 < request.num_tokens_emitted
-                    else None,
+                    parent.cache_report(cache_on=self._context.planner.share) if is_first else None,
+                    self._prefix_report(parent) if is_first and parent.cache_options else None,
                 )
             )
         elif output is not None:
             self.hit_verifier.compare(parent.id, parent.prompt_logprobs)
+
+    def _prefix_report(self, parent: Request) -> PrefixReport:
+        """Pin the prefixes of `retention`, which are computed now, and report."""
+        options, num_refused = parent.cache_options, 0
+        if options is not None and options.retention and self._context.planner.share:
+            key = parent.sequence.key(len(parent.prompt_ids))
+            num_refused = pin_prefixes(self._context.cache, key, parent.tenant, options)
+        return PrefixReport(parent.explanation, num_refused)
 
     def make_output(self, parent: Request) -> RequestOutput:
         """The final output of a group whose answers have all ended; it is not live any more."""

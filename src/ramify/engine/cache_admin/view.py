@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ramify.cache.explain import Explanation
 from ramify.cache.inspection import NodeInfo, count_pages, nodes_under, time_before, top_nodes
 from ramify.cache.key import CacheKey
 from ramify.cache.pins import Pin
@@ -31,7 +30,7 @@ from ramify.engine.prefix_namespaces import owner_of_node
 from ramify.engine.scheduling.validation import validate_token_ids
 from ramify.engine.text.prompt_inputs import Prefix, prefix_token_ids, stable_prefix_ids
 from ramify.errors import ConfigError, InvalidParamsError, RamifyError
-from ramify.outputs import RequestOutput
+from ramify.outputs import Explanation, RequestOutput
 
 if TYPE_CHECKING:
     from ramify.engine.text.tokenizer import Tokenizer

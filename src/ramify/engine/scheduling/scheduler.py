@@ -56,6 +56,7 @@ class Scheduler:
     Args:
         max_num_seqs: maximum number of running requests.
         max_batch_tokens: maximum number of query tokens per step; may be below max_num_seqs.
+        max_waiting_tokens: limit of `check_queued_tokens`; None: no limit.
         coalesce_steps: defer admissions for up to this many steps while others decode and the
             waiting prompts do not fill the budget, to prefill more of them together.
     """
@@ -66,12 +67,13 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_batch_tokens: int,
+        max_waiting_tokens: int | None = None,
         coalesce_steps: int = 0,
     ) -> None:
         self.planner = planner
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
         self.coalesce_steps = coalesce_steps
-        self.max_waiting_tokens: int | None = None  # limit for `check_queued_tokens`; None: none
+        self.max_waiting_tokens = max_waiting_tokens
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
