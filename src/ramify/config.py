@@ -122,9 +122,16 @@ class SchedulerSection:
         "step. 0: never. Helps where many short prompts arrive during decode; delays "
         "their first token.",
     )
+    # a step takes 10 ms to a second on CPUs; a preemption costs less than a page of recomputed tokens
+    fair_wait_steps: int = option(
+        8,
+        "Steps after which a tenant that waits and has no running request gets a row of the tenant "
+        "that has most; the preempted request goes on later with the same tokens. 0: never.",
+    )
     max_waiting: int | None = option(
         None,
-        "Most requests that may wait; the next one is refused. `None`: no limit.",
+        "Most answers that may wait; the next request is refused, unless its tenant has less "
+        "than an equal share of the queue. `None`: no limit.",
     )
     # more would wait for minutes
     max_waiting_tokens: int | None = option(
@@ -231,6 +238,7 @@ class EngineConfig:
             ("max_waiting", self.scheduler.max_waiting),
             ("max_waiting_tokens", self.scheduler.max_waiting_tokens),
             ("coalesce_steps", self.scheduler.coalesce_steps),
+            ("fair_wait_steps", self.scheduler.fair_wait_steps),
             ("kv_cache_tokens", self.cache.kv_cache_tokens),
             ("kv_cache_memory", self.cache.kv_cache_memory),
             ("max_model_len", self.model.max_model_len),
@@ -238,7 +246,7 @@ class EngineConfig:
         ):
             if value is None and name in MAY_BE_NONE:
                 continue
-            least = 0 if name == "coalesce_steps" else 1
+            least = 0 if name in ("coalesce_steps", "fair_wait_steps") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} but it must be an integer >= {least}")
         for name, flag in (

@@ -75,7 +75,7 @@ def test_a_client_that_leaves_ends_its_request(
             gate.reached.acquire(timeout=30)
             if stream:
                 assert client.recv(100).startswith(b"HTTP/1.1 200")
-    until(lambda: not shared.server.service.quotas._usage)  # while the engine is still held up
+    until(lambda: not shared.server.service.quotas.num_live)  # while the engine is still held up
 
     gate.open()
     shared.until_idle()

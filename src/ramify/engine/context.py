@@ -75,8 +75,8 @@ class EngineContext:
             self.planner,
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
-            max_waiting_tokens=config.max_waiting_tokens,
             coalesce_steps=config.requested.scheduler.coalesce_steps,
+            fair_wait_steps=config.requested.scheduler.fair_wait_steps,
         )
 
     def stats(self) -> EngineStats:

@@ -25,6 +25,7 @@ from ramify.engine.logits.logits_processors import GrammarMatcher
 from ramify.engine.output_processor import append_sampled_tokens
 from ramify.engine.prefix_namespaces import PrefixNamespaces
 from ramify.engine.request import IncrementalDetokenizer, Request
+from ramify.engine.scheduling.queue_limits import QueueLimits
 from ramify.engine.scheduling.scheduler import ScheduledStep, Scheduler
 from ramify.engine.scheduling.step_plan import build_step_plan
 from ramify.engine.scheduling.validation import (
@@ -199,8 +200,7 @@ class EngineCore:
         validate_token_options(params, self.vocab_size)
         if params.stop and self.lifecycle.detokenizer_factory is None:
             raise InvalidParamsError("stop", params.stop, "empty: the model has no tokenizer")
-        self.scheduler.check_queue_len(self.max_waiting, self._clock())
-        self.scheduler.check_queued_tokens(len(ids), self._clock())
+        self._check_queue(tenant, len(ids))
         request = self.lifecycle.create_group(
             ids,
             params,
@@ -228,6 +228,21 @@ class EngineCore:
             self.lifecycle.unregister(request)
             raise
         return request.id
+
+    def _check_queue(self, tenant: str, num_tokens: int) -> None:
+        """Raise OverloadedError if the queue takes no further request of a tenant."""
+        limits = QueueLimits(self.max_waiting, self.config.max_waiting_tokens)
+        queue, running = self.scheduler.waiting, self.scheduler.running
+        if limits.max_waiting is not None:
+            num_rows = sum(request.tenant == tenant for request in running)
+            limits.check_answers(
+                queue,
+                tenant,
+                num_own=self.lifecycle.num_live[tenant] - num_rows,
+                num_all=self.lifecycle.num_live.total() - len(running),
+                now_s=self._clock(),
+            )
+        limits.check_tokens(queue, tenant, num_tokens=num_tokens, now_s=self._clock())
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compile the grammar of `params.structured` into the compiler's cache.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from itertools import count
@@ -43,6 +44,7 @@ class RequestLifecycle:
         self.detokenizer_factory, self.grammar_compiler = detokenizer_factory, grammar_compiler
         self._context, self._clock = context, clock
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
+        self.num_live: Counter[str] = Counter()  # answers that have not ended, by tenant
         self._outputs: list[StepOutput] = []  # of several steps, if an interrupt cut one off
         self._ids = count()
 
@@ -141,11 +143,17 @@ class RequestLifecycle:
     def register(self, parent: Request) -> None:
         """Make a group live."""
         self.requests.update((request.id, request) for request in (parent, *parent.children))
+        self.num_live[parent.tenant] += 1 + len(parent.children)
 
     def unregister(self, parent: Request) -> None:
         """Undo `register`, even if an interrupt cut it off."""
         for request in (parent, *parent.children):
             self.requests.pop(request.id, None)
+        self._recount_live()
+
+    def _recount_live(self) -> None:
+        live = (request for request in self.requests.values() if not request.is_finished)
+        self.num_live = Counter(request.tenant for request in live)
 
     # -- outputs -----------------------------------------------------------------------------
 
@@ -227,6 +235,9 @@ class RequestLifecycle:
             reason = self.detokenize_failed(request, error)
         request.end_s = self._clock()
         request.finish_reason = reason
+        self.num_live[request.tenant] -= 1
+        if not self.num_live[request.tenant]:
+            del self.num_live[request.tenant]
         if request.verify_cold:
             self.hit_verifier.record(request)
 

@@ -79,6 +79,8 @@ class Request:
     rank: int = 0
     waits_for: Request | None = None  # a running request that computes a prefix of its prompt
     last_step: int = 0  # number of the last step that it was in
+    admitted_step: int = 0  # number of the step that gave it its row
+    num_output_admitted: int = 0  # output tokens that it had by then
     first_step_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None

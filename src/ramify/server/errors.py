@@ -101,11 +101,14 @@ def as_api_error(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    # Subclasses of RequestError: before it.
-    if isinstance(error, OverloadedError | DrainingError):
+    # A subclass of RequestError: before it. Its text has counts; this one has none.
+    if isinstance(error, OverloadedError):
         wait_s = max(1, round(error.retry_after_s))
-        code = "overloaded" if isinstance(error, OverloadedError) else "draining"
-        return ApiError(503, str(error), code=code, retry_after_s=wait_s)
+        message = f"too many requests wait here; try again in {wait_s} s"
+        return ApiError(503, message, code="overloaded", retry_after_s=wait_s)
+    if isinstance(error, DrainingError):
+        wait_s = max(1, round(error.retry_after_s))
+        return ApiError(503, str(error), code="draining", retry_after_s=wait_s)
     if isinstance(error, EngineStoppedError):
         return ApiError(
             503,
