@@ -261,7 +261,15 @@ class PrefixCache:
             guard.thread = 0
 
     @guarded
-    def pin(self, key: CacheKey, owner: str, ttl: float | None = None) -> Pin:
+    def pin(
+        self,
+        key: CacheKey,
+        owner: str,
+        ttl: float | None = None,
+        *,
+        max_owner_pages: int | None = None,
+        room_pages: int = 0,
+    ) -> Pin:
         """Keep the longest computed prefix of `key`, up to all its whole pages, from eviction.
 
         Args:
@@ -269,16 +277,21 @@ class PrefixCache:
             owner: name to list the pin under; see `pins`.
             ttl: seconds until the pin expires. Each lookup that hits the whole prefix restarts it,
                 even if it is cancelled later. None: until `unpin`.
+            max_owner_pages: limit of the pages that the owner pins and no other owner does.
+            room_pages: pages that must stay without a pin.
 
         Raises:
             ConfigError: `ttl` is not positive.
-            PinError: no page of the prefix is cached, or more than `max_pinned_share` of all pages
-                would be pinned.
+            PinError: no page of the prefix is cached, or more pages would be pinned than
+                `max_pinned_share` of all, `max_owner_pages` or `room_pages` allow.
         """
+        max_pages = max(0, self.num_pages - validate_int("room_pages", room_pages))
         ttl_s = validate_ttl(ttl)
         end = len(atoms_of(key)) // self._page_bytes * self._page_bytes
         self._pin_table.expire()
-        self._pin_table.check_budget(key, end)
+        self._pin_table.check_budget(
+            key, end, owner, max_pages=max_pages, max_owner_pages=max_owner_pages
+        )
         lease = self._lease_ops.pin_prefix(key, end)
         return self._pin_table.add(lease, owner, ttl_s)
 

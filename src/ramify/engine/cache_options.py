@@ -108,14 +108,21 @@ def enforce_cache_share(
     return cache.evict_if(lambda node: node.last_access <= newest and is_evictable(node), num_evict)
 
 
-def pin_prefixes(cache: PrefixCache, key: CacheKey, tenant: str, options: CacheOptions) -> int:
+def pin_prefixes(
+    cache: PrefixCache, key: CacheKey, tenant: str, options: CacheOptions, *, room_pages: int
+) -> int:
     """Pin the prefixes of `options.retention`, as whole pages; returns how many were refused.
 
     A prefix that the tenant has pinned already is left as it is: the lookup has refreshed it.
 
     Args:
         key: of the whole prompt, whose pages are cached.
+        room_pages: pages that must stay without a pin if the tenant has a `pin_share`.
     """
+    limits = {}
+    if options.pin_share is not None:
+        limits["max_owner_pages"] = int(options.pin_share * cache.num_pages)
+        limits["room_pages"] = room_pages
     pinned = {pin.key for pin in cache.pins(tenant)}
     num_refused = 0
     for num_tokens, ttl_s in options.retention:
@@ -123,7 +130,7 @@ def pin_prefixes(cache: PrefixCache, key: CacheKey, tenant: str, options: CacheO
         if not len(prefix) or prefix in pinned:
             continue
         try:
-            pinned.add(cache.pin(prefix, tenant, ttl_s).key)
+            pinned.add(cache.pin(prefix, tenant, ttl_s, **limits).key)
         except PinError:
             num_refused += 1
     return num_refused

@@ -207,7 +207,13 @@ class RequestLifecycle:
         options, num_refused = parent.cache_options, 0
         if options is not None and options.retention and self._context.planner.share:
             key = parent.sequence.key(len(parent.prompt_ids))
-            num_refused = pin_prefixes(self._context.cache, key, parent.tenant, options)
+            num_refused = pin_prefixes(
+                self._context.cache,
+                key,
+                parent.tenant,
+                options,
+                room_pages=self._context.config.max_pages_per_seq,
+            )
         return PrefixReport(parent.explanation, num_refused)
 
     def make_output(self, parent: Request) -> RequestOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,9 @@ class Server:
         self, service: Service, keys: ApiKeys | None = None, *, local_admin: bool = True
     ) -> None:
         self.service, self.keys = service, keys
-        self.anonymous = Caller("", is_admin=local_admin, quota=Quota(max_cached_share=None))
+        is_admin = local_admin and keys is None
+        self.anonymous = Caller("", is_admin=is_admin, quota=Quota(max_cached_share=None))
+        service.has_several_tenants = keys is not None and keys.num_tenants > 1
         self.metrics = Metrics(service.model)
         service.listeners.append(self.metrics.observe_request)
         service.event_listeners.append(self.metrics.observe_tokens)
@@ -96,7 +98,10 @@ class Server:
             return KeepAliveResponse(response, context.close, ping_s=self.ping_s)
 
         async def serve_open(request: Request) -> Response:
-            return await endpoint.handler(self._context(request, {}))
+            context = self._context(request, {})
+            with suppress(ApiError):  # a wrong key is as good as none here
+                context = replace(context, caller=self.caller(request))
+            return await endpoint.handler(context)
 
         handler = serve_open if endpoint.is_open else serve
         return Route(endpoint.path, handler, methods=[endpoint.method])

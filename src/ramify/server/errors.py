@@ -7,12 +7,15 @@ from typing import Any
 from ramify.errors import (
     DrainingError,
     EngineStoppedError,
+    OutOfPagesError,
     OverloadedError,
     PromptTooLongError,
     RamifyError,
     RequestError,
     UnknownRequestError,
 )
+
+PINNED_S = 30  # `Retry-After` while pins hold the pages of a request
 
 # HTTP status → `error.type` of the two APIs.
 OPENAI_ERROR_TYPES = {
@@ -106,6 +109,9 @@ def as_api_error(error: BaseException) -> ApiError:
         wait_s = max(1, round(error.retry_after_s))
         message = f"too many requests wait here; try again in {wait_s} s"
         return ApiError(503, message, code="overloaded", retry_after_s=wait_s)
+    if isinstance(error, OutOfPagesError):
+        message = f"there is no room for this request now; shorten it, or try again in {PINNED_S} s"
+        return ApiError(503, message, code="no_room", retry_after_s=PINNED_S)
     if isinstance(error, DrainingError):
         wait_s = max(1, round(error.retry_after_s))
         return ApiError(503, str(error), code="draining", retry_after_s=wait_s)

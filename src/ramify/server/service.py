@@ -27,7 +27,7 @@ from ramify.server.request_history import (
     first_difference,
     is_fully_reused,
 )
-from ramify.server.tenants import Caller, QuotaMeter
+from ramify.server.tenants import TENANT_PIN_SHARE, Caller, QuotaMeter
 from ramify.server.tool_calls import detect_format
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Service:
         self.prompt_renderer = PromptRenderer(tokenizer)
         self.history = RequestHistory()
         self.quotas = QuotaMeter()
+        self.has_several_tenants = False  # set by the server that has the keys
         self.started_s = int(time.time())
         self.special_token_ids = tokenizer.special_token_ids
         self.tool_format = detect_format(tokenizer.chat_template or "")
@@ -162,6 +163,7 @@ class Service:
                     for breakpoint_ in prompt.breakpoints
                 ),
                 cache_share=caller.quota.max_cached_share,
+                pin_share=self._pin_share(caller),
             )
             first_output = await anext(aiter(events), None)
             generation = Generation(
@@ -182,6 +184,16 @@ class Service:
         finally:
             if generation is None:
                 self.quotas.release(caller, num_tokens, 0, request.params.n)
+
+    def _pin_share(self, caller: Caller) -> float | None:
+        """Share of the pool that a caller may pin; None: no limit of its own."""
+        share = caller.quota.max_pinned_share
+        return TENANT_PIN_SHARE if share is None and self.has_several_tenants else share
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of the pool that no pin may take: for the longest request of another tenant."""
+        return self.max_model_len if self.has_several_tenants else 0
 
     def _first_miss(
         self, first_output: StepOutput | None, prompt: RenderedPrompt

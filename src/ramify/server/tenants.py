@@ -16,6 +16,7 @@ from ramify.server.errors import ApiError
 
 HASH_PREFIX = "sha256:"
 MAX_KEY_CHARS = 512
+TENANT_PIN_SHARE = 0.25  # of the pool; `max_pinned_share` of tenants beside others
 
 
 def hash_key(key: str) -> str:
@@ -32,6 +33,9 @@ class Quota:
     tokens_per_minute: int | None = None  # computed tokens: prompt without cache hits, and output
     # Share of the pool's pages; above it, the tenant's own pages are evicted first.
     max_cached_share: float | None = 0.5
+    # Share of the pool's pages that the tenant's requests may pin; None: TENANT_PIN_SHARE beside other
+    # tenants, else no limit but that of all pins.
+    max_pinned_share: float | None = None
 
     def strictest(self, other: Quota) -> Quota:
         """The smaller of the two quotas in each limit."""
@@ -95,6 +99,11 @@ class ApiKeys:
         if not entries:
             raise ConfigError(f"the key file {path} has no keys; nobody could call")
         return cls(dict(entries))
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have a key."""
+        return len({caller.tenant for caller in self._callers.values()})
 
     @classmethod
     def of(cls, *keys: str, admin: str | None = None) -> ApiKeys:

@@ -129,6 +129,7 @@ class CacheView:
         ttl_s: float | None = None,
         tenant: str = "",
         salt: str = "",
+        room_tokens: int = 0,
     ) -> Pin:
         """Keep the cached pages of a prefix from eviction.
 
@@ -136,11 +137,13 @@ class CacheView:
             owner: a name for the list of pins.
             ttl_s: seconds until the pin expires; each hit of the whole prefix restarts them. None:
                 until `unpin`.
+            room_tokens: tokens of the pool that must stay without a pin.
 
         Raises:
             PinError: no page of it is cached (`warm` it first), or the budget for pins is spent.
         """
-        return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s)
+        room_pages = -(-room_tokens // self.core.page_size)
+        return self.core.pin(self._key(prefix, tenant, salt), owner, ttl_s, room_pages=room_pages)
 
     @whole_call
     def unpin(self, pin: Pin | int) -> None:
@@ -322,12 +325,20 @@ class AsyncCacheView:
         ttl_s: float | None = None,
         tenant: str = "",
         salt: str = "",
+        room_tokens: int = 0,
     ) -> Pin:
         """See `CacheView.pin`; a caller that is cancelled leaves no pin behind."""
         ids = await self._ids(prefix)
         pinning = asyncio.ensure_future(
             self._run(
-                lambda view: view.pin(ids, owner=owner, ttl_s=ttl_s, tenant=tenant, salt=salt)
+                lambda view: view.pin(
+                    ids,
+                    owner=owner,
+                    ttl_s=ttl_s,
+                    tenant=tenant,
+                    salt=salt,
+                    room_tokens=room_tokens,
+                )
             )
         )
         try:
