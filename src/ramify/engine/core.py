@@ -152,7 +152,11 @@ class EngineCore:
     @guarded
     def stats(self) -> EngineStats:
         """A snapshot, for the thread that runs the engine."""
-        return self.context.stats()
+        return self.context.stats(
+            num_hit_checks=self.hit_verifier.num_checked,
+            num_hit_mismatches=self.hit_verifier.num_mismatches,
+            num_stuck_steps=self.watchdog.num_stuck,
+        )
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -420,6 +424,8 @@ class EngineCore:
             num_accepted = min(num_correct, len(request.output_ids) - num_output)
             request.num_draft_tokens += len(request.draft)
             request.num_accepted_tokens += num_accepted
+            self.context.num_draft_tokens += len(request.draft)
+            self.context.num_accepted_draft_tokens += num_accepted
             if self.drafter is not None:
                 self.drafter.verified(request, num_accepted)
             request.draft = ()
