@@ -212,7 +212,7 @@ class Service:
             ApiError: 400, there are more requests than the engine's queue holds; else as `start`.
         """
         limit = self.engine.config.requested.scheduler.max_waiting
-        if limit is not None and len(requests) > max(1, limit):
+        if limit is not None and len(requests) > limit:
             raise ApiError(
                 400,
                 f"{len(requests)} prompts in one request; the limit is {limit}, as many as may wait "

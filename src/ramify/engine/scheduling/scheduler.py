@@ -143,7 +143,7 @@ class Scheduler:
                 pages. Nothing changed; it fits once they are released.
         """
         self._step += 1
-        self.waiting.step = self._step
+        self.waiting.step, self._blocked = self._step, None
         isolated, starving = self.next_isolated(), None
         if isolated is None:
             starving = self._make_room_for_starving()
