@@ -23,7 +23,7 @@ export PYTHON TORCH_ARGS
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
-	  printf '  make %-15s %s\n' "$$name" "$$text"; done
+	  printf '  make %-17s %s\n' "$$name" "$$text"; done
 
 venv: $(DEV)  ## .venv with everything for working on Ramify
 	@echo "$(VENV) is ready"
