@@ -210,4 +210,6 @@ def cache_header(generations: list[Generation]) -> dict[str, str]:
     value = f"{'HIT' if cached else 'MISS'}; read={cached}; total={total}"
     if usage is not None and usage.miss is not None:
         value += f"; reason={usage.miss.reason}"
+    if usage is not None and usage.pins_refused:
+        value += f"; pins_refused={usage.pins_refused}"
     return {"X-Cache": value}

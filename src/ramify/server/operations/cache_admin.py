@@ -79,8 +79,11 @@ async def tree(context: RequestContext) -> Response:
 
 
 async def clear(context: RequestContext) -> Response:
-    """DELETE /v1/cache?prefix=|tenant=|salt=|older_than=."""
-    known = {"prefix", "tenant", "salt", "older_than"}
+    """DELETE /v1/cache?prefix=|tenant=|salt=|older_than=|pins=.
+
+    `pins=true` ends the tenant's pins before; it needs `tenant`.
+    """
+    known = {"prefix", "tenant", "salt", "older_than", "pins"}
     query = context.request.query_params
     unknown = sorted(set(query) - known)
     if unknown:
@@ -95,13 +98,27 @@ async def clear(context: RequestContext) -> Response:
     # An unset shell variable gives an empty prefix; that must not clear everything.
     if query.get("prefix") == "":
         raise ApiError(400, "it is empty; leave it out to clear everything", param="prefix")
+    ends_pins, tenant = query.get("pins", "false"), query.get("tenant")
+    if ends_pins not in ("true", "false"):
+        raise ApiError(400, f"{ends_pins!r} is neither true nor false", param="pins")
+    if ends_pins == "true" and tenant is None:
+        raise ApiError(400, "it needs tenant: whose pins to end", param="pins")
+
+    def end_pins(core: EngineCore) -> int:
+        own = core.cache.pins(tenant)
+        for pin in own:
+            core.cache.unpin(pin)
+        return len(own)
+
+    num_pins = await context.service.engine.run(end_pins) if ends_pins == "true" else 0
     cleared = await context.service.engine.cache.clear(
         prefix=query.get("prefix"),
-        tenant=query.get("tenant"),
+        tenant=tenant,
         salt=query.get("salt"),
         older_than_s=older_than_s,
     )
-    return json_response({"pages": cleared.num_pages, "kept_pages": cleared.num_kept})
+    payload = {"pages": cleared.num_pages, "kept_pages": cleared.num_kept}
+    return json_response(payload | ({"pins": num_pins} if ends_pins == "true" else {}))
 
 
 async def reset(context: RequestContext) -> Response:
@@ -142,6 +159,7 @@ async def pin(context: RequestContext) -> Response:
             ttl_s=request.ttl_s,
             tenant=request.tenant,
             salt=request.salt,
+            room_tokens=context.service.room_tokens,
         )
     except PinError as error:
         raise ApiError(409, str(error)) from error
