@@ -38,7 +38,10 @@ class Refused:
         """Whether a value, as JSON, changes nothing."""
         if len(value) > MAX_VALUE_BYTES:
             return False
-        decoded = msgspec.json.decode(value)
+        try:
+            decoded = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # text that nothing has decoded so far
+            return False
         is_empty = decoded is None or decoded is False or decoded in ("", [], {})
         return is_empty or decoded in self.neutral
 
